@@ -1,0 +1,310 @@
+"""Where every element of a unit lies: flat offsets, shards, padding. Integers only.
+
+A unit's tensors are packed into one flat buffer, which is cut into W shards of equal size:
+
+    |         rank 0        |         rank 1        |         rank 2        |
+    | a a a a a . | b b b b : b b b b b b . | c c c : c c c c c c . | d . . |
+    |               group 0                 |            group 1            |
+
+    .  padding      every | and : (a shard cut inside a tensor) lies on a 128-byte boundary
+
+- Tensors keep their given order inside an optimizer group; groups follow one another by number. So a group is one
+  contiguous run in the buffer, and at most one run in any shard: the update needs one kernel per group and unit.
+- The boundary is 128 bytes of the dtype that computes. fp32 copies in the same layout are then aligned even more
+  strictly. Without it the vector tails of kernels, and with them bits, would depend on where the cuts fall.
+- `Cut.ELEMENT` cuts the buffer wherever the shards end; padding is below 128 bytes x (W + number of tensors).
+- `Cut.TENSOR` gives whole tensors to balanced owners, for optimizers that need matrices; each shard is as large as
+  the heaviest owner's load, so its padding depends on the shapes.
+"""
+
+from __future__ import annotations
+
+import enum
+import heapq
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+ALIGN_BYTES = 128
+
+
+class Cut(enum.Enum):
+    """Where the flat buffer may be cut into shards."""
+
+    ELEMENT = "element"
+    TENSOR = "tensor"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The half-open range [start, stop) of elements; false when empty.
+
+    >>> Span(0, 6).intersect(Span(4, 9))
+    Span(start=4, stop=6)
+    """
+
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def slice(self) -> slice:
+        return slice(self.start, self.stop)
+
+    def intersect(self, other: Span) -> Span:
+        start = max(self.start, other.start)
+        return Span(start, max(start, min(self.stop, other.stop)))
+
+    def shift(self, by: int) -> Span:
+        return Span(self.start + by, self.stop + by)
+
+    def __bool__(self) -> bool:
+        return self.stop > self.start
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor to be packed; `group` is the number of its optimizer parameter group."""
+
+    name: str
+    shape: tuple[int, ...]
+    group: int = 0
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where a tensor lies in the flat buffer."""
+
+    spec: TensorSpec
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The part of a tensor (in its own flat elements) that a rank owns, and where it lies in the rank's shard."""
+
+    name: str
+    tensor: Span
+    shard: Span
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRun:
+    """The part of a shard that belongs to one optimizer group, the padding behind its tensors included."""
+
+    group: int
+    shard: Span
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A range to copy from a shard of an old layout into a shard of a new one; see `relayout`."""
+
+    name: str
+    source_rank: int
+    source: Span
+    target: Span
+    source_unit: int = 0
+    target_unit: int = 0
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The packing of one unit over `world_size` ranks. `slots` are in the order of the flat buffer.
+
+    >>> layout = Layout.build([TensorSpec("w", (10, 10)), TensorSpec("b", (10,))], world_size=2, itemsize=4)
+    >>> layout.shard_numel, layout.padding_numel
+    (96, 82)
+    >>> layout.pieces(1)[0]
+    Piece(name='w', tensor=Span(start=96, stop=100), shard=Span(start=0, stop=4))
+    """
+
+    world_size: int
+    itemsize: int
+    slots: tuple[Slot, ...]
+    shard_numel: int
+
+    @classmethod
+    def build(cls, specs: Sequence[TensorSpec], world_size: int, itemsize: int, cut: Cut = Cut.ELEMENT) -> Layout:
+        """Pack `specs` for `world_size` ranks; `itemsize` is that of the weights that compute, in bytes."""
+        _check(specs, world_size, itemsize)
+        align = ALIGN_BYTES // itemsize
+        ordered = sorted(specs, key=lambda spec: spec.group)
+        if cut is Cut.ELEMENT:
+            slots, used = _pack(ordered, 0, align)
+            return cls(world_size, itemsize, tuple(slots), _round_up(-(-used // world_size), align))
+        loads = _balance(ordered, world_size, align)
+        shard_numel = max(_pack(load, 0, align)[1] for load in loads)
+        packed = (_pack(load, rank * shard_numel, align)[0] for rank, load in enumerate(loads))
+        return cls(world_size, itemsize, tuple(slot for slots in packed for slot in slots), shard_numel)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the flat buffer, padding included."""
+        return self.world_size * self.shard_numel
+
+    @cached_property
+    def used_numel(self) -> int:
+        return sum(slot.span.numel for slot in self.slots)
+
+    @property
+    def padding_numel(self) -> int:
+        return self.numel - self.used_numel
+
+    def slot(self, name: str) -> Slot:
+        return self._by_name[name]
+
+    def shard(self, rank: int) -> Span:
+        """The flat elements that `rank` owns."""
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {rank} is outside a world of {self.world_size} ranks")
+        return Span(rank * self.shard_numel, (rank + 1) * self.shard_numel)
+
+    def pieces(self, rank: int) -> tuple[Piece, ...]:
+        """What `rank` owns, in the order of its shard. A tensor without elements has no pieces on any rank."""
+        shard = self.shard(rank)
+        # Slots neither overlap nor change order, so their starts and their stops are both sorted.
+        first = bisect_right(self.slots, shard.start, key=lambda slot: slot.span.stop)
+        end = bisect_left(self.slots, shard.stop, key=lambda slot: slot.span.start)
+        owned = ((slot, slot.span.intersect(shard)) for slot in self.slots[first:end])
+        return tuple(
+            Piece(slot.spec.name, part.shift(-slot.span.start), part.shift(-shard.start))
+            for slot, part in owned
+            if part
+        )
+
+    def groups(self, rank: int) -> tuple[GroupRun, ...]:
+        """The optimizer groups of `rank`'s shard: sorted, and without gaps from its first element to its last."""
+        shard = self.shard(rank)
+        first = bisect_right(self._runs, shard.start, key=lambda run: run.shard.stop)
+        end = bisect_left(self._runs, shard.stop, key=lambda run: run.shard.start)
+        owned = ((run.group, run.shard.intersect(shard)) for run in self._runs[first:end])
+        return tuple(GroupRun(group, part.shift(-shard.start)) for group, part in owned if part)
+
+    def owner(self, name: str, index: int) -> tuple[int, int]:
+        """The rank that owns element `index` of a tensor (in its own flat elements), and its index in the shard."""
+        span = self.slot(name).span
+        if not 0 <= index < span.numel:
+            raise IndexError(f"element {index} of {name!r}, which has {span.numel} elements")
+        rank, position = divmod(span.start + index, self.shard_numel)
+        return rank, position
+
+    def split(self, span: Span) -> Iterator[tuple[int, Span]]:
+        """Cut a span of the flat buffer where shards meet: each part's owner, and where it lies in that shard."""
+        start = span.start
+        while start < span.stop:
+            rank = start // self.shard_numel
+            part = span.intersect(self.shard(rank))
+            yield rank, part.shift(-rank * self.shard_numel)
+            start = part.stop
+
+    @cached_property
+    def _by_name(self) -> dict[str, Slot]:
+        return {slot.spec.name: slot for slot in self.slots}
+
+    @cached_property
+    def _runs(self) -> tuple[GroupRun, ...]:
+        """The runs of equal group over the whole flat buffer; each one reaches to the start of the next."""
+        starts: list[tuple[int, int]] = []
+        for slot in self.slots:
+            if slot.span and (not starts or starts[-1][0] != slot.spec.group):
+                starts.append((slot.spec.group, slot.span.start))
+        stops = [start for _, start in starts[1:]] + [self.numel]
+        return tuple(GroupRun(group, Span(start, stop)) for (group, start), stop in zip(starts, stops, strict=False))
+
+
+def relayout(old: Layout, new: Layout, rank: int) -> tuple[Read, ...]:
+    """What `rank` of `new` must read from the shards of `old`, in the order of its own shard.
+
+    World sizes, cuts, alignments and orders of tensors may all differ: tensors are matched by name.
+
+    >>> specs = [TensorSpec("w", (96,))]
+    >>> relayout(Layout.build(specs, 3, 4), Layout.build(specs, 2, 4), rank=0)[1].source_rank
+    1
+    """
+    return relayout_units([old], [new], rank)
+
+
+def relayout_units(old: Sequence[Layout], new: Sequence[Layout], rank: int) -> tuple[Read, ...]:
+    """`relayout` for whole models: a tensor may have moved to another unit, so each read names both units.
+
+    Every tensor of `new` must be in `old`; what only `old` has is left unread.
+    """
+    sources = {slot.spec.name: (unit, slot) for unit, layout in enumerate(old) for slot in layout.slots}
+    # Over all tensors, not only those of this rank, so that all ranks raise or none does.
+    for layout in new:
+        _check_sources(layout, sources)
+    return tuple(
+        read
+        for target_unit, layout in enumerate(new)
+        for piece in layout.pieces(rank)
+        for read in _reads(piece, target_unit, old, *sources[piece.name])
+    )
+
+
+def _reads(piece: Piece, target_unit: int, old: Sequence[Layout], source_unit: int, slot: Slot) -> Iterator[Read]:
+    position = piece.shard.start
+    for source_rank, source in old[source_unit].split(piece.tensor.shift(slot.span.start)):
+        target = Span(position, position + source.numel)
+        yield Read(piece.name, source_rank, source, target, source_unit, target_unit)
+        position = target.stop
+
+
+def _check_sources(layout: Layout, sources: dict[str, tuple[int, Slot]]) -> None:
+    for slot in layout.slots:
+        name, shape = slot.spec.name, slot.spec.shape
+        if name not in sources:
+            raise ValueError(f"tensor {name!r} is not in the layout to read from")
+        if (seen := sources[name][1].spec.shape) != shape:
+            raise ValueError(f"tensor {name!r} has shape {shape}, but {seen} in the layout to read from")
+
+
+def _pack(specs: Sequence[TensorSpec], start: int, align: int) -> tuple[list[Slot], int]:
+    """Slots for `specs` one after the other from `start`, and the aligned number of elements they take."""
+    position, slots = start, []
+    for spec in specs:
+        stop = position + spec.numel
+        slots.append(Slot(spec, Span(position, stop)))
+        position = _round_up(stop, align)
+    return slots, position - start
+
+
+def _balance(specs: Sequence[TensorSpec], world_size: int, align: int) -> list[list[TensorSpec]]:
+    """Owners for whole tensors: the largest first, each to the least loaded rank (the lowest of equals)."""
+    loads = [(0, rank) for rank in range(world_size)]
+    owner = [0] * len(specs)
+    for index in sorted(range(len(specs)), key=lambda index: -specs[index].numel):
+        load, rank = loads[0]
+        owner[index] = rank
+        heapq.heapreplace(loads, (load + _round_up(specs[index].numel, align), rank))
+    owned: list[list[TensorSpec]] = [[] for _ in range(world_size)]
+    for spec, rank in zip(specs, owner, strict=True):
+        owned[rank].append(spec)
+    return owned
+
+
+def _round_up(numel: int, align: int) -> int:
+    return -(-numel // align) * align
+
+
+def _check(specs: Sequence[TensorSpec], world_size: int, itemsize: int) -> None:
+    if world_size < 1:
+        raise ValueError(f"a layout needs at least one rank, not {world_size}")
+    if itemsize < 1 or ALIGN_BYTES % itemsize:
+        raise ValueError(f"an item of {itemsize} bytes does not divide the boundary of {ALIGN_BYTES} bytes")
+    seen: set[str] = set()
+    for spec in specs:
+        if spec.name in seen:
+            raise ValueError(f"tensor {spec.name!r} is listed twice; list a tied parameter once")
+        if any(size < 0 for size in spec.shape):
+            raise ValueError(f"tensor {spec.name!r} has a negative size in its shape {spec.shape}")
+        seen.add(spec.name)

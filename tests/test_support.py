@@ -1,0 +1,233 @@
+"""The harness itself: what a test may rely on, and that no failure of a rank is lost or waited for too long."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from support import CommandFailed, RanksFailed, ranks, run_command, run_ranks
+
+TESTS = Path(__file__).parent
+
+
+@ranks(1, 2, 3, 4)
+def test_every_rank_runs_in_one_group(rank, world_size):
+    x = torch.tensor([float(rank)])
+    dist.all_reduce(x)
+    assert x.item() == sum(range(world_size))
+    assert (dist.get_rank(), dist.get_world_size()) == (rank, world_size)
+    assert torch.get_num_threads() == 1
+
+
+@pytest.mark.parametrize("factor", [2, 3])
+@ranks(1, 2)
+@pytest.mark.parametrize("offset", [0, 5])
+def test_ranks_combines_with_parameters_and_fixtures(rank, world_size, factor, offset, tmp_path):
+    (tmp_path / str(rank)).write_text(str(factor * rank + offset))
+    dist.barrier()
+    assert [int((tmp_path / str(r)).read_text()) for r in range(world_size)] == [
+        factor * r + offset for r in range(world_size)
+    ]
+
+
+def product(rank, world_size, tensor, power=1):
+    return rank, (tensor * (rank + 1)) ** power
+
+
+def test_results_come_back_by_rank():
+    results = run_ranks(product, 2, torch.ones(3), power=2)
+    assert [rank for rank, _ in results] == [0, 1]
+    assert torch.equal(results[1][1], torch.full((3,), 4.0))
+
+
+def process_id(rank, world_size):
+    return os.getpid()
+
+
+def fail_on_one_rank(rank, world_size):
+    print(f"hello from {rank}")
+    if rank == 1:
+        left, right = [1, 2], 3
+        assert len(left) == right
+    dist.barrier()
+
+
+def test_workers_are_shared_until_a_failure_and_fresh_ones_are_not():
+    before = run_ranks(process_id, 2)
+    assert run_ranks(process_id, 2) == before
+    assert not set(run_ranks(process_id, 2, fresh=True)) & set(before)
+    with pytest.raises(RanksFailed):
+        run_ranks(fail_on_one_rank, 2, grace=0.5)
+    assert not set(run_ranks(process_id, 2)) & set(before)
+
+
+def test_a_failure_shows_every_rank_the_failing_one_first():
+    with pytest.raises(RanksFailed) as failure:
+        run_ranks(fail_on_one_rank, 3, fresh=True, grace=1)
+    message = str(failure.value)
+    assert message.index("-- rank 1: raised") < message.index("-- rank 0") < message.index("-- rank 2")
+    assert "assert 2 == 3" in message  # both sides, as under pytest
+    assert "in fail_on_one_rank" in message
+    assert "still running" in message
+    assert "barrier" in message  # the stacks of those who wait
+    assert "hello from 0" in message
+
+
+def hang_on_one_rank(rank, world_size):
+    if rank == 0:
+        time.sleep(1000)
+
+
+def test_a_timeout_dumps_the_stacks_and_ends_the_workers():
+    started = time.monotonic()
+    outcomes = run_ranks(hang_on_one_rank, 2, fresh=True, timeout=2, check=False)
+    assert time.monotonic() - started < 40
+    assert "in hang_on_one_rank" in outcomes[0].stacks
+    assert outcomes[1].ok
+    with pytest.raises(RanksFailed, match="no end after 1 s"):
+        run_ranks(hang_on_one_rank, 2, timeout=1)
+
+
+def die(rank, world_size, how):
+    print("last words")
+    if rank == world_size - 1:
+        if how == "exit":
+            os._exit(7)
+        ctypes.string_at(0)
+    time.sleep(1000)
+
+
+@pytest.mark.parametrize(("how", "sign"), [("exit", "exit code 7"), ("segfault", "SIGSEGV")])
+def test_a_dead_rank_fails_the_test_at_once(how, sign):
+    started = time.monotonic()
+    with pytest.raises(RanksFailed) as failure:
+        run_ranks(die, 2, how, grace=0.2)
+    assert time.monotonic() - started < 50  # start-up of a new pool included; the ranks would sleep for 1000 s
+    message = str(failure.value)
+    assert message.index(f"-- rank 1: died ({sign})") < message.index("-- rank 0: still running")
+    assert "in die" in message
+    assert "last words" in message
+
+
+def dirty(rank, world_size):
+    torch.set_grad_enabled(False)
+    torch.set_default_dtype(torch.float64)
+    torch.use_deterministic_algorithms(True)
+    os.environ["LEFT_BEHIND"] = "1"
+    dist.new_group(list(range(world_size)))
+    return torch.rand(2)
+
+
+def state(rank, world_size):
+    clean = torch.is_grad_enabled() and torch.get_default_dtype() == torch.float32
+    clean = clean and not torch.are_deterministic_algorithms_enabled() and "LEFT_BEHIND" not in os.environ
+    return clean, torch.rand(2), len(dist.distributed_c10d._world.pg_map)
+
+
+def test_state_is_clean_between_tests():
+    run_ranks(dirty, 2)
+    run_ranks(dirty, 2)
+    for clean, numbers, groups in run_ranks(state, 2):
+        assert clean
+        assert torch.equal(numbers, torch.rand(2, generator=torch.Generator().manual_seed(0)))
+        assert groups == 1
+
+
+def group_state(rank, world_size):
+    return dist.is_initialized(), os.environ.get("WORLD_SIZE")
+
+
+def start_group_as_torchrun_does(rank, world_size):
+    dist.init_process_group("gloo")
+    dist.barrier()
+    return dist.get_rank(), dist.get_world_size()
+
+
+def test_workers_without_a_process_group():
+    assert run_ranks(group_state, 1, fresh=True, init=False) == [(False, None)]
+    results = run_ranks(start_group_as_torchrun_does, 2, fresh=True, init=False, torchrun=True)
+    assert results == [(0, 2), (1, 2)]
+    with pytest.raises(ValueError, match="fresh=True"):
+        run_ranks(group_state, 1, init=False)
+
+
+def test_what_cannot_travel_is_refused_with_a_reason():
+    def closure(rank, world_size): ...
+
+    with pytest.raises(ValueError, match="top level"):
+        run_ranks(closure, 1)
+    with pytest.raises(ValueError, match="cannot be pickled"):
+        run_ranks(product, 1, lambda: None)
+    with pytest.raises(TypeError, match="rank, world_size"):
+        ranks(1)(lambda world_size: None)
+
+
+def skip(rank, world_size, ranks_that_skip):
+    if rank in ranks_that_skip:
+        pytest.skip("no such device")
+
+
+def test_skip_on_every_rank_is_a_skip_and_on_some_a_failure():
+    with pytest.raises(pytest.skip.Exception, match="no such device"):
+        run_ranks(skip, 2, [0, 1])
+    with pytest.raises(RanksFailed, match="some ranks skipped"):
+        run_ranks(skip, 2, [0])
+
+
+PARENT = """
+import sys, time
+sys.path.insert(0, {tests!r})
+from support import run_ranks
+import test_support
+print(*run_ranks(test_support.process_id, 2), flush=True)
+run_ranks(test_support.hang_on_one_rank, 2)
+"""
+
+
+def test_workers_end_when_pytest_is_killed():
+    command = [sys.executable, "-c", PARENT.format(tests=str(TESTS))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        workers = [int(word) for word in parent.stdout.readline().split()]
+        assert len(workers) == 2
+        parent.send_signal(signal.SIGKILL)
+    assert eventually(lambda: not any(alive(pid) for pid in workers), limit_s=10)
+
+
+def eventually(condition, limit_s):
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def alive(pid):
+    """A zombie that nobody reaps (no init in a container) is not alive."""
+    status = Path(f"/proc/{pid}/stat")
+    try:
+        return status.read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_command_is_limited_and_takes_its_children_along():
+    assert run_command([sys.executable, "-c", "print(6 * 7)"]).stdout == "42\n"
+    with pytest.raises(CommandFailed, match="exit code 3"):
+        run_command([sys.executable, "-c", "raise SystemExit(3)"])
+    sleeper = "import subprocess; p = subprocess.Popen(['sleep', '1000']); print(p.pid, flush=True); p.wait()"
+    with pytest.raises(CommandFailed) as failure:
+        run_command([sys.executable, "-c", sleeper], timeout=2)
+    lines = str(failure.value).splitlines()
+    assert "no end after 2 s" in lines[0]
+    assert any("in wait" in line for line in lines)
+    child = next(int(line) for line in lines if line.isdigit())
+    assert eventually(lambda: not alive(child), limit_s=5)

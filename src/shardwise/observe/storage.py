@@ -1,0 +1,228 @@
+"""`StorageObserver`: the bytes of live tensor storage on a device, their peak, and what they were made of.
+
+Every operator passes a dispatch mode, which registers the storages of its inputs and outputs; a weak reference tells
+when a storage is freed. Storage resizes do not pass the dispatcher, so `UntypedStorage.resize_` is wrapped as well.
+
+What it cannot see: workspaces that a kernel allocates and frees inside one call (convolution and attention scratch,
+the temporaries of foreach kernels on the CPU, Gloo's staging buffers), the code that torch.compile generates, memory
+that is no tensor, and operators run in threads other than the one that entered the context (the autograd engine's
+threads excepted, which inherit it). Sizes are those of the storages, without the rounding of an allocator. On CUDA
+the totals therefore come from the allocator's own statistics, and only the breakdown from watching.
+"""
+
+import gc
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Watchable = torch.Tensor | nn.Module | torch.optim.Optimizer
+UNLABELLED = "other"
+
+
+class _Entry(weakref.ref):  # type: ignore[type-arg]
+    """One live storage. The key is the storage's address, unique for as long as it lives."""
+
+    __slots__ = ("key", "label", "nbytes")
+
+    key: int
+    nbytes: int
+    label: str
+
+
+class StorageObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Peak and current bytes of live tensor storage on `device` while the context is active.
+
+    `existing`: tensors, modules and optimizers that are alive already and count from the start; by default all that
+    the garbage collector knows. What is missed there counts from its first use on.
+    `label`: names a storage when it is first seen, from the tensor it was seen through; `observer.label("weights",
+    model)` names storages at any time and wins. `breakdown_at_peak` has the bytes per name.
+
+    >>> with StorageObserver(existing=()) as memory:
+    ...     x = torch.ones(1000)
+    ...     y = x + x
+    ...     del x
+    >>> memory.current_bytes, memory.peak_bytes
+    (4000, 8000)
+    """
+
+    def __init__(
+        self,
+        device: str | torch.device = "cpu",
+        existing: Iterable[Watchable] | None = None,
+        label: Callable[[torch.Tensor], str] | None = None,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.device = torch.empty(0, device=device).device  # with its index: cuda is cuda:0
+        self._existing = existing
+        self._label = label
+        self._entries: dict[int, _Entry] = {}
+        # Storages are freed at any moment, in any thread: their finalizers only append, and we settle later.
+        self._freed: deque[_Entry] = deque()
+        self._bytes = 0
+        self._peak_bytes = 0
+        self._by_label: Counter[str] = Counter()
+        self._at_peak: dict[str, int] = {}
+
+    @property
+    def current_bytes(self) -> int:
+        """Bytes that are alive now."""
+        if self.device.type == "cuda":
+            return torch.cuda.memory_allocated(self.device)
+        self._settle()
+        return self._bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was alive at once, since the start or the last `reset_peak`."""
+        return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else self._peak_bytes
+
+    @property
+    def breakdown(self) -> dict[str, int]:
+        """Bytes that are alive now, by label."""
+        self._settle()
+        return {label: nbytes for label, nbytes in self._by_label.items() if nbytes}
+
+    @property
+    def breakdown_at_peak(self) -> dict[str, int]:
+        """Bytes by label at the moment of the peak."""
+        return dict(self._at_peak)
+
+    def reset_peak(self) -> None:
+        """Forget the peak so far: it becomes what is alive now."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        self._settle()
+        self._peak_bytes, self._at_peak = self._bytes, self.breakdown
+
+    def label(self, label: str, *things: Watchable) -> None:
+        """Call the storages of these tensors, modules (parameters and buffers) or optimizers (states) `label`."""
+        self._settle()
+        for tensor in _tensors_in(things):
+            entry = self._watch(tensor)
+            if entry is not None:
+                self._by_label[entry.label] -= entry.nbytes
+                entry.label = label
+                self._by_label[label] += entry.nbytes
+        self._note_peak()
+
+    def __enter__(self) -> "StorageObserver":
+        for tensor in _tensors_alive() if self._existing is None else _tensors_in(self._existing):
+            self._watch(tensor)
+        self._existing = ()
+        self.reset_peak()
+        self._original_resize = torch.UntypedStorage.resize_
+        torch.UntypedStorage.resize_ = self._wrapped_resize()  # type: ignore[method-assign, assignment]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        torch.UntypedStorage.resize_ = self._original_resize  # type: ignore[method-assign]
+        self._settle()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # let a wrapper (DTensor) unpack itself: its inner operators come back here
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        self._settle()
+        for value in (args, kwargs, result):
+            self._watch_all(value)
+        self._note_peak()
+        return result
+
+    def _watch_all(self, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            self._watch(value)
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                self._watch_all(item)
+        elif isinstance(value, dict):
+            self._watch_all(tuple(value.values()))
+
+    def _watch(self, tensor: torch.Tensor) -> _Entry | None:
+        if tensor.device != self.device or hasattr(tensor, "__tensor_flatten__") or not _has_storage(tensor):
+            return None
+        storage = tensor.untyped_storage()
+        entry = self._entries.get(storage._cdata)
+        if entry is None:
+            entry = self._add(storage, self._label(tensor) if self._label else UNLABELLED)
+        elif entry.nbytes != storage.nbytes():
+            self._resized(entry, storage.nbytes())
+        return entry
+
+    def _add(self, storage: torch.UntypedStorage, label: str) -> _Entry:
+        entry = _Entry(storage, self._freed.append)
+        entry.key, entry.nbytes, entry.label = storage._cdata, 0, label
+        self._entries[entry.key] = entry
+        self._resized(entry, storage.nbytes())
+        return entry
+
+    def _resized(self, entry: _Entry, nbytes: int) -> None:
+        change = nbytes - entry.nbytes
+        entry.nbytes = nbytes
+        self._bytes += change
+        self._by_label[entry.label] += change
+
+    def _settle(self) -> None:
+        """Take the freed storages off the account; before an address is looked up, for it may be in use again."""
+        while self._freed:
+            entry = self._freed.popleft()
+            self._resized(entry, 0)
+            del self._entries[entry.key]
+
+    def _note_peak(self) -> None:
+        if self._bytes > self._peak_bytes:
+            self._peak_bytes, self._at_peak = self._bytes, {k: v for k, v in self._by_label.items() if v}
+
+    def _wrapped_resize(self) -> Callable[[torch.UntypedStorage, int], Any]:
+        original = self._original_resize
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            result = original(storage, size)
+            self._settle()
+            entry = self._entries.get(storage._cdata)
+            if entry is not None:
+                self._resized(entry, storage.nbytes())
+            elif storage.device == self.device:
+                self._add(storage, UNLABELLED)
+            self._note_peak()
+            return result
+
+        return resize_
+
+
+def _has_storage(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def _tensors_alive() -> Iterator[torch.Tensor]:
+    for thing in gc.get_objects():
+        if issubclass(type(thing), torch.Tensor):  # isinstance would wake lazy proxies
+            yield from _tensors_in([thing])
+
+
+def _tensors_in(things: Iterable[Watchable]) -> Iterator[torch.Tensor]:
+    """The tensors of modules and optimizers with their gradients, and those inside wrappers such as DTensor."""
+    for thing in things:
+        if isinstance(thing, nn.Module):
+            yield from _tensors_in([*thing.parameters(), *thing.buffers()])
+        elif isinstance(thing, torch.optim.Optimizer):
+            yield from _tensors_in(_optimizer_tensors(thing))
+        elif hasattr(thing, "__tensor_flatten__"):
+            names, _ = thing.__tensor_flatten__()
+            yield from _tensors_in(getattr(thing, name) for name in names)
+        else:
+            yield thing
+
+
+def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    for state in optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, torch.Tensor))

@@ -1,0 +1,356 @@
+"""How a model is divided into units: what is gathered and reduced together, and which modules' forward needs it.
+
+    Decoder                            (root)     pos, norm            the whole forward
+    ├── embed       Embedding          embed      embed.weight         embed; head (tied)
+    ├── pos         Parameter
+    ├── layers      ModuleList
+    │   ├── 0       Block              layers.0   everything inside    layers.0
+    │   └── 1       Block              layers.1   everything inside    layers.1
+    ├── norm        LayerNorm
+    └── head        Linear (tied to embed)
+
+1. *Blocks* are children of one class that repeat in a ModuleList, ModuleDict or Sequential. The outermost repetition
+   wins and a block is never cut, so branches inside it (experts that no token reached) never matter. Only *stages*,
+   lists of blocks that differ from one another as in a ResNet, are looked into. Small neighbours are merged.
+2. *Leftovers* are the largest subtrees without a block in them. Those of some size become units of their own.
+3. The *root unit* takes the rest, and is in use for the whole forward.
+
+Hooks sit on the modules of a unit's runs, so a run only names modules that have a forward. A module or parameter
+that is registered twice belongs to its first name. A hook on a shared module serves all its names; other modules
+that hold a tied parameter are further runs.
+"""
+
+import difflib
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import nn
+
+from shardwise.sizes import format_bytes, format_count
+
+__all__ = ["UnitSpec", "describe_units", "divide"]
+
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_MERGE_BYTES = 2**20
+_MERGE_SHARE = 16  # a unit need not exceed this part of the model, or small models would be one unit
+_LEFTOVER_SHARE = 8  # a leftover smaller than this part of a block is not worth a collective of its own
+
+
+@dataclass(frozen=True)
+class UnitSpec:
+    """The parameters of a unit, and the modules whose forward uses them.
+
+    `params` are canonical names (the first ones under which `named_parameters()` reports them) in registration order.
+    Each run is a group of modules between whose first entry and last exit the unit is in use. The first run is that of
+    the owners, further ones use tied parameters; ("",) is the model itself. Without any run, the parameters are held
+    by a model that has no forward, and nothing tells when they are in use.
+    """
+
+    name: str
+    params: tuple[str, ...]
+    runs: tuple[tuple[str, ...], ...]
+    trainable: bool
+    dtype: torch.dtype
+
+
+def divide(
+    model: nn.Module,
+    *,
+    classes: Collection[str] | None = None,
+    modules: Collection[str] | None = None,
+    min_bytes: int | None = None,
+) -> tuple[UnitSpec, ...]:
+    """Divide a model into units; every parameter is in exactly one. The root unit is first, then registration order.
+
+    `classes` (names of classes) and `modules` (paths) name the blocks instead of the automatic search; each block is
+    then a unit of its own unless `min_bytes` is given. By default, neighbouring blocks of a list are merged up to
+    1 MiB or 1/16 of the model, whichever is less.
+
+    >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    >>> [(unit.name, unit.params) for unit in divide(model)]
+    [('0', ('0.weight', '0.bias')), ('2', ('2.weight', '2.bias'))]
+    """
+    tree = _Tree(model)
+    explicit = classes is not None or modules is not None
+    blocks = _named_blocks(tree, classes or (), modules or ()) if explicit else _find_blocks(tree, "")
+    if min_bytes is None:
+        min_bytes = 0 if explicit else min(_MERGE_BYTES, tree.bytes("") // _MERGE_SHARE)
+    merged = _merge(tree, blocks, min_bytes)
+    holders = {above for block in blocks for above in _ancestry(block)[:-1]}
+    owners = _owning_runs(tree, merged, _leftovers(tree, set(blocks), holders))
+    return _specs(tree, owners, _tied_users(tree, owners, holders))
+
+
+def describe_units(
+    model: nn.Module,
+    *,
+    classes: Collection[str] | None = None,
+    modules: Collection[str] | None = None,
+    min_bytes: int | None = None,
+) -> str:
+    """The division of a model as a table to read; the arguments are those of `divide`.
+
+    >>> print(describe_units(nn.Linear(4, 4)))
+    unit    modules  parameters  elements  bytes  dtype    trainable  also used by
+    (root)  (root)            2        20    80B  float32  yes
+    total                     2        20    80B
+    """
+    params = dict(model.named_parameters())
+    header = ("unit", "modules", "parameters", "elements", "bytes", "dtype", "trainable", "also used by")
+    units = divide(model, classes=classes, modules=modules, min_bytes=min_bytes)
+    rows = [header, *(_row(unit, params) for unit in units)]
+    rows.append(("total", "", *_sizes(params.values()), "", "", ""))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(_line(row, widths) for row in rows)
+
+
+class _Tree:
+    """The modules of a model by path, and the parameters that each one owns, those of its descendants included."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules = dict(model.named_modules(remove_duplicate=False))
+        self.params = dict(model.named_parameters())
+        self.aliases = [
+            (name, param) for name, param in model.named_parameters(remove_duplicate=False) if name not in self.params
+        ]
+        self.registrations = Counter(id(module) for module in self.modules.values())
+        self._first: dict[int, str] = {}
+        self.children: dict[str, list[str]] = defaultdict(list)
+        for path, module in self.modules.items():
+            if self._first.setdefault(id(module), path) == path and path:
+                self.children[path.rpartition(".")[0]].append(path)
+        self.owned: dict[str, list[str]] = defaultdict(list)
+        for name, param in self.params.items():
+            if nn.parameter.is_lazy(param):
+                raise ValueError(f"parameter {name!r} has no shape yet; run one forward before dividing the model")
+            for path in _ancestry(_holder(name)):
+                self.owned[path].append(name)
+
+    def first(self, path: str) -> str:
+        """The first path under which the module at `path` is registered."""
+        return self._first[id(self.modules[path])]
+
+    def bytes(self, *paths: str) -> int:
+        return sum(_bytes(self.params[name]) for path in paths for name in self.owned[path])
+
+    def has_forward(self, path: str) -> bool:
+        forward = self.modules[path].forward
+        return getattr(forward, "__func__", forward) is not nn.Module.forward
+
+    def shapes(self, path: str) -> tuple[tuple[str, torch.Size], ...]:
+        """What tells a block from one that only shares its class: the owned parameters' relative names and shapes."""
+        return tuple((name.removeprefix(path), self.params[name].shape) for name in self.owned[path])
+
+
+def _find_blocks(tree: _Tree, path: str) -> list[str]:
+    """The paths of the repeated blocks in the module at `path`, in registration order."""
+    kids = [kid for kid in tree.children[path] if tree.owned[kid]]
+    whole: set[str] = set()
+    blocks: set[str] = set()
+    if isinstance(tree.modules[path], _LISTS):
+        whole, blocks = _repeated(tree, path, kids)
+    found: list[str] = []
+    for kid in kids:
+        if kid in blocks:
+            found.append(kid)
+        elif kid not in whole:
+            found += _find_blocks(tree, kid)
+    return found
+
+
+def _repeated(tree: _Tree, path: str, kids: Sequence[str]) -> tuple[set[str], set[str]]:
+    """Of the children of a list: those not to be looked into, and the ones among them that are blocks."""
+    by_class: dict[type, list[str]] = defaultdict(list)
+    for kid in filter(tree.has_forward, kids):
+        by_class[type(tree.modules[kid])].append(kid)
+    layers = [set(alike) - _stages(tree, alike) for alike in by_class.values()]
+    blocks = {kid for alike in layers if len(alike) > 1 for kid in alike}
+    if not blocks and isinstance(tree.modules[path], nn.Sequential):
+        return set(), set()  # a mere chain of parts, such as a backbone and its head
+    return set().union(*layers), blocks
+
+
+def _stages(tree: _Tree, alike: Sequence[str]) -> set[str]:
+    """Which of these siblings of one class are stages: lists of blocks, no two of them the same.
+
+    A plain Sequential is one if blocks repeat in it, for its class says nothing. For other classes, all must consist
+    mostly of repeated blocks that are modules of modules: layers of various widths, or of which some are dense and
+    some hold experts, are no stages.
+    """
+    shapes = {kid: tree.shapes(kid) for kid in alike}
+    counts = Counter(shapes.values())
+    unlike = [kid for kid in alike if counts[shapes[kid]] == 1]
+    if type(tree.modules[alike[0]]) is nn.Sequential:
+        return {kid for kid in unlike if _find_blocks(tree, kid)}
+    if len(unlike) < max(2, len(alike)):
+        return set()
+    blocks = {kid: [block for block in _find_blocks(tree, kid) if tree.children[block]] for kid in alike}
+    mostly_blocks = all(2 * tree.bytes(*blocks[kid]) >= tree.bytes(kid) > 0 for kid in alike)
+    return set(alike) if mostly_blocks else set()
+
+
+def _named_blocks(tree: _Tree, classes: Collection[str], modules: Collection[str]) -> list[str]:
+    """The blocks a user named, in registration order; of nested modules of the named classes, the outermost."""
+    class_of = {path: type(module).__name__ for path, module in tree.modules.items()}
+    _refuse_unknown("class", classes, set(class_of.values()))
+    _refuse_unknown("module", modules, set(tree.modules))
+    blocks = {tree.first(path) for path in modules}
+    for path in filter(lambda path: class_of[path] in classes and tree.first(path) == path, tree.modules):
+        if not any(class_of[above] in classes for above in _ancestry(path)[:-1]):
+            blocks.add(path)
+    for name in set(classes) - {class_of[path] for path in blocks}:
+        raise ValueError(f"every module of class {name!r} lies inside another block; name only the outer class")
+    for path in blocks:
+        _check_block(tree, path, blocks)
+    return [path for path in tree.modules if path in blocks]
+
+
+def _check_block(tree: _Tree, path: str, blocks: Collection[str]) -> None:
+    if outer := [above for above in _ancestry(path)[:-1] if above in blocks]:
+        raise ValueError(f"blocks overlap: {path!r} lies inside {_label((outer[0],))!r}; name one of them")
+    if not tree.has_forward(path):
+        kind = type(tree.modules[path]).__name__
+        raise ValueError(f"{path!r} ({kind}) has no forward to hook; name the modules inside it instead")
+
+
+def _refuse_unknown(kind: str, names: Iterable[str], valid: set[str]) -> None:
+    unknown = [name for name in names if name not in valid]
+    if not unknown:
+        return
+    nearest = {near: None for name in unknown for near in difflib.get_close_matches(name, valid, n=2, cutoff=0.4)}
+    hint = f"; the nearest are {', '.join(map(repr, nearest))}" if nearest else ""
+    raise ValueError(f"the model has no {kind} {', '.join(map(repr, unknown))}{hint}")
+
+
+def _merge(tree: _Tree, blocks: Sequence[str], min_bytes: int) -> list[tuple[str, ...]]:
+    """Runs of neighbouring blocks of one list, each of at least `min_bytes` where the list has as many."""
+
+    def chain(path: str) -> str:
+        parent = path.rpartition(".")[0]
+        # A module registered twice is also entered out of turn, so its exit must not wait for neighbours.
+        alone = tree.registrations[id(tree.modules[path])] > 1 or not isinstance(tree.modules[parent], _LISTS)
+        return path if alone else parent
+
+    return [run for _, members in groupby(blocks, key=chain) for run in _fill(tree, members, min_bytes)]
+
+
+def _fill(tree: _Tree, chain: Iterable[str], min_bytes: int) -> list[tuple[str, ...]]:
+    runs: list[list[str]] = []
+    filled_bytes = min_bytes
+    for path in chain:
+        if filled_bytes >= min_bytes:
+            runs.append([])
+            filled_bytes = 0
+        runs[-1].append(path)
+        filled_bytes += tree.bytes(path)
+    if len(runs) > 1 and filled_bytes < min_bytes:
+        rest = runs.pop()
+        runs[-1] += rest
+    return [tuple(run) for run in runs]
+
+
+def _leftovers(tree: _Tree, blocks: Collection[str], holders: Collection[str], path: str = "") -> Iterator[str]:
+    """The largest modules that have a forward, hold no block and lie in none."""
+    if path in holders or not tree.has_forward(path):
+        for kid in tree.children[path]:
+            yield from _leftovers(tree, blocks, holders, kid)
+    elif path not in blocks:
+        yield path
+
+
+def _owning_runs(
+    tree: _Tree, merged: Sequence[tuple[str, ...]], leftovers: Iterable[str]
+) -> dict[str, tuple[str, ...]]:
+    """For each parameter, the run of the unit that owns it."""
+    runs = {path: run for run in merged for path in run}
+    largest_bytes = max((tree.bytes(path) for path in runs), default=0)
+    for path in leftovers:
+        if tree.bytes(path) * _LEFTOVER_SHARE >= largest_bytes:
+            runs[path] = (path,)
+    owners = {}
+    for name in tree.params:
+        above = _ancestry(_holder(name))
+        # The outermost module with a forward: the model itself, unless it is a mere holder of modules.
+        rest = next(((path,) for path in above if tree.has_forward(path)), ())
+        owners[name] = next((runs[path] for path in above if path in runs), rest)
+    return owners
+
+
+def _tied_users(
+    tree: _Tree, owners: dict[str, tuple[str, ...]], holders: Collection[str]
+) -> dict[str, dict[str, None]]:
+    """For each parameter with several names, the modules to hook on behalf of those that lie outside its own run."""
+    canonical = {id(param): name for name, param in tree.params.items()}
+    users: dict[str, dict[str, None]] = defaultdict(dict)
+    for alias, param in tree.aliases:
+        name = canonical[id(param)]
+        above = [tree.first(path) for path in _ancestry(_holder(alias)) if tree.has_forward(path)]
+        if not set(above) & set(owners[name]):
+            # Whole blocks and leftovers, as for owners; else the module itself, which holds blocks.
+            users[name] |= dict.fromkeys([path for path in above if path not in holders][:1] or above[-1:])
+    return users
+
+
+def _specs(tree: _Tree, owners: dict[str, tuple[str, ...]], users: dict[str, dict[str, None]]) -> tuple[UnitSpec, ...]:
+    """Units of one run, trainability and dtype each, in the order in which their modules were registered."""
+    parts: dict[tuple[tuple[str, ...], bool, torch.dtype], list[str]] = defaultdict(list)
+    for name, run in owners.items():
+        param = tree.params[name]
+        parts[run, param.requires_grad, param.dtype].append(name)
+    dtypes = Counter((run, trainable) for run, trainable, _ in parts)
+    position = {path: index for index, path in enumerate(tree.modules)}
+    units = []
+    for run, trainable, dtype in sorted(parts, key=lambda part: position[part[0][0]] if part[0] else -1):
+        names = parts[run, trainable, dtype]
+        tags = ([] if trainable else ["frozen"]) + ([_short(dtype)] if dtypes[run, trainable] > 1 else [])
+        label = _label(run) + (f" ({', '.join(tags)})" if tags else "")
+        further = {user: None for name in names for user in users.get(name, ())}
+        runs = ((run,) if run else ()) + tuple((user,) for user in further)
+        units.append(UnitSpec(label, tuple(names), runs, trainable, dtype))
+    return tuple(units)
+
+
+def _line(row: Sequence[str], widths: Sequence[int]) -> str:
+    numbers = range(2, 5)
+    cells = enumerate(zip(row, widths, strict=True))
+    return "  ".join(cell.rjust(width) if n in numbers else cell.ljust(width) for n, (cell, width) in cells).rstrip()
+
+
+def _row(unit: UnitSpec, params: dict[str, nn.Parameter]) -> tuple[str, ...]:
+    owner, *others = [_label(run) for run in unit.runs] or ["none"]
+    sizes = _sizes([params[name] for name in unit.params])
+    return (unit.name, owner, *sizes, _short(unit.dtype), "yes" if unit.trainable else "no", ", ".join(others))
+
+
+def _sizes(params: Collection[nn.Parameter]) -> tuple[str, str, str]:
+    elements = sum(param.numel() for param in params)
+    return str(len(params)), format_count(elements), format_bytes(sum(map(_bytes, params)))
+
+
+def _label(run: Sequence[str]) -> str:
+    """A run as people read it: "layers.3-5", or "(root)" for the model itself and for what no forward uses."""
+    if not run or run == ("",):
+        return "(root)"
+    return run[0] if len(run) == 1 else f"{run[0]}-{run[-1].rpartition('.')[2]}"
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _bytes(param: nn.Parameter) -> int:
+    return param.numel() * param.element_size()
+
+
+def _holder(name: str) -> str:
+    """The path of the module that holds a parameter."""
+    return name.rpartition(".")[0]
+
+
+def _ancestry(path: str) -> list[str]:
+    """The paths from the model itself down to `path`: "", "layers", "layers.0"."""
+    parts = path.split(".") if path else []
+    return ["", *(".".join(parts[: n + 1]) for n in range(len(parts)))]

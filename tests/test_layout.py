@@ -256,11 +256,11 @@ def test_an_empty_last_group_leaves_the_padding_to_the_one_before():
 @pytest.mark.parametrize("cut", Cut)
 def test_large_units_take_milliseconds(cut):
     specs = [TensorSpec(f"experts.{n}.weight", (n % 7 + 1, 512), group=n % 2) for n in range(2000)]
-    start = time.perf_counter()
+    start = time.process_time()
     layout = Layout.build(specs, 512, 2, cut)
     for rank in range(512):
         layout.pieces(rank), layout.groups(rank)
-    assert time.perf_counter() - start < 0.25
+    assert time.process_time() - start < 0.25
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,97 @@
+"""Configuration files as dicts: JSON, the JSON with comments that DeepSpeed reads (hjson), and YAML.
+
+Plain JSON is tried first; hjson is an optional package and is imported only when that fails. A key that stands
+twice in one section is an error in all three: which of the two counts would be a guess.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import ConfigError
+
+YAML_SUFFIXES = (".yaml", ".yml")
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """The mapping in a JSON or YAML file, or a `ConfigError` that names the file."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: is no text in UTF-8, so no configuration") from None
+    return read_text(text, str(path), yaml=path.suffix.lower() in YAML_SUFFIXES)
+
+
+def read_text(text: str, source: str, *, yaml: bool = False) -> dict[str, Any]:
+    """The mapping in a text. `source` stands for the file in error messages."""
+    try:
+        content = _yaml(text, source) if yaml else _json(text, source)
+    except RecursionError:
+        raise ConfigError(f"{source}: sections are nested too deeply to be a configuration") from None
+    if content is None and yaml:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"{source}: holds {type(content).__name__}, expected a mapping of keys to values")
+    return content
+
+
+class _DuplicateKey(Exception):
+    pass
+
+
+def _unique(pairs: Sequence[tuple[Any, Any]]) -> dict[Any, Any]:
+    mapping: dict[Any, Any] = {}
+    for key, value in pairs:
+        if key in mapping:
+            raise _DuplicateKey(key)
+        mapping[key] = value
+    return mapping
+
+
+def _json(text: str, source: str) -> Any:
+    try:
+        return json.loads(text, object_pairs_hook=_unique)
+    except _DuplicateKey as error:
+        raise ConfigError(f"{source}: the key {error.args[0]!r} stands twice in one section; keep one") from None
+    except json.JSONDecodeError as plain:
+        return _hjson(text, source, plain)
+    except ValueError as error:  # a number of thousands of digits
+        raise ConfigError(f"{source}: is not valid JSON: {error}") from None
+
+
+def _hjson(text: str, source: str, plain: json.JSONDecodeError) -> Any:
+    failure = f"{source}: is not valid JSON: {plain.msg} at line {plain.lineno}, column {plain.colno}"
+    if not text.lstrip().startswith(("{", "#", "/")):
+        raise ConfigError(failure)
+    try:
+        import hjson
+    except ImportError:
+        raise ConfigError(f"{failure}; for comments and trailing commas, install hjson") from None
+    try:
+        return hjson.loads(text, object_pairs_hook=_unique)
+    except _DuplicateKey as error:
+        raise ConfigError(f"{source}: the key {error.args[0]!r} stands twice in one section; keep one") from None
+    except (ValueError, TypeError, IndexError, AttributeError):  # what its parser raises on broken input
+        raise ConfigError(failure) from None
+
+
+def _yaml(text: str, source: str) -> Any:
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """The safe loader, with duplicate keys refused."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            keys = [self.construct_object(key, deep=True) for key, _ in node.value if key.value != "<<"]
+            _unique([(key, None) for key in keys])
+            return super().construct_mapping(node, deep)
+
+    try:
+        return yaml.load(text, Loader)
+    except _DuplicateKey as error:
+        raise ConfigError(f"{source}: the key {error.args[0]!r} stands twice in one section; keep one") from None
+    except (yaml.YAMLError, ValueError, TypeError) as error:
+        raise ConfigError(f"{source}: is not valid YAML: {' '.join(str(error).split())}") from None

@@ -1,0 +1,53 @@
+"""The placement table: the one place where a stage means anything.
+
+| preset | weights              | grads                               | optim      |
+|--------|----------------------|-------------------------------------|------------|
+| zero0  | replicated           | replicated                          | replicated |
+| zero1  | replicated           | replicated, reduced once a step     | sharded    |
+| zero2  | replicated           | sharded, reduced every micro-batch  | sharded    |
+| zero3  | sharded              | sharded                             | sharded    |
+
+`_offload` puts optim (and zero3's weights) on the host, `_nvme` on the disk; reduced gradient shards go to the
+host as they are made. Gradients that are held replicated stay on the device until they are reduced.
+"""
+
+from shardwise.config.sections import KindPlacement, Placement, Tier
+
+_REPLICATED = KindPlacement(sharding="replicated")
+_SHARDED = KindPlacement(sharding="sharded")
+
+
+def offloaded(row: Placement, *, weights: Tier = "device", optim: Tier = "device") -> Placement:
+    """`row` with weights and optim on other tiers; gradient shards follow an optimizer that left the device."""
+    grads_leave = optim != "device" and row.grads.sharding == "sharded"
+    return Placement(
+        weights=KindPlacement(sharding=row.weights.sharding, tier=weights),
+        grads=KindPlacement(sharding=row.grads.sharding, tier="host" if grads_leave else "device"),
+        optim=KindPlacement(sharding=row.optim.sharding, tier=optim),
+    )
+
+
+_ZERO0 = Placement(weights=_REPLICATED, grads=_REPLICATED, optim=_REPLICATED)
+_ZERO1 = Placement(weights=_REPLICATED, grads=_REPLICATED, optim=_SHARDED)
+_ZERO2 = Placement(weights=_REPLICATED, grads=_SHARDED, optim=_SHARDED)
+_ZERO3 = Placement(weights=_SHARDED, grads=_SHARDED, optim=_SHARDED)
+
+PRESETS: dict[str, Placement] = {
+    "zero0": _ZERO0,
+    "zero1": _ZERO1,
+    "zero2": _ZERO2,
+    "zero3": _ZERO3,
+    "zero1_offload": offloaded(_ZERO1, optim="host"),
+    "zero2_offload": offloaded(_ZERO2, optim="host"),
+    "zero3_offload": offloaded(_ZERO3, weights="host", optim="host"),
+    "zero3_nvme": offloaded(_ZERO3, weights="disk", optim="disk"),
+}
+
+NVME_FOLDER = "shardwise_nvme"  # where a preset that uses the disk puts its files: a folder below the working one
+
+STAGES: tuple[Placement, ...] = (_ZERO0, _ZERO1, _ZERO2, _ZERO3)
+
+
+def preset_name(placement: Placement) -> str | None:
+    """The preset that `placement` is a row of, if any."""
+    return next((name for name, row in PRESETS.items() if row == placement), None)

@@ -1,0 +1,116 @@
+"""Reading single values as clients write them: 1e-8 as a text (YAML 1.1), "true", 5e8 for a whole number.
+
+The readers raise ValueError with what is allowed; `Where` adds the file, the key path and the value seen.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from shardwise.errors import ConfigError
+from shardwise.sizes import whole
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Where:
+    """A place in a configuration: the file (or what stands for one) and the path of a key."""
+
+    source: str
+    path: str = ""
+
+    def at(self, key: str) -> "Where":
+        return Where(self.source, f"{self.path}.{key}" if self.path else key)
+
+    def error(self, value: object, message: str) -> ConfigError:
+        """The error for `value` found here: file, key path, value seen, what is allowed."""
+        return ConfigError(f"{self.source}: {self.path} = {shown(value)}: {message}")
+
+    def read(self, reader: Callable[[Any], T], value: object) -> T:
+        try:
+            return reader(value)
+        except ConfigError:
+            raise
+        except (ValueError, TypeError) as error:
+            raise self.error(value, str(error)) from None
+
+    def section(self, value: object) -> dict[str, Any]:
+        """`value` as a section: a mapping, or null for an empty one."""
+        if value is None:
+            return {}
+        if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+            raise self.error(value, "expected a section (a mapping of keys to values)")
+        return value
+
+
+def shown(value: object) -> str:
+    """`value` as it would stand in a file, cut short where it is long."""
+    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def real(value: object) -> float:
+    """A finite number.
+
+    >>> real("1e-8")
+    1e-08
+    """
+    if isinstance(value, int | float | str) and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except (ValueError, OverflowError):
+            number = math.nan
+        if math.isfinite(number):
+            return number
+    raise ValueError("expected a finite number")
+
+
+def flag(value: object) -> bool:
+    """true or false, also spelled as a text or as 0 and 1."""
+    names = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}
+    answer = names.get(str(value).strip().lower()) if isinstance(value, bool | int | str) else None
+    if answer is None:
+        raise ValueError("expected true or false")
+    return answer
+
+
+def text(value: object) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError("expected a text")
+    return value
+
+
+def bound(value: object) -> int | None:
+    """A whole number, or None for infinity (no bound)."""
+    if value == math.inf or (isinstance(value, str) and value.lower() in ("inf", "infinity")):
+        return None
+    return whole(value)
+
+
+def choice(*names: str) -> Callable[[object], str]:
+    """A reader that accepts one of `names`, in any case."""
+
+    def read(value: object) -> str:
+        found = value.strip().lower() if isinstance(value, str) else None
+        if found not in names:
+            raise ValueError(f"expected {one_of(names)}{nearest(str(value), names)}")
+        return found
+
+    return read
+
+
+def one_of(names: Iterable[object]) -> str:
+    """ "a, b or c"."""
+    *others, last = [str(name) for name in names]
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """ "; did you mean ...?" for the closest of `names`, or nothing."""
+    from difflib import get_close_matches  # only on the way to an error
+
+    known = {known.lower(): known for known in names}
+    found = get_close_matches(name.strip().lower(), known, n=1, cutoff=0.6)
+    return f"; did you mean {known[found[0]]!r}?" if found else ""

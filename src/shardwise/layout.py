@@ -185,9 +185,9 @@ class Layout:
     def groups(self, rank: int) -> tuple[GroupRun, ...]:
         """The optimizer groups of `rank`'s shard: sorted, and without gaps from its first element to its last."""
         shard = self.shard(rank)
-        first = bisect_right(self._runs, shard.start, key=lambda run: run.shard.stop)
-        end = bisect_left(self._runs, shard.stop, key=lambda run: run.shard.start)
-        owned = ((run.group, run.shard.intersect(shard)) for run in self._runs[first:end])
+        first = bisect_right(self.runs, shard.start, key=lambda run: run.shard.stop)
+        end = bisect_left(self.runs, shard.stop, key=lambda run: run.shard.start)
+        owned = ((run.group, run.shard.intersect(shard)) for run in self.runs[first:end])
         return tuple(GroupRun(group, part.shift(-shard.start)) for group, part in owned if part)
 
     def owner(self, name: str, index: int) -> tuple[int, int]:
@@ -212,7 +212,7 @@ class Layout:
         return {slot.spec.name: slot for slot in self.slots}
 
     @cached_property
-    def _runs(self) -> tuple[GroupRun, ...]:
+    def runs(self) -> tuple[GroupRun, ...]:
         """The runs of equal group over the whole flat buffer; each one reaches to the start of the next."""
         starts: list[tuple[int, int]] = []
         for slot in self.slots:

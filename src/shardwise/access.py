@@ -1,0 +1,182 @@
+"""Looking at whole values and writing them: `gathered`, `full_*`, and state_dict over sharded weights.
+
+Everything here is a collective unless the weights are replicated: all ranks call it, with the same parameters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from shardwise.unit import Unit
+
+if TYPE_CHECKING:
+    from shardwise.engine import Engine
+
+
+@contextlib.contextmanager
+def gathered(
+    params: torch.Tensor | None | Iterable[torch.Tensor | None], write: bool = False, source: int | None = None
+) -> Iterator[None]:
+    """Within it, `params` hold their whole values, whatever the placement.
+
+    `params` is one tensor or any iterable of tensors and None, in any order, with duplicates; what no engine manages
+    (buffers, other tensors) is passed over. With `write`, what was written into them is kept, master copy included:
+    all ranks must have written the same, or `source` names the rank whose values everyone takes.
+
+    >>> import torch, shardwise
+    >>> model = torch.nn.Linear(4, 2)
+    >>> engine = shardwise.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "zero3")
+    >>> with shardwise.gathered(model.weight, write=True), torch.no_grad():
+    ...     _ = model.weight.fill_(1.0)
+    >>> engine.full_param("weight").sum().item()
+    8.0
+    """
+    units = _units_of(params)
+    for unit in units:
+        unit.weights.pin()
+    try:
+        yield
+        if write:
+            for unit in units:
+                unit.weights.take_back(source)
+    finally:
+        for unit in units:
+            unit.weights.unpin()
+
+
+def full_param(engine: Engine, name: str) -> torch.Tensor:
+    unit = _find(engine, name)
+    unit.weights.settle()
+    return unit.view(unit.weights.whole(unit.weights.master), name).clone()
+
+
+def full_grad(engine: Engine, name: str) -> torch.Tensor:
+    unit = _find(engine, name)
+    if unit.grads is None:
+        raise ValueError(f"parameter {name!r} is frozen and has no gradient")
+    if not unit.grads.is_reduced:
+        raise RuntimeError(
+            f"the gradient of {name!r} is not reduced yet: ask for it after the last backward of a step and before "
+            'engine.step(); with gradients.reduce_at = "step", read the local p.grad instead'
+        )
+    return unit.view(unit.grads.full_copy(), name).clone()
+
+
+def full_state(engine: Engine, name: str) -> dict[str, torch.Tensor]:
+    unit = _find(engine, name)
+    if engine.optimizer is None or unit.grads is None:
+        raise ValueError(f"parameter {name!r} is not trained by this engine and has no optimizer state")
+    state: dict[str, torch.Tensor] = {}
+    for key, flat in _owned_state(engine.optimizer, unit).items():
+        whole = unit.view(unit.weights.whole(flat), name)
+        state[key] = whole.flatten()[0].clone() if key == "step" and whole.numel() else whole.clone()
+    return state
+
+
+def install(engine: Engine) -> None:
+    """Let parameters find their units, and state_dict see through sharded weights."""
+    model = engine.module
+    reference = weakref.ref(engine)
+    for unit in engine.units:
+        for param in unit.params:
+            param._shardwise_unit = weakref.ref(unit)  # type: ignore[attr-defined]
+    engine._access_handles = [
+        model.register_state_dict_post_hook(_StateDictHook(reference)),
+        model.register_load_state_dict_pre_hook(_LoadHook(reference, begins=True)),
+        model.register_load_state_dict_post_hook(_LoadHook(reference, begins=False)),
+    ]
+
+
+def uninstall(engine: Engine) -> None:
+    for handle in engine._access_handles:
+        handle.remove()
+    for unit in engine.units:
+        for param in unit.params:
+            del param._shardwise_unit  # type: ignore[attr-defined]
+
+
+class _StateDictHook:
+    """Puts whole values in the place of stand-ins, one unit at a time."""
+
+    def __init__(self, engine: weakref.ref[Engine]) -> None:
+        self._engine = engine
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        engine = self._engine()
+        if engine is None:
+            return
+        names = _aliases(module)
+        for unit in engine.units:
+            if not unit.weights.policy.weights_sharded:
+                continue
+            with gathered(unit.params):
+                for name, param in zip(unit.names, unit.params, strict=True):
+                    value = param.detach().clone()
+                    state.update({prefix + alias: value for alias in names[name] if prefix + alias in state})
+
+
+class _LoadHook:
+    """Gathers all weights before load_state_dict writes them, and takes the values back afterwards."""
+
+    def __init__(self, engine: weakref.ref[Engine], begins: bool) -> None:
+        self._engine = engine
+        self._begins = begins
+
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        engine = self._engine()
+        for unit in engine.units if engine is not None else ():
+            if self._begins:
+                unit.weights.pin()
+            else:
+                unit.weights.take_back()
+                unit.weights.unpin()
+
+
+def _aliases(module: nn.Module) -> dict[str, list[str]]:
+    """All names of each parameter, by its first."""
+    first: dict[int, str] = {}
+    names: dict[str, list[str]] = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        names.setdefault(first.setdefault(id(param), name), []).append(name)
+    return names
+
+
+def _units_of(params: torch.Tensor | None | Iterable[torch.Tensor | None]) -> list[Unit]:
+    given = [params] if isinstance(params, torch.Tensor) or params is None else list(params)
+    found: dict[tuple[int, str], Unit] = {}
+    for param in given:
+        reference = getattr(param, "_shardwise_unit", None)
+        unit = reference() if reference is not None else None
+        if unit is not None:
+            found[unit.number, unit.name] = unit
+    # Callers may pass sets, whose order differs between ranks: gather in the engine's order.
+    return [found[key] for key in sorted(found)]
+
+
+def _find(engine: Engine, name: str) -> Unit:
+    for unit in engine.units:
+        if name in unit.names:
+            return unit
+    raise KeyError(f"the model has no parameter {name!r}; names are those of model.named_parameters()")
+
+
+def _owned_state(optimizer: torch.optim.Optimizer, unit: Unit) -> dict[str, torch.Tensor]:
+    """The optimizer state of a unit's owned elements as flat tensors; one value per piece is spread over the piece."""
+    flats: dict[str, torch.Tensor] = {}
+    weights = unit.weights
+    for (_, piece), span in zip(weights.pieces, weights.piece_spans, strict=True):
+        for key, value in sorted(optimizer.state.get(piece, {}).items()):
+            if value is None:
+                continue
+            value = torch.as_tensor(value)
+            flat = flats.setdefault(
+                key, torch.zeros(weights.owned.numel, dtype=value.dtype, device=weights.master.device)
+            )
+            flat[span.slice] = value
+    return flats

@@ -1,0 +1,86 @@
+"""The only place that calls collectives.
+
+Gathers and reductions run on process groups of their own, so that a gather issued ahead never queues behind a
+reduction. Bytes sent are counted by kind as they are issued. At W = 1 nothing is sent and the same code runs.
+
+A reduction is an exchange: every rank sends to each other rank the part of its gradients that this rank owns, and
+adds up what it received itself, in rank order. So the sum depends on nothing but the values (Gloo's reduce-scatter
+is an all-reduce in disguise: twice the bytes, and from W = 3 on its bits depend on where buffers are cut).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+# Renamed in torch 2.13, where the old name warns.
+_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+
+
+class Handle(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> Any: ...
+
+
+class _Done:
+    def wait(self) -> None:
+        pass
+
+
+DONE: Handle = _Done()
+
+
+class Comm:
+    """Collectives over one data-parallel group, asynchronous and counted."""
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self.device = device
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        self.sent_bytes: Counter[str] = Counter()
+        ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+        self._gather_group = dist.new_group(ranks)
+        self._reduce_group = dist.new_group(ranks)
+
+    def gather(self, full: torch.Tensor, kind: str) -> Handle:
+        """Fill `full` from all ranks; each brings its own W-th part of it, in place."""
+        if self.world_size == 1 or not full.numel():
+            return DONE
+        self._count(kind, full)
+        mine = full.view(self.world_size, -1)[self.rank]
+        work: Handle = getattr(dist, _GATHER)(full, mine, group=self._gather_group, async_op=True)
+        return work
+
+    def exchange(self, received: torch.Tensor, sent: torch.Tensor, kind: str) -> Handle:
+        """Send the w-th part of `sent` to rank w; `received` holds the parts from all ranks, in rank order."""
+        self._count(kind, sent)
+        work: Handle = dist.all_to_all_single(received, sent, group=self._reduce_group, async_op=True)
+        return work
+
+    def share(self, values: torch.Tensor) -> torch.Tensor:
+        """A few values of every rank, on every rank: shape [W, *values.shape]. A control message."""
+        if self.world_size == 1:
+            return values.unsqueeze(0)
+        everyone = values.new_empty(self.world_size, *values.shape)
+        self._count("control", everyone)
+        getattr(dist, _GATHER)(everyone.view(-1), values.contiguous().view(-1), group=self._reduce_group)
+        return everyone
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
+        """Rank `source`'s values for everyone, at once. Used at start-up and by writes, not in a step."""
+        if self.world_size > 1 and tensor.numel():
+            dist.broadcast(tensor, group=self._gather_group, group_src=source)
+
+    def close(self) -> None:
+        """Give the process groups back."""
+        for group in (self._gather_group, self._reduce_group):
+            if dist.is_initialized():
+                dist.destroy_process_group(group)
+
+    def _count(self, kind: str, tensor: torch.Tensor) -> None:
+        size_bytes = tensor.numel() * tensor.element_size()
+        self.sent_bytes[kind] += size_bytes * (self.world_size - 1) // self.world_size

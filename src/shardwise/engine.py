@@ -1,0 +1,252 @@
+"""The public object that ties the layers together: `shardwise.initialize` and `Engine`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise import access, norm
+from shardwise.budget import Flight, choose_flight
+from shardwise.comm import Comm
+from shardwise.config import Config
+from shardwise.division import divide
+from shardwise.memory import Ledger
+from shardwise.optim import Updater, group_numbers
+from shardwise.policy import DTYPES, policy_for
+from shardwise.report import Clock, Report
+from shardwise.schedule import Schedule
+from shardwise.tensors import map_tensors
+from shardwise.unit import Unit, layout_for
+
+
+class Engine(nn.Module):
+    """A model under a placement. Call it as you would the model; then `backward(loss)` and `step()`."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, comm: Comm
+    ) -> None:
+        super().__init__()
+        self.module = model
+        self.config = config
+        self.optimizer = optimizer
+        self.lr_scheduler: Any = None
+        self.grad_norm: torch.Tensor | None = None
+        self.steps = 0
+        self._micro_step = 0
+        self._boundary: bool | None = None
+        self._syncs = True
+        self._comm = comm
+        self._ledger = Ledger()
+        self._clock = Clock()
+        self._units = self._build_units()
+        trainable = [unit for unit in self._units if unit.grads is not None]
+        self._updater = Updater(optimizer, trainable, self._ledger) if optimizer is not None else None
+        self._schedule = Schedule(model, self._units, config.runtime.prefetch, self._choose_flight(trainable))
+        self._schedule.reduces = self._reduces
+        self._schedule.on_reduced = self._on_reduced
+        self._grad_hooks: list[Callable[[str, torch.Tensor], None]] = []
+        access.install(self)
+
+    # The loop
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward, in the configured precision."""
+        precision = self.config.precision
+        dtype = DTYPES[precision.compute]
+        if dtype != torch.float32 and not precision.autocast:
+            args, kwargs = map_tensors((args, kwargs), lambda t: t.to(dtype) if t.is_floating_point() else t)
+        try:
+            with torch.autocast(self._comm.device.type, dtype, enabled=precision.autocast and dtype != torch.float32):
+                return self.module(*args, **kwargs)
+        except BaseException:
+            self._schedule.rest()
+            raise
+
+    def backward(self, loss: torch.Tensor, scale: bool = True) -> None:
+        """Gradients of `loss`, divided by the number of micro-batches (unless `scale` is False), and reduced.
+
+        A plain `loss.backward()` does the same without the division.
+        """
+        count = self.config.batch.accumulation
+        if scale and count > 1:
+            loss = loss * (1.0 / count)
+        self._schedule.begin_backward()
+        try:
+            loss.backward()
+        except BaseException:
+            self.zero_grad()
+            raise
+        self._schedule.end_backward()
+
+    def step(self, closure: None = None) -> None:
+        """At the accumulation boundary: clip, update, and send the new weights on their way. Otherwise count."""
+        if closure is not None:
+            raise TypeError(
+                "engine.step() takes no closure: an optimizer that evaluates the model several times in a step "
+                "cannot work on shards; call engine(...), engine.backward(loss) and engine.step() in turn"
+            )
+        if self._updater is None:
+            raise RuntimeError("this engine has no optimizer: pass one to shardwise.initialize")
+        if self._schedule.is_stale():
+            self.zero_grad()
+        elif not self.is_boundary:
+            self._micro_step += 1
+        else:
+            self._micro_step = 0
+            self._update(self._updater)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients accumulated so far and start a new accumulation. `step()` does it by itself."""
+        self._schedule.abandon()
+        self._micro_step = 0
+
+    @property
+    def is_boundary(self) -> bool:
+        """Whether the next `step()` updates."""
+        if self._boundary is not None:
+            return self._boundary
+        return self._micro_step == self.config.batch.accumulation - 1
+
+    def set_boundary(self, is_boundary: bool | None) -> None:
+        """Let the caller say whether the next `step()` updates; None gives the decision back to the counter."""
+        self._boundary = is_boundary
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it, backward adds to the local gradients and sends nothing, where gradients are replicated."""
+        self._syncs, before = False, self._syncs
+        try:
+            yield
+        finally:
+            self._syncs = before
+
+    # A look inside
+
+    def full_param(self, name: str) -> torch.Tensor:
+        """A parameter's current value, whole, in the precision that is updated. A collective."""
+        return access.full_param(self, name)
+
+    def full_grad(self, name: str) -> torch.Tensor:
+        """A parameter's reduced gradient, whole; between the last backward of a step and `step()`. A collective."""
+        return access.full_grad(self, name)
+
+    def full_state(self, name: str) -> dict[str, torch.Tensor]:
+        """A parameter's optimizer state, whole. A collective."""
+        return access.full_state(self, name)
+
+    def register_grad_hook(self, hook: Callable[[str, torch.Tensor], None]) -> None:
+        """Call `hook(unit_name, shard)` on each reduced shard of gradients, before `step()`; it may edit in place."""
+        self._grad_hooks.append(hook)
+
+    def report(self) -> Report:
+        """Memory by kind and tier, bytes sent by kind, time by phase."""
+        return Report.of(self._ledger, self._comm, self._clock, self.steps)
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        return tuple(self._units)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The model's state_dict with whole values. A collective where weights are sharded."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Load whole values into the model, master copies included. A collective."""
+        return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def destroy(self) -> None:
+        """Take the engine off the model and free every buffer; the model's parameters are then empty."""
+        self._schedule.remove()
+        access.uninstall(self)
+        for unit in self._units:
+            unit.free()
+        self._comm.close()
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
+
+    # Inside
+
+    def _build_units(self) -> list[Unit]:
+        params = dict(self.module.named_parameters())
+        groups = group_numbers(self.optimizer, params) if self.optimizer is not None else {}
+        for buffer in self.module.buffers():
+            self._comm.broadcast(buffer)
+        units = []
+        for spec in divide(self.module, **self._division()):
+            trainable = spec.trainable and self.optimizer is not None
+            policy = policy_for(self.config, trainable, spec.dtype)
+            layout = layout_for(spec, params, groups, policy, self._comm.world_size)
+            units.append(Unit(spec, params, layout, policy, self._comm, self._ledger))
+        return units
+
+    def _division(self) -> dict[str, Any]:
+        """The choice of units for `divide`: names in the configuration are module paths or else class names."""
+        runtime = self.config.runtime
+        if runtime.units == "auto":
+            return {"min_bytes": runtime.min_unit_bytes}
+        paths = {name for name, _ in self.module.named_modules()}
+        return {
+            "modules": [name for name in runtime.units if name in paths] or None,
+            "classes": [name for name in runtime.units if name not in paths] or None,
+            "min_bytes": runtime.min_unit_bytes,
+        }
+
+    def _choose_flight(self, trainable: list[Unit]) -> Flight:
+        policies = [unit.weights.policy for unit in trainable]
+        sizes = [u.layout.numel * p.grad_dtype.itemsize for u, p in zip(trainable, policies, strict=True)]
+        held = 0
+        if self.config.batch.accumulation > 1:
+            held = sum(
+                u.layout.shard_numel * p.accumulate_dtype.itemsize
+                for u, p in zip(trainable, policies, strict=True)
+                if p.grads_sharded
+            )
+        return choose_flight(sizes, held, self.config.gradients.reduce_bucket_bytes)
+
+    def _reduces(self) -> bool:
+        """Whether the coming backward reduces: sharded gradients always, replicated ones at the boundary."""
+        if self.config.placement.grads.sharding == "sharded":
+            return True
+        return self.is_boundary and self._syncs and self.config.gradients.reduce_at == "backward"
+
+    def _on_reduced(self, unit: Unit) -> None:
+        if self.is_boundary:
+            assert unit.grads is not None
+            for hook in self._grad_hooks:
+                hook(unit.name, unit.grads.reduced)
+            unit.grads.start_gather()
+
+    def _update(self, updater: Updater) -> None:
+        schedule = self._schedule
+        trainable = [unit for unit in schedule.forward_order() if unit.grads is not None]
+        if not any(unit.grads.has_gradients for unit in trainable if unit.grads):
+            return
+        with self._clock.phase("reduce"):
+            schedule.reduce_all()
+        schedule.release_all()
+        with self._clock.phase("norm"):
+            shards = [unit.grads.reduced for unit in trainable if unit.grads]
+            self.grad_norm = norm.global_norm(shards, self._comm, exact=self.config.gradients.deterministic)
+        limit = self.config.gradients.clip_norm
+        coefficient = norm.clip_coefficient(self.grad_norm, limit) if limit else None
+        with self._clock.phase("update"):
+            for unit in trainable:
+                assert unit.grads is not None
+                updater.update(unit, coefficient)
+                unit.grads.clear()
+                unit.weights.refresh()
+        updater.finish()
+        self.steps += 1
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+

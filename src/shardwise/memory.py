@@ -1,0 +1,135 @@
+"""Buffers whose storage comes and goes, and the ledger that accounts for every byte of them.
+
+A `Buffer` is one flat tensor that keeps its identity while its storage is freed and allocated again. That identity
+matters: autograd saves views of weights (`weight.t()`), and a view made in the forward must see the refilled storage
+in the backward. A freed storage must never be read (torch would segfault), so whoever frees a buffer first points
+its readers elsewhere.
+
+The `Ledger` holds what is live now and what was live at the peak, by kind, unit and tier. Every allocation of the
+engine goes through it; tests compare it with an observer outside.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from typing import NamedTuple
+
+import torch
+
+from shardwise.layout import Layout
+
+POISON = False
+"""Fill fresh buffers with NaN, so that a read before the first write shows up in the results. Tests set it."""
+
+
+class Kind(enum.Enum):
+    """What a buffer is for. WORK is in flight: receive buffers and casts, gone within a phase."""
+
+    WEIGHTS = "weights"
+    GRADS = "grads"
+    OPTIM = "optim"
+    WORK = "work"
+
+
+class Tier(enum.Enum):
+    """Where a buffer rests."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+
+
+class Entry(NamedTuple):
+    """One line of the ledger: which kind of which unit, on which tier."""
+
+    kind: Kind
+    unit: str
+    tier: Tier
+
+
+class Ledger:
+    """Live bytes by entry, and the same at the highest total so far.
+
+    >>> ledger = Ledger()
+    >>> ledger.add(Entry(Kind.WEIGHTS, "head", Tier.DEVICE), 1024)
+    >>> ledger.total_bytes, ledger.by_kind()
+    (1024, {'weights': 1024})
+    """
+
+    def __init__(self) -> None:
+        self.live: Counter[Entry] = Counter()
+        self.total_bytes = 0
+        self.peak_bytes = 0
+        self._at_peak: Counter[Entry] = Counter()
+
+    def add(self, entry: Entry, size_bytes: int) -> None:
+        self.live[entry] += size_bytes
+        self.total_bytes += size_bytes
+        if self.total_bytes > self.peak_bytes:
+            self.peak_bytes = self.total_bytes
+            self._at_peak = self.live.copy()
+
+    def remove(self, entry: Entry, size_bytes: int) -> None:
+        self.live[entry] -= size_bytes
+        self.total_bytes -= size_bytes
+        assert self.live[entry] >= 0, f"more of {entry} freed than was allocated"
+
+    def settle(self, entry: Entry, size_bytes: int) -> None:
+        """Bring an entry to `size_bytes`: for state that torch's optimizers allocate themselves."""
+        change = size_bytes - self.live[entry]
+        (self.add if change >= 0 else self.remove)(entry, abs(change))
+
+    def by_kind(self, at_peak: bool = False) -> dict[str, int]:
+        """Bytes by kind, now or at the peak."""
+        totals: Counter[str] = Counter()
+        for entry, size_bytes in (self._at_peak if at_peak else self.live).items():
+            totals[entry.kind.value] += size_bytes
+        return {kind: size_bytes for kind, size_bytes in totals.items() if size_bytes}
+
+    def by_tier(self) -> dict[str, int]:
+        """Live bytes by tier."""
+        totals: Counter[str] = Counter()
+        for entry, size_bytes in self.live.items():
+            totals[entry.tier.value] += size_bytes
+        return {tier: size_bytes for tier, size_bytes in totals.items() if size_bytes}
+
+
+class Buffer:
+    """One flat tensor, absent at first, whose storage is allocated and freed by name in the ledger."""
+
+    def __init__(self, ledger: Ledger, entry: Entry, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.tensor = torch.empty(numel, dtype=dtype, device=device)
+        self.size_bytes = numel * dtype.itemsize
+        self.live = False
+        self._ledger = ledger
+        self._entry = entry
+        self._storage = self.tensor.untyped_storage()
+        self._storage.resize_(0)
+
+    def views(self, layout: Layout) -> list[torch.Tensor]:
+        """The tensors of a layout as views that stay valid from one `allocate` to the next."""
+        # torch refuses to make a view beyond its storage, so there must be one for a moment.
+        if not self.live:
+            self._storage.resize_(self.size_bytes)
+        views = [self.tensor[slot.span.slice].view(slot.spec.shape) for slot in layout.slots]
+        if not self.live:
+            self._storage.resize_(0)
+        return views
+
+    def allocate(self) -> torch.Tensor:
+        """Give the tensor its storage; its content is undefined."""
+        assert not self.live, f"{self._entry} is allocated already"
+        self._storage.resize_(self.size_bytes)
+        self._ledger.add(self._entry, self.size_bytes)
+        self.live = True
+        if POISON:
+            self.tensor.fill_(float("nan"))
+        return self.tensor
+
+    def free(self) -> None:
+        """Take the storage away. No view of the tensor may be read until the next `allocate`."""
+        if self.live:
+            self._storage.resize_(0)
+            self._ledger.remove(self._entry, self.size_bytes)
+            self.live = False

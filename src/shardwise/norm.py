@@ -1,0 +1,83 @@
+"""The global gradient norm: one number, the same bits on every rank and under every placement.
+
+Both ways start from the reduced shards, which every placement has, and never wait for the device.
+
+- Ordinary: each shard's sum of squares in fp64, then the sum over units and ranks in one fixed order. Depends on
+  where shards are cut, so on W and on the division into units, but not on the stage.
+- Exact: depends on the values alone. Squares of fp32 values are exact in fp64, and each is split at fixed bit
+  positions below the largest square of all, so coarse that every sum of equal parts is exact: the order of addition
+  then cannot matter. Three parts of about 20 bits keep a relative error below 2^-27 for 2^33 elements.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from shardwise.comm import Comm
+
+_BLOCK_NUMEL = 1 << 15
+_PARTS = 3
+
+
+def global_norm(shards: Sequence[torch.Tensor], comm: Comm, exact: bool) -> torch.Tensor:
+    """The norm over all shards of all ranks, fp64, on the device."""
+    if not shards:
+        return torch.zeros((), dtype=torch.float64, device=comm.device)
+    return _exact_norm(shards, comm) if exact else _ordinary_norm(shards, comm)
+
+
+def clip_coefficient(norm: torch.Tensor, limit: float) -> torch.Tensor:
+    """What gradients are multiplied with so that their norm is at most `limit`; fp32, on the device."""
+    return (limit / (norm + 1e-6)).clamp(max=1.0).to(torch.float32)
+
+
+def _ordinary_norm(shards: Sequence[torch.Tensor], comm: Comm) -> torch.Tensor:
+    sums = torch.stack([_sum_of_squares(shard) for shard in shards])
+    return comm.share(sums).sum().sqrt()
+
+
+def _sum_of_squares(shard: torch.Tensor) -> torch.Tensor:
+    if shard.device.type != "cpu":
+        # On CUDA the cast happens inside the kernel; on the CPU it would copy the whole shard.
+        return torch.linalg.vector_norm(shard, dtype=torch.float64).square()
+    total = torch.zeros((), dtype=torch.float64)
+    for block in _blocks(shard):
+        total.add_(torch.dot(block, block))
+    return total
+
+
+def _exact_norm(shards: Sequence[torch.Tensor], comm: Comm) -> torch.Tensor:
+    numel = sum(shard.numel() for shard in shards) * comm.world_size
+    bits = 53 - max(1, math.ceil(math.log2(max(2, numel)))) - 1
+    largest = torch.stack([shard.abs().amax() if shard.numel() else shard.new_zeros(()) for shard in shards]).amax()
+    top = comm.share(largest.to(torch.float64)).amax().square()
+    # The smallest power of two above the largest square. frexp keeps it exact; non-finite values pass through.
+    ceiling = torch.ldexp(torch.ones_like(top), torch.frexp(top).exponent)
+    sums = torch.zeros(_PARTS, dtype=torch.float64, device=top.device)
+    for shard in shards:
+        for block in _blocks(shard):
+            sums += _split_sums(block.square_(), ceiling, bits)
+    total = comm.share(sums).sum(dim=0)
+    return torch.where(torch.isfinite(top), total.sum(), top).sqrt()
+
+
+def _split_sums(squares: torch.Tensor, ceiling: torch.Tensor, bits: int) -> torch.Tensor:
+    """The sums of the parts of `squares` between fixed bit positions; each is exact, whatever the order."""
+    sums = []
+    for part in range(1, _PARTS + 1):
+        # Adding and subtracting 1.5 * 2^52 grids rounds to a multiple of the grid.
+        anchor = ceiling * (2.0 ** (-bits * part) * 1.5 * 2.0**52)
+        rounded = (squares + anchor).sub_(anchor)
+        squares = squares - rounded
+        sums.append(rounded.sum())
+    return torch.stack(sums)
+
+
+def _blocks(shard: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Fresh fp64 copies of a shard, a block at a time on the CPU."""
+    block = _BLOCK_NUMEL if shard.device.type == "cpu" else max(1, -(-shard.numel() // 8))
+    for start in range(0, shard.numel(), block):
+        yield shard[start : start + block].to(torch.float64, copy=True)

@@ -1,0 +1,121 @@
+"""The update: any element-wise torch optimizer, unmodified, on the master pieces of one unit at a time.
+
+The user's optimizer keeps its parameter groups and options; only the parameters in them are replaced by the master
+pieces of the units. It is then stepped unit by unit, in forward order, with just that unit's pieces in its groups.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.profiler import record_function
+
+from shardwise.errors import ConfigError
+from shardwise.memory import Entry, Kind, Ledger, Tier
+from shardwise.unit import Unit
+
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+class Updater:
+    """Steps the user's optimizer on units."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, units: Sequence[Unit], ledger: Ledger) -> None:
+        self.optimizer = optimizer
+        self._ledger = ledger
+        self._step = optimizer.step
+        for index, group in enumerate(optimizer.param_groups):
+            group["params"] = [piece for unit in units for number, piece in unit.weights.pieces if number == index]
+            _prefer_fused(optimizer, group)
+        optimizer.state.clear()
+        optimizer.step = _use_engine_step  # type: ignore[method-assign]
+
+    def update(self, unit: Unit, coefficient: torch.Tensor | None) -> None:
+        """Update the owned elements of `unit` from its reduced gradients, multiplied with `coefficient`."""
+        assert unit.grads is not None
+        with record_function(f"shardwise::update {unit.name}"):
+            grads = unit.grads.owned()
+            # A fresh tensor only where the dtype differs: fp32 gradients are scaled where they are.
+            grads = grads.to(unit.weights.master.dtype)
+            if coefficient is not None:
+                grads.mul_(coefficient)
+            for (_, piece), span in zip(unit.weights.pieces, unit.weights.piece_spans, strict=True):
+                piece.grad = grads[span.slice]
+            self._step_pieces(unit)
+            for _, piece in unit.weights.pieces:
+                piece.grad = None
+            self._settle_ledger(unit)
+
+    def finish(self) -> None:
+        """Tell LR schedulers that a step was taken."""
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+
+    def _step_pieces(self, unit: Unit) -> None:
+        groups = self.optimizer.param_groups
+        everything = [group["params"] for group in groups]
+        try:
+            for index, group in enumerate(groups):
+                group["params"] = [piece for number, piece in unit.weights.pieces if number == index]
+            self.optimizer.param_groups = [group for group in groups if group["params"]]
+            self._step()
+        finally:
+            self.optimizer.param_groups = groups
+            for group, params in zip(groups, everything, strict=True):
+                group["params"] = params
+
+    def _settle_ledger(self, unit: Unit) -> None:
+        held = sum(
+            value.numel() * value.element_size()
+            for _, piece in unit.weights.pieces
+            for value in self.optimizer.state.get(piece, {}).values()
+            if isinstance(value, torch.Tensor)
+        )
+        self._ledger.settle(Entry(Kind.OPTIM, f"{unit.name} (moments)", Tier.DEVICE), held)
+
+
+def resolve_optimizer(
+    given: torch.optim.Optimizer | OptimizerFactory, params: Sequence[nn.Parameter]
+) -> torch.optim.Optimizer:
+    """An optimizer built on the model's parameters, from an instance or a callable."""
+    if isinstance(given, torch.optim.Optimizer):
+        return given
+    if not callable(given):
+        raise ConfigError(
+            f"optimizer is {type(given).__name__}: pass a torch optimizer built on model.parameters(), or a callable "
+            "that takes parameters and returns one, such as functools.partial(torch.optim.AdamW, lr=1e-3)"
+        )
+    return given(params)
+
+
+def group_numbers(optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter]) -> dict[str, int]:
+    """The optimizer group of each trainable parameter of the model."""
+    by_id = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    groups = {name: by_id.pop(id(param)) for name, param in params.items() if id(param) in by_id}
+    if by_id:
+        raise ConfigError(
+            f"the optimizer holds {len(by_id)} parameter(s) that the model does not have: build it on the parameters "
+            "of the very model you pass to shardwise.initialize"
+        )
+    missing = [name for name, param in params.items() if param.requires_grad and name not in groups]
+    if missing:
+        raise ConfigError(
+            f"the optimizer does not hold the trainable parameter {missing[0]!r}"
+            + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
+            + ": add them to a parameter group, or set requires_grad to False"
+        )
+    return groups
+
+
+def _prefer_fused(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+    """Choose torch's fused kernel where the optimizer has one and the user did not choose."""
+    chosen = any(group.get(name) for name in ("foreach", "fused", "capturable", "differentiable"))
+    if "fused" in inspect.signature(type(optimizer).__init__).parameters and not chosen and group["fused"] is None:
+        group["fused"] = True
+
+
+def _use_engine_step(*_: Any, **__: Any) -> None:
+    raise RuntimeError("this optimizer works inside a shardwise engine: call engine.step() instead of optimizer.step()")

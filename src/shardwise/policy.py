@@ -1,0 +1,66 @@
+"""What the configuration means for a unit: which kinds are sharded, and every dtype. Data, read by one code path."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from shardwise.config import Config
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Placement and precision of a unit.
+
+    weight_dtype      the copy that computes; the parameters the model sees
+    master_dtype      the copy that is updated and rests; where it equals weight_dtype, one storage serves both
+    grad_dtype        the full flat gradients that autograd adds into
+    accumulate_dtype  reduced gradients as they are held
+    reduce_dtype      gradients on the wire
+    """
+
+    trainable: bool
+    weights_sharded: bool
+    grads_sharded: bool
+    optim_sharded: bool
+    weight_dtype: torch.dtype
+    master_dtype: torch.dtype
+    grad_dtype: torch.dtype
+    accumulate_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+
+
+def policy_for(config: Config, trainable: bool, dtype: torch.dtype) -> Policy:
+    """The policy of a unit whose parameters have `dtype` in the user's model."""
+    placement, precision = config.placement, config.precision
+    weight_dtype = _weight_dtype(config, dtype)
+    several = config.batch.accumulation > 1
+    accumulate_dtype = DTYPES[precision.accumulate_dtype or ("fp32" if several else _name(weight_dtype))]
+    grads_sharded = placement.grads.sharding == "sharded"
+    grad_dtype = weight_dtype if grads_sharded else accumulate_dtype
+    weights_sharded = placement.weights.sharding == "sharded"
+    return Policy(
+        trainable=trainable,
+        weights_sharded=weights_sharded,
+        grads_sharded=grads_sharded,
+        # A frozen unit has no optimizer state: what rests of it is its weights.
+        optim_sharded=placement.optim.sharding == "sharded" if trainable else weights_sharded,
+        weight_dtype=weight_dtype,
+        master_dtype=torch.float32 if trainable else weight_dtype,
+        grad_dtype=grad_dtype,
+        accumulate_dtype=accumulate_dtype,
+        reduce_dtype=DTYPES[precision.reduce_dtype] if precision.reduce_dtype else grad_dtype,
+    )
+
+
+def _weight_dtype(config: Config, dtype: torch.dtype) -> torch.dtype:
+    if not dtype.is_floating_point:
+        return dtype
+    return torch.float32 if config.precision.autocast else DTYPES[config.precision.compute]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return next(name for name, value in DTYPES.items() if value == dtype)

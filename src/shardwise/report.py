@@ -1,0 +1,65 @@
+"""What a run held, sent and waited for."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from shardwise.comm import Comm
+from shardwise.memory import Ledger
+from shardwise.sizes import format_bytes
+
+
+class Clock:
+    """Host seconds by phase."""
+
+    def __init__(self) -> None:
+        self.seconds: Counter[str] = Counter()
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] += time.perf_counter() - start
+
+
+@dataclass(frozen=True)
+class Report:
+    """One rank's account. Printing it gives a short table."""
+
+    steps: int
+    memory_bytes: dict[str, int]
+    tier_bytes: dict[str, int]
+    peak_bytes: int
+    peak_memory_bytes: dict[str, int]
+    sent_bytes: dict[str, int]
+    phase_s: dict[str, float]
+
+    @classmethod
+    def of(cls, ledger: Ledger, comm: Comm, clock: Clock, steps: int) -> Report:
+        return cls(
+            steps=steps,
+            memory_bytes=ledger.by_kind(),
+            tier_bytes=ledger.by_tier(),
+            peak_bytes=ledger.peak_bytes,
+            peak_memory_bytes=ledger.by_kind(at_peak=True),
+            sent_bytes=dict(comm.sent_bytes),
+            phase_s=dict(clock.seconds),
+        )
+
+    def __str__(self) -> str:
+        steps = max(1, self.steps)
+        lines = [f"shardwise, this rank, after {self.steps} step(s)", "memory held by the engine    now        peak"]
+        for kind in sorted(self.memory_bytes.keys() | self.peak_memory_bytes.keys()):
+            now, peak = self.memory_bytes.get(kind, 0), self.peak_memory_bytes.get(kind, 0)
+            lines.append(f"  {kind:<24}{format_bytes(now):>10}  {format_bytes(peak):>10}")
+        lines += ["sent per step"]
+        lines += [f"  {kind:<24}{format_bytes(sent // steps):>10}" for kind, sent in sorted(self.sent_bytes.items())]
+        lines += ["host time per step"]
+        lines += [f"  {name:<24}{seconds / steps * 1e3:>8.2f} ms" for name, seconds in sorted(self.phase_s.items())]
+        return "\n".join(lines)

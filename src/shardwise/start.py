@@ -1,0 +1,92 @@
+"""`shardwise.initialize`: from a model, an optimizer and a configuration to an engine on a process group."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwise.comm import Comm
+from shardwise.config import Config
+from shardwise.config.build import build_optimizer, build_scheduler
+from shardwise.engine import Engine
+from shardwise.errors import ConfigError
+from shardwise.optim import OptimizerFactory, resolve_optimizer
+
+
+def initialize(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | OptimizerFactory | None = None,
+    config: Any = "zero3",
+    lr_scheduler: Any = None,
+    mesh: Any = None,
+) -> Engine:
+    """Put `model` and `optimizer` under the placement of `config` and return the engine.
+
+    `optimizer` is an instance built on `model.parameters()`, a callable that takes parameters and returns one, or
+    None with an `optimizer` section in the config (without either, the engine only evaluates). `lr_scheduler`, an
+    instance or a callable that takes the optimizer, is stepped by `engine.step()`. `mesh` is a one-dimensional
+    DeviceMesh; without it, the ranks that torchrun started are used, or this process alone.
+
+    >>> import torch, shardwise
+    >>> model = torch.nn.Linear(8, 1)
+    >>> engine = shardwise.initialize(model, torch.optim.AdamW(model.parameters()), "zero2")
+    >>> engine.backward(engine(torch.ones(4, 8)).mean())
+    >>> engine.step()
+    """
+    config = Config.load(config)
+    _check_model(model)
+    params = [param for param in model.parameters() if param.requires_grad]
+    chosen = _optimizer(optimizer, config, params)
+    device = next((param.device for param in model.parameters()), torch.device("cpu"))
+    engine = Engine(model, chosen, config, Comm(_group(mesh), device))
+    engine.lr_scheduler = _scheduler(lr_scheduler, config, chosen)
+    return engine
+
+
+def _optimizer(given: Any, config: Config, params: list[nn.Parameter]) -> torch.optim.Optimizer | None:
+    if given is not None:
+        return resolve_optimizer(given, params)
+    return build_optimizer(config.optimizer, params) if config.optimizer is not None else None
+
+
+def _scheduler(given: Any, config: Config, optimizer: torch.optim.Optimizer | None) -> Any:
+    if optimizer is None:
+        return None
+    if given is None:
+        return build_scheduler(config.scheduler, optimizer) if config.scheduler is not None else None
+    return given if hasattr(given, "step") else given(optimizer)
+
+
+def _group(mesh: Any) -> dist.ProcessGroup | None:
+    if mesh is not None:
+        if mesh.ndim != 1:
+            raise ConfigError(f"the mesh has {mesh.ndim} dimensions: pass the one for data parallelism, mesh['dp']")
+        group: dist.ProcessGroup = mesh.get_group()
+        return group
+    if not dist.is_initialized():
+        _start_process_group()
+    return None
+
+
+def _start_process_group() -> None:
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        # One process and no torchrun: a store in memory, no port.
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def _check_model(model: nn.Module) -> None:
+    managed = [name for name, param in model.named_parameters() if hasattr(param, "_shardwise_unit")]
+    if managed:
+        raise ConfigError(
+            f"parameter {managed[0]!r} is under an engine already: call engine.destroy() on that one first"
+        )
+    meta = [name for name, param in model.named_parameters() if param.is_meta]
+    if meta:
+        raise ConfigError(f"parameter {meta[0]!r} is on the meta device and has no values: materialise the model first")

@@ -1,0 +1,76 @@
+"""A unit: the parameters that are gathered and reduced together, with their weights and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import count
+
+import torch
+from torch import nn
+
+from shardwise.comm import Comm
+from shardwise.division import UnitSpec
+from shardwise.grads import Grads
+from shardwise.layout import Layout, TensorSpec
+from shardwise.memory import Ledger
+from shardwise.policy import Policy
+from shardwise.weights import Weights
+
+
+@dataclass
+class Traffic:
+    """How often a unit was entered since the last backward; says when its gradients are complete.
+
+    loud_uses     with gradients on; the first such use is the last one that the backward leaves
+    quiet_uses    with gradients off inside a forward that has them on: a re-entrant checkpoint, which will recompute
+    recomputed    recomputations that the backward has left
+    """
+
+    loud_uses: int = 0
+    quiet_uses: int = 0
+    recomputed: int = 0
+    is_done: bool = False
+
+
+_NUMBERS = count()
+"""Units are numbered as they are made, which is the same on every rank: a canonical order across engines."""
+
+
+class Unit:
+    """One unit: name and layout, `weights`, and `grads` if it is trainable."""
+
+    def __init__(
+        self, spec: UnitSpec, params: Mapping[str, nn.Parameter], layout: Layout, policy: Policy, comm: Comm, ledger: Ledger
+    ) -> None:
+        self.name = spec.name
+        self.number = next(_NUMBERS)
+        self.spec = spec
+        self.layout = layout
+        self.names = [slot.spec.name for slot in layout.slots]
+        self.params = [params[name] for name in self.names]
+        self.traffic = Traffic()
+        self.weights = Weights(spec.name, self.params, layout, policy, comm, ledger)
+        self.grads: Grads | None = None
+        self.weights.adopt()
+        if policy.trainable:
+            self.grads = Grads(spec.name, self.params, layout, policy, comm, ledger)
+
+    def view(self, flat: torch.Tensor, name: str) -> torch.Tensor:
+        """One parameter's part of a flat tensor in this unit's layout."""
+        slot = self.layout.slot(name)
+        return flat[slot.span.slice].view(slot.spec.shape)
+
+    def free(self) -> None:
+        """Drop every buffer."""
+        if self.grads is not None:
+            self.grads.free()
+        self.weights.free()
+
+
+def layout_for(
+    spec: UnitSpec, params: Mapping[str, nn.Parameter], groups: Mapping[str, int], policy: Policy, world_size: int
+) -> Layout:
+    """The layout of a unit; `groups` gives the optimizer group of each trainable parameter."""
+    specs = [TensorSpec(name, tuple(params[name].shape), groups.get(name, 0)) for name in spec.params]
+    return Layout.build(specs, world_size, policy.weight_dtype.itemsize)

@@ -1,0 +1,213 @@
+"""The weights of a unit: what rests, what computes, and the gather and release between them.
+
+Names, used throughout:
+- *full*: the unit's flat buffer in the dtype that computes; the parameters of the model are views of it.
+- *master*: the elements this rank owns, in the dtype that is updated (its shard, or everything where the optimizer is
+  replicated). *master pieces*: one tensor per optimizer group over the master; the optimizer's parameters.
+- *part*: the master's own storage. Where master and weights have one dtype, the master lives in its slot of `full`
+  while that exists and moves to `part` when it is released, so that no element is ever held twice.
+- *stand-in*: what a parameter points to while released: NaN expanded to its shape. Reads give NaN, writes raise.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.profiler import record_function
+
+from shardwise import pending
+from shardwise.comm import DONE, Comm, Handle
+from shardwise.layout import Layout, Span
+from shardwise.memory import Buffer, Entry, Kind, Ledger, Tier
+from shardwise.policy import Policy
+
+
+class State(enum.Enum):
+    """RELEASED: stand-ins. GATHERING: a collective fills `full`. READY: the parameters hold the current values."""
+
+    RELEASED = "released"
+    GATHERING = "gathering"
+    READY = "ready"
+
+
+class Weights:
+    """The weights of one unit."""
+
+    def __init__(
+        self,
+        name: str,
+        params: Sequence[nn.Parameter],
+        layout: Layout,
+        policy: Policy,
+        comm: Comm,
+        ledger: Ledger,
+    ) -> None:
+        self.name = name
+        self.policy = policy
+        self.params = list(params)
+        self.state = State.RELEASED
+        self.generation = 0
+        self._pins = 0
+        self.owned = layout.shard(comm.rank) if policy.optim_sharded else Span(0, layout.numel)
+        self._comm = comm
+        self._handle: Handle = DONE
+        self._one_storage = policy.weight_dtype == policy.master_dtype
+        self._full = Buffer(
+            ledger, Entry(Kind.WEIGHTS, name, Tier.DEVICE), layout.numel, policy.weight_dtype, comm.device
+        )
+        kind = Kind.WEIGHTS if self._one_storage else Kind.OPTIM
+        self._part = Buffer(
+            ledger, Entry(kind, name, Tier.DEVICE), self.owned.numel, policy.master_dtype, comm.device
+        )
+        self._views = self._full.views(layout)
+        blank = torch.full((), float("nan"), dtype=policy.weight_dtype, device=comm.device)
+        self._stand_ins = [blank.expand(slot.spec.shape) for slot in layout.slots]
+        runs = layout.groups(comm.rank) if policy.optim_sharded else layout.runs
+        runs = runs if policy.trainable else ()
+        self.piece_spans = [run.shard for run in runs]
+        self.pieces = [(run.group, nn.Parameter(torch.empty(0))) for run in runs]
+
+    @property
+    def master(self) -> torch.Tensor:
+        """The owned elements as they are updated, wherever they are."""
+        return self._part.tensor if self._part.live else self._full.tensor[self.owned.slice]
+
+    @property
+    def full(self) -> torch.Tensor:
+        """The flat weights; settled first."""
+        self.settle()
+        assert self.state is State.READY, f"the weights of {self.name} are {self.state.value}"
+        return self._full.tensor
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank owns every element, so that nothing need be gathered."""
+        return self.owned.numel == self._full.tensor.numel()
+
+    def adopt(self) -> None:
+        """Take the model's values, rank 0's for all, and come to rest."""
+        flat = self._full.allocate()
+        flat.zero_()
+        # Rank 0's values go out in the master's dtype: a 16-bit copy would lose what the master must keep.
+        exact = flat if self._one_storage else torch.zeros_like(flat, dtype=self.policy.master_dtype)
+        base = self._full.tensor.storage_offset()
+        for param, view in zip(self.params, self._views, strict=True):
+            start = view.storage_offset() - base
+            exact[start : start + view.numel()].copy_(param.detach().reshape(-1))
+        self._comm.broadcast(exact)
+        if not self._one_storage:
+            self._part.allocate().copy_(exact[self.owned.slice])
+            flat.copy_(exact)
+        self._bind(self._views)
+        self._bind_pieces()
+        self.state = State.READY
+        if self.policy.weights_sharded:
+            self.release()
+
+    def gather(self) -> None:
+        """Start to bring the current values into `full`; `settle` waits for them."""
+        if self.state is State.RELEASED:
+            with record_function(f"shardwise::gather {self.name}"):
+                self._full.allocate()
+                self._bind(self._views)
+                self._publish()
+
+    def refresh(self) -> None:
+        """After an update of the master: bring the new values to whoever holds the weights."""
+        self.generation += 1
+        if self.state is not State.RELEASED:
+            with record_function(f"shardwise::gather {self.name}"):
+                self.settle()
+                self._publish()
+
+    def settle(self) -> None:
+        """Wait for a gather under way."""
+        if self.state is State.GATHERING:
+            self._handle.wait()
+            self._handle = DONE
+            pending.unmark(self.params)
+            self.state = State.READY
+
+    def release(self) -> None:
+        """Free `full`; the parameters become stand-ins. Not while they are pinned."""
+        if self.state is State.RELEASED or self._pins:
+            return
+        self.settle()
+        with record_function(f"shardwise::release {self.name}"):
+            self._bind(self._stand_ins)
+            if self._one_storage:
+                mine = self._full.tensor[self.owned.slice]
+                self._part.allocate().copy_(mine)
+                self._bind_pieces()
+            self._full.free()
+            self.state = State.RELEASED
+
+    def pin(self) -> None:
+        """Make the values ready and keep them until `unpin`."""
+        self._pins += 1
+        self.gather()
+        self.settle()
+
+    def unpin(self) -> None:
+        self._pins -= 1
+        if self.policy.weights_sharded:
+            self.release()
+
+    def whole(self, owned: torch.Tensor) -> torch.Tensor:
+        """The flat tensor of the whole unit of which every rank brings its `owned` elements. A collective."""
+        if self.is_whole:
+            return owned
+        full = owned.new_empty(self._full.tensor.numel())
+        full[self.owned.slice] = owned
+        self._comm.gather(full, "control").wait()
+        return full
+
+    def take_back(self, source: int | None = None) -> None:
+        """Make what was written into `full` the master's value; `source` is the rank whose writing counts.
+
+        Untouched elements keep every bit of their master.
+        """
+        if source is not None:
+            self._comm.broadcast(self.full, source)
+        if not self._one_storage:
+            mine = self.full[self.owned.slice]
+            same = mine == self.master.to(mine.dtype)
+            self.master.copy_(torch.where(same, self.master, mine.to(self.master.dtype)))
+        self.generation += 1
+
+    def free(self) -> None:
+        """Drop every buffer; the parameters become stand-ins."""
+        self.settle()
+        self._bind(self._stand_ins)
+        for _, piece in self.pieces:
+            piece.data = torch.empty(0)
+        self._full.free()
+        self._part.free()
+        self.state = State.RELEASED
+
+    def _publish(self) -> None:
+        mine = self._full.tensor[self.owned.slice]
+        if self._part.live:
+            mine.copy_(self._part.tensor)
+            if self._one_storage:
+                self._part.free()
+                self._bind_pieces()
+        if self.is_whole:
+            self.state = State.READY
+            return
+        self._handle = self._comm.gather(self._full.tensor, "gather")
+        self.state = State.GATHERING
+        pending.mark(self.params, self.settle)
+
+    def _bind(self, tensors: Sequence[torch.Tensor]) -> None:
+        for param, tensor in zip(self.params, tensors, strict=True):
+            param.data = tensor
+
+    def _bind_pieces(self) -> None:
+        master = self.master
+        for (_, piece), span in zip(self.pieces, self.piece_spans, strict=True):
+            piece.data = master[span.slice]
+

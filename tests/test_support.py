@@ -1,6 +1,7 @@
 """The harness itself: what a test may rely on, and that no failure of a rank is lost or waited for too long."""
 
 import ctypes
+import itertools
 import os
 import signal
 import subprocess
@@ -12,7 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support import CommandFailed, RanksFailed, ranks, run_command, run_ranks
+from support import CommandFailed, Outcome, RanksFailed, covering, matrix, ranks, run_command, run_ranks
+from support.ranks import values_of
 
 TESTS = Path(__file__).parent
 
@@ -60,17 +62,21 @@ def fail_on_one_rank(rank, world_size):
 
 
 def test_workers_are_shared_until_a_failure_and_fresh_ones_are_not():
-    before = run_ranks(process_id, 2)
-    assert run_ranks(process_id, 2) == before
-    assert not set(run_ranks(process_id, 2, fresh=True)) & set(before)
-    with pytest.raises(RanksFailed):
-        run_ranks(fail_on_one_rank, 2, grace=0.5)
-    assert not set(run_ranks(process_id, 2)) & set(before)
+    before = run_ranks(process_id, 1)
+    assert run_ranks(process_id, 1) == before
+    assert run_ranks(process_id, 1, fresh=True) != before
+    with pytest.raises(RanksFailed, match="ZeroDivisionError"):
+        run_ranks(divide, 1, 0)
+    assert run_ranks(process_id, 1) != before
+
+
+def divide(rank, world_size, divisor):
+    return 1 / divisor
 
 
 def test_a_failure_shows_every_rank_the_failing_one_first():
     with pytest.raises(RanksFailed) as failure:
-        run_ranks(fail_on_one_rank, 3, fresh=True, grace=1)
+        run_ranks(fail_on_one_rank, 3, grace=1)
     message = str(failure.value)
     assert message.index("-- rank 1: raised") < message.index("-- rank 0") < message.index("-- rank 2")
     assert "assert 2 == 3" in message  # both sides, as under pytest
@@ -87,33 +93,52 @@ def hang_on_one_rank(rank, world_size):
 
 def test_a_timeout_dumps_the_stacks_and_ends_the_workers():
     started = time.monotonic()
-    outcomes = run_ranks(hang_on_one_rank, 2, fresh=True, timeout=2, check=False)
-    assert time.monotonic() - started < 40
-    assert "in hang_on_one_rank" in outcomes[0].stacks
-    assert outcomes[1].ok
-    with pytest.raises(RanksFailed, match="no end after 1 s"):
+    with pytest.raises(RanksFailed, match="no end after 1 s") as failure:
         run_ranks(hang_on_one_rank, 2, timeout=1)
+    assert time.monotonic() - started < 60
+    hung, finished = failure.value.outcomes
+    assert "in hang_on_one_rank" in hung.stacks
+    assert finished.ok
 
 
-def die(rank, world_size, how):
+def segfault_on_the_last_rank(rank, world_size):
     print("last words")
     if rank == world_size - 1:
-        if how == "exit":
-            os._exit(7)
         ctypes.string_at(0)
     time.sleep(1000)
 
 
-@pytest.mark.parametrize(("how", "sign"), [("exit", "exit code 7"), ("segfault", "SIGSEGV")])
-def test_a_dead_rank_fails_the_test_at_once(how, sign):
+def test_a_dead_rank_fails_the_test_at_once():
     started = time.monotonic()
     with pytest.raises(RanksFailed) as failure:
-        run_ranks(die, 2, how, grace=0.2)
-    assert time.monotonic() - started < 50  # start-up of a new pool included; the ranks would sleep for 1000 s
+        run_ranks(segfault_on_the_last_rank, 2, grace=0.2)
+    assert time.monotonic() - started < 55  # starting a pool included; the other rank would sleep for 1000 s
     message = str(failure.value)
-    assert message.index(f"-- rank 1: died ({sign})") < message.index("-- rank 0: still running")
-    assert "in die" in message
+    assert message.index("-- rank 1: died (SIGSEGV)") < message.index("-- rank 0: still running")
+    assert "in segfault_on_the_last_rank" in message
     assert "last words" in message
+
+
+def survive(rank, world_size):
+    if rank == 0:
+        os._exit(7)
+    return "alive"
+
+
+def test_outcomes_tell_the_dead_from_the_living():
+    dead, living = run_ranks(survive, 2, check=False)
+    assert (dead.finished, dead.exitcode) == (False, 7)
+    assert "died (exit code 7)" in dead.describe()
+    assert (living.ok, living.value) == (True, "alive")
+
+
+def bf16_product(rank, world_size):
+    x = torch.ones(64, 64, dtype=torch.bfloat16)
+    return (x @ x).sum().item()
+
+
+def test_bf16_matrix_products_run_on_this_machine():
+    assert run_ranks(bf16_product, 1) == [64.0**3]
 
 
 def dirty(rank, world_size):
@@ -169,16 +194,15 @@ def test_what_cannot_travel_is_refused_with_a_reason():
         ranks(1)(lambda world_size: None)
 
 
-def skip(rank, world_size, ranks_that_skip):
-    if rank in ranks_that_skip:
-        pytest.skip("no such device")
+def skip(rank, world_size):
+    pytest.skip("no such device")
 
 
 def test_skip_on_every_rank_is_a_skip_and_on_some_a_failure():
     with pytest.raises(pytest.skip.Exception, match="no such device"):
-        run_ranks(skip, 2, [0, 1])
+        run_ranks(skip, 2)
     with pytest.raises(RanksFailed, match="some ranks skipped"):
-        run_ranks(skip, 2, [0])
+        values_of([Outcome(0, skipped="no such device", finished=True), Outcome(1, finished=True)], "test", timeout=1)
 
 
 PARENT = """
@@ -231,3 +255,49 @@ def test_a_command_is_limited_and_takes_its_children_along():
     assert any("in wait" in line for line in lines)
     child = next(int(line) for line in lines if line.isdigit())
     assert eventually(lambda: not alive(child), limit_s=5)
+
+
+PARAMETERS = {"stage": [0, 1, 2, 3], "dtype": [torch.float32, torch.bfloat16], "K": [1, 3], "world_size": [1, 2, 3]}
+
+
+def no_stage_three_alone(row):
+    return not (row["stage"] == 3 and row["world_size"] == 1)
+
+
+@pytest.mark.parametrize("strength", [1, 2, 3])
+@pytest.mark.parametrize("constraint", [None, no_stage_three_alone])
+def test_a_covering_array_covers(strength, constraint):
+    rows = covering(PARAMETERS, strength, constraint)
+    product = [dict(zip(PARAMETERS, values, strict=True)) for values in itertools.product(*PARAMETERS.values())]
+    allowed = [row for row in product if constraint is None or constraint(row)]
+    assert all(row in allowed for row in rows)
+    for names in itertools.combinations(PARAMETERS, strength):
+        wanted = {tuple(row[name] for name in names) for row in allowed}
+        assert {tuple(row[name] for name in names) for row in rows} == wanted
+    assert len(rows) <= {1: 5, 2: 16, 3: 34}[strength]
+
+
+def test_a_covering_array_is_small_and_the_same_every_time():
+    parameters = {f"p{i}": [0, 1, 2, 3] for i in range(6)}
+    rows = covering(parameters)
+    assert rows == covering(parameters) != covering(parameters, seed=1)
+    assert 16 <= len(rows) <= 34  # of 4096
+    with pytest.raises(ValueError, match="allows no row"):
+        covering(parameters, constraint=lambda row: False)
+
+
+def test_a_matrix_marks_the_rest_of_the_product_full():
+    cases = matrix(PARAMETERS).args[1]
+    assert len(cases) == 4 * 2 * 2 * 3
+    ordinary = [case for case in cases if not case.marks]
+    assert len(ordinary) == len(covering(PARAMETERS))
+    assert {mark.name for case in cases for mark in case.marks} == {"full"}
+    assert len({case.id for case in cases}) == len(cases)
+
+
+@matrix({"world_size": [1, 2], "value": [3, 5]}, strength=1)
+@ranks()
+def test_a_matrix_sets_the_world_size(rank, world_size, value):
+    x = torch.tensor(value)
+    dist.all_reduce(x)
+    assert x == value * world_size

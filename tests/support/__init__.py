@@ -12,7 +12,18 @@ A multi-process test is a function of (rank, world_size); it runs in `world_size
 """
 
 from support.commands import CommandFailed, run_command
+from support.matrix import covering, matrix
 from support.pool import Outcome
 from support.ranks import RanksFailed, close_pools, ranks, run_ranks
 
-__all__ = ["CommandFailed", "Outcome", "RanksFailed", "close_pools", "ranks", "run_command", "run_ranks"]
+__all__ = [
+    "CommandFailed",
+    "Outcome",
+    "RanksFailed",
+    "close_pools",
+    "covering",
+    "matrix",
+    "ranks",
+    "run_command",
+    "run_ranks",
+]

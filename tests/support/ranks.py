@@ -32,6 +32,7 @@ class RanksFailed(Exception):
 def ranks(*world_sizes: int, timeout: float = TIMEOUT_S, **options: Any) -> Callable[[Callable[..., None]], Any]:
     """Run a test on every rank of each world size. Combines with `pytest.mark.parametrize`.
 
+    Without world sizes, `world_size` is left to another decorator (`support.matrix`).
     `options` are those of `run_ranks`: `fresh`, `init`, `torchrun`, `grace`.
     """
 
@@ -51,6 +52,8 @@ def ranks(*world_sizes: int, timeout: float = TIMEOUT_S, **options: Any) -> Call
         wrapper.__signature__ = inspect.Signature(keyword_only)  # type: ignore[attr-defined]
         wrapper.rank_function = test  # type: ignore[attr-defined]
         limited = pytest.mark.timeout(timeout + TIMEOUT_S)(wrapper) if timeout != TIMEOUT_S else wrapper
+        if not world_sizes:
+            return limited
         return pytest.mark.parametrize("world_size", world_sizes, ids=[f"W{size}" for size in world_sizes])(limited)
 
     return decorate

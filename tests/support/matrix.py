@@ -1,0 +1,80 @@
+"""Big matrices of parameters: a covering array for every run, the full product when asked for.
+
+A covering array of strength 2 has every pair of values of every two parameters in some row, with far fewer rows than
+the product: most defects need no more than two settings to meet.
+"""
+
+import heapq
+import itertools
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+Row = dict[str, Any]
+
+
+def covering(
+    parameters: Mapping[str, Sequence[Any]],
+    strength: int = 2,
+    constraint: Callable[[Row], bool] | None = None,
+    seed: int = 0,
+) -> list[Row]:
+    """Rows in which every combination of `strength` values occurs that some row allowed by `constraint` contains.
+
+    Greedy and deterministic: each row is one that covers the most of what is left; `seed` settles ties.
+    """
+    candidates = valid_rows(parameters, constraint)
+    random.Random(seed).shuffle(candidates)
+    combinations = list(itertools.combinations(range(len(parameters)), min(strength, len(parameters))))
+    tuples = [{(cut, tuple(row[i] for i in cut)) for cut in combinations} for row in candidates]
+    uncovered = set().union(*tuples)
+    chosen = []
+    # A row's gain only shrinks as others are taken, so a stale gain is a bound, and the heap spares most recounts.
+    heap = [(-len(combinations), index) for index in range(len(candidates))]
+    while uncovered:
+        _, index = heapq.heappop(heap)
+        gain = len(tuples[index] & uncovered)
+        if heap and gain < -heap[0][0]:
+            heapq.heappush(heap, (-gain, index))
+        else:
+            chosen.append(candidates[index])
+            uncovered -= tuples[index]
+    return [as_row(parameters, indices) for indices in sorted(chosen)]
+
+
+def matrix(
+    parameters: Mapping[str, Sequence[Any]],
+    strength: int = 2,
+    constraint: Callable[[Row], bool] | None = None,
+    seed: int = 0,
+) -> pytest.MarkDecorator:
+    """Parametrise a test over a covering array; the rest of the product is marked `full` (`make test-full`).
+
+    World sizes go in as `world_size`, with a bare `@ranks()` on the test.
+    """
+    ordinary = covering(parameters, strength, constraint, seed)
+    rest = [as_row(parameters, indices) for indices in valid_rows(parameters, constraint)]
+    marked = [(row, ()) for row in ordinary] + [(row, pytest.mark.full) for row in rest if row not in ordinary]
+    cases = [pytest.param(*row.values(), marks=marks, id=name(row)) for row, marks in marked]
+    return pytest.mark.parametrize(tuple(parameters), cases)
+
+
+def valid_rows(
+    parameters: Mapping[str, Sequence[Any]], constraint: Callable[[Row], bool] | None
+) -> list[tuple[int, ...]]:
+    """The allowed part of the product, as indices of values, which need not be hashable."""
+    product = itertools.product(*(range(len(values)) for values in parameters.values()))
+    rows = [indices for indices in product if constraint is None or constraint(as_row(parameters, indices))]
+    if not rows:
+        raise ValueError(f"the constraint allows no row of {', '.join(parameters)}")
+    return rows
+
+
+def as_row(parameters: Mapping[str, Sequence[Any]], indices: tuple[int, ...]) -> Row:
+    return {key: values[index] for (key, values), index in zip(parameters.items(), indices, strict=True)}
+
+
+def name(row: Row) -> str:
+    return "-".join(f"{key}={getattr(value, '__name__', value)}" for key, value in row.items())

@@ -1,0 +1,110 @@
+"""Small trainings that end in hashes: what the tests of bits, memory and wire have in common."""
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import shardwise
+from shardwise import memory
+from shardwise.models import GPT, MLP
+
+
+class Odd(nn.Module):
+    """Sizes that divide by nothing, a scalar, an empty and an unused parameter, a buffer, a frozen layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, 13)
+        self.layers = nn.ModuleList(nn.Linear(13, 13) for _ in range(3))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.empty = nn.Parameter(torch.empty(0, 5))
+        self.unused = nn.Linear(13, 13)
+        self.frozen = nn.Linear(13, 13).requires_grad_(False)
+        self.last = nn.Linear(13, 5)
+        self.register_buffer("shift", torch.ones(13))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x)) + self.shift.to(x.dtype)
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) * self.scale
+        return self.last(self.frozen(x)).float().square().mean()
+
+
+def make_model(name: str) -> nn.Module:
+    torch.manual_seed(17)
+    if name == "mlp":
+        return MLP(width=40, depth=5)
+    if name == "gpt":
+        return GPT(hidden=32, layers=3, heads=2, vocabulary=61, length=16)
+    if name == "tied":
+        return GPT(hidden=32, layers=3, heads=2, vocabulary=61, length=16, tied=True)
+    return Odd()
+
+
+def make_batch(model: nn.Module, rank: int, index: int) -> torch.Tensor:
+    """Data of one micro-batch of one rank, the same whatever else is chosen."""
+    generator = torch.Generator().manual_seed(1000 * index + rank)
+    if isinstance(model, GPT):
+        return torch.randint(model.vocabulary, (2, model.length), generator=generator)
+    return torch.randn(6, getattr(model, "width", 7), generator=generator)
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW with two groups: matrices decay, the rest does not and learns faster."""
+    params = [param for param in model.parameters() if param.requires_grad]
+    return torch.optim.AdamW(
+        [
+            {"params": [param for param in params if param.ndim >= 2]},
+            {"params": [param for param in params if param.ndim < 2], "lr": 3e-3, "weight_decay": 0.0},
+        ],
+        lr=1e-3,
+        weight_decay=0.1,
+    )
+
+
+def start(name: str, config: dict[str, Any]) -> shardwise.Engine:
+    memory.POISON = True
+    model = make_model(name)
+    return shardwise.initialize(model, make_optimizer(model), config)
+
+
+def train(
+    name: str, config: dict[str, Any], rank: int, steps: int = 3, after: Callable[[shardwise.Engine, int], None] | None = None
+) -> list[str]:
+    """Train and return the hash of weights, master copies and moments after every step."""
+    engine = start(name, config)
+    hashes = []
+    for step in range(steps):
+        train_step(engine, rank, step)
+        if after is not None:
+            after(engine, step)
+        hashes.append(digest(engine))
+    engine.destroy()
+    return hashes
+
+
+def train_step(engine: shardwise.Engine, rank: int, step: int) -> float:
+    count = engine.config.batch.accumulation
+    loss = torch.zeros(())
+    for micro in range(count):
+        loss = engine(make_batch(engine.module, rank, step * count + micro))
+        engine.backward(loss)
+        engine.step()
+    return loss.item()
+
+
+def digest(engine: shardwise.Engine) -> str:
+    """sha256 over every weight as it computes, every master copy and every moment."""
+    sha = hashlib.sha256()
+    state = engine.state_dict()
+    for name, param in engine.module.named_parameters():
+        tensors = [state[name], engine.full_param(name)]
+        if param.requires_grad:
+            tensors += [value for _, value in sorted(engine.full_state(name).items())]
+        for tensor in tensors:
+            assert not tensor.isnan().any(), f"{name} has NaN"
+            sha.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return sha.hexdigest()

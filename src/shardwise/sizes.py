@@ -106,7 +106,7 @@ def _split(value: object, allowed: str) -> tuple[Decimal, str]:
 
 
 def _format(n: int | float, decimal: Mapping[str, int], binary: Mapping[str, int]) -> str:
-    exact = [text for unit, size in (decimal | binary).items() if (text := _exact(n, unit, size))]
+    exact = [text for unit, size in {**decimal, **binary}.items() if (text := _exact(n, unit, size))]
     if exact:
         return min(exact, key=len)  # the first of equals: a decimal unit before a binary one
     unit, size = [item for item in decimal.items() if item[1] <= max(abs(n), 1)][-1]

@@ -32,15 +32,17 @@ class Config(Section):
     'sharded'
     """
 
-    placement: Placement = Field(Placement(), description="where weights, grads and optim rest")
-    precision: Precision = Field(Precision(), description="dtypes")
-    gradients: Gradients = Field(Gradients(), description="accumulation, reduction, clipping")
-    offload: Offload = Field(Offload(), description="budgets and buffers of what rests off the device")
-    batch: Batch = Field(Batch(), description="the batch triple")
-    optimizer: OptimizerSection | None = Field(None, description="the optimizer to build, if the caller passes none")
-    scheduler: SchedulerSection | None = Field(None, description="the learning-rate schedule to build")
-    checkpointing: Checkpointing = Field(Checkpointing(), description="activation checkpointing")
-    runtime: Runtime = Field(Runtime(), description="units, prefetch, printing")
+    placement: Placement = Field(default=Placement(), description="where weights, grads and optim rest")
+    precision: Precision = Field(default=Precision(), description="dtypes")
+    gradients: Gradients = Field(default=Gradients(), description="accumulation, reduction, clipping")
+    offload: Offload = Field(default=Offload(), description="budgets and buffers of what rests off the device")
+    batch: Batch = Field(default=Batch(), description="the batch triple")
+    optimizer: OptimizerSection | None = Field(
+        default=None, description="the optimizer to build, if the caller passes none"
+    )
+    scheduler: SchedulerSection | None = Field(default=None, description="the learning-rate schedule to build")
+    checkpointing: Checkpointing = Field(default=Checkpointing(), description="activation checkpointing")
+    runtime: Runtime = Field(default=Runtime(), description="units, prefetch, printing")
 
     # Not part of equality or hash: the same values are the same configuration wherever they came from.
     _origins: dict[str, Origin] = PrivateAttr(default_factory=dict)

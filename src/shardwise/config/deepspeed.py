@@ -79,7 +79,7 @@ def _apply(
             result = max(result, draft.values[rule.target])
         if rule.target:
             draft.set(rule.target, result, Origin("file", draft.where(path).path))
-        draft.note(path, value, rule.effect)
+        draft.note(path, value, f"{rule.target}: {rule.effect}" if rule.target else rule.effect)
 
 
 def _leave_open(rule: Rule, path: str, value: object, draft: Draft) -> None:

@@ -84,7 +84,7 @@ def _given(params: dict[str, Any], path: str, draft: Draft) -> dict[str, Any]:
     """What is neither auto nor null."""
     for key, value in params.items():
         if value is None or value == "auto":
-            draft.note(f"{path}.{key}", value, "left open: from the training arguments, or the default")
+            draft.note(f"{path}.{key}", value, "left open: an argument, or the default")
     return {key: value for key, value in params.items() if value is not None and value != "auto"}
 
 

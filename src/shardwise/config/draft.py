@@ -11,7 +11,7 @@ from typing import Any, Literal
 from shardwise.config.values import Where, shown
 from shardwise.errors import ConfigWarning
 
-OriginKind = Literal["default", "preset", "file", "auto", "derived", "code"]
+OriginKind = Literal["default", "preset", "file", "auto", "derived", "code"]  # auto: left open in a file
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Origin:
     detail: str = ""
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.detail}".strip() if self.kind in ("preset", "derived") else self.detail or self.kind
+        return f"preset {self.detail}" if self.kind == "preset" else self.kind
 
 
 @dataclass(frozen=True)

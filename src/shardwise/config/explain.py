@@ -7,13 +7,13 @@ from shardwise.config import costs
 from shardwise.config.config import Config
 from shardwise.config.paths import leaves, section_class, subsection
 from shardwise.config.presets import PRESETS, preset_name
-from shardwise.config.sections import Section, Tier
+from shardwise.config.sections import Precision, Tier
 from shardwise.sizes import format_bytes, format_count
 
 WIDTH = 100
-_NAME, _VALUE, _FROM = 25, 18, 22
+_NAME, _VALUE, _FROM = 23, 19, 16
 _EXAMPLE = (8 * 10**9, 8)  # parameters and ranks of the example
-_TIER_NAMES: dict[Tier, str] = {"device": "device", "host": "host", "disk": "disk"}
+_TIERS: tuple[Tier, ...] = ("device", "host", "disk")
 
 
 def explain(config: Config) -> str:
@@ -26,21 +26,18 @@ def explain(config: Config) -> str:
 
 def _heading(config: Config) -> list[str]:
     name = preset_name(config.placement)
-    row = f"the placements of {name}" if name else "placements of its own"
-    source = config._source if config._source != f"preset {name}" else f"preset {name}"
-    title = source if source == f"preset {name}" else f"{source}: {row}"
-    return [*textwrap.wrap(f"shardwise configuration, {title}", WIDTH), "─" * WIDTH]
+    source = config._source
+    if source != f"preset {name}":
+        source += f": the placements of {name}" if name else ": placements of its own"
+    return [*textwrap.wrap(f"shardwise configuration, {source}", WIDTH), "─" * WIDTH]
 
 
 def _costs(config: Config) -> list[str]:
     """The bill: bytes at rest by tier and bytes on the wire, with an example in numbers."""
     parts = costs.resting(config)
     parameters, ranks = _EXAMPLE
-    tiers = [tier for tier in _TIER_NAMES if any(part.tier == tier for part in parts)]
-    lines = [
-        f"At rest, in bytes per rank                          "
-        f"{f'{format_count(parameters)} parameters on {ranks} ranks':>30}"
-    ]
+    tiers = [tier for tier in _TIERS if any(part.tier == tier for part in parts)]
+    lines = [f"{'At rest, in bytes per rank':<52}{f'{format_count(parameters)} parameters on {ranks} ranks':>30}"]
     for tier in tiers:
         held = ", ".join(f"{part.kind} {part.bytes_each}" for part in parts if part.tier == tier)
         size = format_bytes(costs.resting_bytes(parts, parameters, ranks, tier))
@@ -48,20 +45,27 @@ def _costs(config: Config) -> list[str]:
     if len(tiers) > 1:
         total = format_bytes(costs.resting_bytes(parts, parameters, ranks))
         lines.append(f"  {'in all':<10}{costs.formula(parts):<60}{total:>10}")
-    lines += _saving(config, parts)
+    lines += _saving(config)
     lines.append(f"On the wire, in elements per rank and step: {costs.wire(config)}, where f = (W-1)/W")
     lines.append("Ψ parameters, W ranks, K micro-batches per step" + _assumed_optimizer(config))
     return lines
 
 
-def _saving(config: Config, parts: list[costs.Resting]) -> list[str]:
+def _saving(config: Config) -> list[str]:
+    """What the same model would take in another configuration, for comparison."""
     parameters, ranks = _EXAMPLE
     plain = costs.resting(config.model_copy(update={"placement": PRESETS["zero0"]}))
-    before = costs.resting_bytes(plain, parameters, ranks)
-    after = costs.resting_bytes(parts, parameters, ranks, "device")
-    if after >= before:
-        return [f"  All of it on every rank; zero1, zero2 and zero3 cut this {format_bytes(before)} up over the ranks"]
-    return [f"  A copy on every rank (zero0) would rest {costs.formula(plain)} = {format_bytes(before)} on the device"]
+    lines = []
+    if config.placement != PRESETS["zero0"]:
+        size = format_bytes(costs.resting_bytes(plain, parameters, ranks))
+        lines.append(
+            f"  {'zero0':<10}{costs.formula(plain):<18}{'would rest on the device of every rank':<42}{size:>10}"
+        )
+    if config.precision.compute == "fp32":
+        half = costs.resting(config.model_copy(update={"precision": Precision(compute="bf16")}))
+        size = format_bytes(costs.resting_bytes(half, parameters, ranks))
+        lines.append(f"  {'in bf16':<10}{costs.formula(half):<18}{'with precision.compute: bf16':<42}{size:>10}")
+    return lines
 
 
 def _assumed_optimizer(config: Config) -> str:
@@ -71,32 +75,56 @@ def _assumed_optimizer(config: Config) -> str:
 def _placement(config: Config) -> list[str]:
     lines = ["placement"]
     effects = {
-        "weights": {"replicated": "whole on every rank", "sharded": "gathered unit by unit, released after use"},
+        "weights": {"replicated": "whole on every rank", "sharded": "gathered unit by unit, then released"},
         "grads": {
-            "replicated": "added up locally, reduced once a step (order local)",
-            "sharded": "reduced every micro-batch, only shards are held (order sharded)",
+            "replicated": "added up locally, reduced once a step",
+            "sharded": "reduced every micro-batch to a shard",
         },
         "optim": {"replicated": "every rank updates everything", "sharded": "each rank updates its shard"},
     }
     for kind, effect in effects.items():
         own = getattr(config.placement, kind)
         origins = dict.fromkeys(str(config.origin(f"placement.{kind}.{part}")) for part in ("sharding", "tier"))
-        lines += _row(f"  {kind}", str(own), ", ".join(origins), effect[own.sharding])
+        lines += _row(kind, str(own), ", ".join(origins), effect[own.sharding])
     return lines
 
 
 def _section(config: Config, name: str) -> list[str]:
     field = Config.model_fields[name]
-    value = getattr(config, name)
-    if value is None:
-        return [f"{name}", *_row("  (none)", "", "default", field.description or "")]
+    if getattr(config, name) is None:
+        return [name, *_row("none", "", "default", field.description or "")]
     kind = subsection(field)
     assert kind is not None
     lines = [name]
     for path in leaves(kind):
         full = f"{name}.{path}"
-        lines += _row(f"  {path}", _value(config, full), str(config.origin(full)), _effect(config, full))
-    return lines
+        if not _idle(config, full):
+            lines += _row(path, _value(config, full), str(config.origin(full)), _effect(config, full))
+    return lines + [
+        line for prefix, reason in _idle_groups(config, name) for line in _row(prefix, "not in use", "", reason)
+    ]
+
+
+def _idle_groups(config: Config, section: str) -> Iterator[tuple[str, str]]:
+    """Groups of settings of a section that nothing reads under this configuration, with the reason."""
+    tiers = {config.placement.weights.tier, config.placement.grads.tier, config.placement.optim.tier}
+    if section == "precision" and config.precision.compute != "fp16":
+        yield "loss_scale", "only fp16 needs a loss scale"
+    if section == "offload" and tiers == {"device"} and not _given(config, "offload"):
+        yield "all settings", "everything rests on the device"
+    elif section == "offload" and "disk" not in tiers and not _given(config, "offload.aio"):
+        yield "aio", "nothing rests on disk"
+
+
+def _given(config: Config, prefix: str) -> bool:
+    return any(path.startswith(f"{prefix}.") for path in config._origins)
+
+
+def _idle(config: Config, path: str) -> bool:
+    section = path.partition(".")[0]
+    return any(
+        group == "all settings" or path.startswith(f"{section}.{group}.") for group, _ in _idle_groups(config, section)
+    )
 
 
 def _value(config: Config, path: str) -> str:
@@ -131,24 +159,22 @@ def _effect(config: Config, path: str) -> str:
 def _compute(config: Config) -> str:
     precision = config.precision
     if precision.weights_dtype == "fp32":
-        return f"forward and backward in {precision.compute}; fp32 weights are their own master copy"
-    return "2 bytes a weight that computes; the optimizer keeps an fp32 master copy"
+        return "weights are fp32, their own master copy"
+    return "16-bit weights, beside an fp32 master copy"
 
 
 def _accumulate(config: Config) -> str:
     each = costs.gradient_bytes(config)
-    return f"gradients are held in {each} bytes each" + (" (fp32 sums of K micro-batches)" if each == 4 else "")
+    return f"in effect: gradients take {each} bytes each"
 
 
 def _prefetch(config: Config) -> str:
     if config.placement.weights.sharding == "replicated":
         return "no effect: weights are replicated"
     depth = config.runtime.prefetch
-    return (
-        f"hides gathers; costs {depth} unit{'s' * (depth != 1)} of weights at the peak"
-        if depth
-        else "nothing hides gathers"
-    )
+    if depth == 0:
+        return "saves a unit at the peak; hides no gather"
+    return f"hides gathers; costs {depth} unit{'s' * (depth > 1)} at the peak"
 
 
 def _batch(config: Config) -> str:
@@ -159,16 +185,11 @@ def _batch(config: Config) -> str:
 
 
 def _order(config: Config) -> str:
-    return (
-        f"in effect: {config.order}, from where grads rest"
-        if config.gradients.order is None
-        else "sets where grads rest"
-    )
+    given = config.gradients.order is not None
+    return "decides where grads rest" if given else f"in effect: {config.order}, as grads are placed"
 
 
 def _loss_scale(config: Config) -> str:
-    if config.precision.compute != "fp16":
-        return "no effect: only fp16 needs a loss scale"
     return "grows and shrinks with overflows" if config.precision.loss_scale.dynamic else "stays at `initial`"
 
 
@@ -183,32 +204,40 @@ _EFFECTS: dict[str, Callable[[Config], str]] = {
 
 
 def _notes(config: Config) -> list[str]:
-    lines = ["the file's own keys, and what each does here"]
+    """The keys of a foreign file, under the sections they stand in."""
+    sections: dict[str, list[str]] = {}
     for note in config._notes:
-        lines += _row(f"  {note.key}", note.value, "", note.effect, widths=(46, 16, 0))
-    return lines
+        section, _, key = note.key.rpartition(".")
+        lines = sections.setdefault(section or "top level", [])
+        lines += _row(key, _short(note.value), "", note.effect, widths=(44, 14, 0))
+    listed = (line for name in sorted(sections, key=_top_level_first) for line in (f"[{name}]", *sections[name]))
+    return ["The file's own keys, and what each does here", *listed]
+
+
+def _short(value: str) -> str:
+    return "{...}" if value.startswith("{") and len(value) > 12 else value.strip("'")
+
+
+def _top_level_first(section: str) -> tuple[bool, str]:
+    return section != "top level", section
 
 
 def _row(
     name: str, value: str, origin: str, effect: str, widths: tuple[int, int, int] = (_NAME, _VALUE, _FROM)
 ) -> list[str]:
     """One value in columns; a cell that is too wide wraps inside its own column."""
-    columns = [_wrap(text, width - 1) for text, width in zip((name, value, origin), widths, strict=True) if width]
-    widths_left = [width for width in widths if width]
-    columns.append(_wrap(effect, WIDTH - sum(widths)))
-    widths_left.append(WIDTH - sum(widths))
-    return [line.rstrip() for line in _zip_lines(columns, widths_left)]
+    cells = [(f"  {name}", widths[0]), (value, widths[1]), (origin, widths[2]), (effect, WIDTH - sum(widths))]
+    used = [(text, width) for text, width in cells if width]
+    columns = [_wrap(text, width if text is effect else width - 1) for text, width in used]
+    return [line.rstrip() for line in _zip_lines(columns, [width for _, width in used])]
 
 
 def _wrap(text: str, width: int) -> list[str]:
     indent = " " * (len(text) - len(text.lstrip()))
-    return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent + "  " if indent else "") or [""]
+    return textwrap.wrap(text.strip(), width, initial_indent=indent, subsequent_indent=indent) or [""]
 
 
 def _zip_lines(columns: list[list[str]], widths: list[int]) -> Iterator[str]:
     for i in range(max(map(len, columns))):
         cells = (column[i] if i < len(column) else "" for column in columns)
         yield "".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True))
-
-
-__all__ = ["Section", "explain"]

@@ -107,6 +107,10 @@ def rate(name: str, params: Params, base: float, group: int) -> Callable[[int], 
     return formulas[name](params, base, group)
 
 
+def _number(params: Params, key: str, default: float) -> float:
+    return float(params.get(key, default))
+
+
 def _of_group(value: float | tuple[float, ...], group: int) -> float:
     if isinstance(value, tuple):
         if group >= len(value):
@@ -140,7 +144,7 @@ def _between(params: Params, group: int, after: Callable[[int], float]) -> Calla
 
 
 def _warmup_cosine(params: Params, base: float, group: int) -> Callable[[int], float]:
-    low, floor = params.get("warmup_min_ratio", 0.0), params.get("cos_min_ratio", 0.0001)
+    low, floor = _number(params, "warmup_min_ratio", 0.0), _number(params, "cos_min_ratio", 0.0001)
     count, rise = _ramp(params)
     decay_steps = max(1, params["total_num_steps"] - count)
 
@@ -154,8 +158,8 @@ def _warmup_cosine(params: Params, base: float, group: int) -> Callable[[int], f
 
 
 def _one_cycle(params: Params, base: float, group: int) -> Callable[[int], float]:
-    low, high = params.get("cycle_min_lr", base / 10), params.get("cycle_max_lr", base)
-    decay = params.get("decay_lr_rate", 0.0)
+    low, high = _number(params, "cycle_min_lr", base / 10), _number(params, "cycle_max_lr", base)
+    decay = _number(params, "decay_lr_rate", 0.0)
 
     def value(i: int) -> float:
         past = _past_cycle(params, i)
@@ -168,8 +172,8 @@ def momentum(params: Params, group: int) -> Callable[[int], float] | None:
     """OneCycle's momentum, which moves against the rate; None where it is not cycled."""
     if not params.get("cycle_momentum", True):
         return None
-    low, high = params.get("cycle_min_mom", 0.8), params.get("cycle_max_mom", 0.9)
-    decay = params.get("decay_mom_rate", 0.0)
+    low, high = _number(params, "cycle_min_mom", 0.8), _number(params, "cycle_max_mom", 0.9)
+    decay = _number(params, "decay_mom_rate", 0.0)
 
     def value(i: int) -> float:
         past = _past_cycle(params, i)
@@ -205,7 +209,7 @@ def _past_cycle(params: Params, i: int) -> float | None:
 
 def _range_test(params: Params, base: float, group: int) -> Callable[[int], float]:
     low = _of_group(params.get("lr_range_test_min_lr", 1e-3), group)
-    size, slope = params.get("lr_range_test_step_size", 2000), params.get("lr_range_test_step_rate", 1.0)
+    size, slope = _number(params, "lr_range_test_step_size", 2000), _number(params, "lr_range_test_step_rate", 1.0)
     stairs = params.get("lr_range_test_staircase", False)
 
     def value(i: int) -> float:

@@ -42,8 +42,8 @@ class Section(BaseModel):
 class KindPlacement(Section):
     """Where one kind of state rests."""
 
-    sharding: Sharding = Field("replicated", description="copied to every rank, or cut up over the ranks")
-    tier: Tier = Field("device", description="the memory it rests in: device, host (RAM) or disk (NVMe)")
+    sharding: Sharding = Field(default="replicated", description="copied to every rank, or cut up over the ranks")
+    tier: Tier = Field(default="device", description="the memory it rests in: device, host (RAM) or disk (NVMe)")
 
     def __str__(self) -> str:
         return f"{self.sharding}, {self.tier}"
@@ -52,9 +52,9 @@ class KindPlacement(Section):
 class Placement(Section):
     """Where the three kinds rest. A stage is a row of such placements and nothing more."""
 
-    weights: KindPlacement = Field(KindPlacement(), description="the copy that computes")
-    grads: KindPlacement = Field(KindPlacement(), description="gradients held until the update")
-    optim: KindPlacement = Field(KindPlacement(), description="fp32 master copy and the optimizer's moments")
+    weights: KindPlacement = Field(default=KindPlacement(), description="the copy that computes")
+    grads: KindPlacement = Field(default=KindPlacement(), description="gradients held until the update")
+    optim: KindPlacement = Field(default=KindPlacement(), description="fp32 master copy and the optimizer's moments")
 
     @model_validator(mode="after")
     def _monotone(self) -> Self:
@@ -74,27 +74,25 @@ class Placement(Section):
 class LossScale(Section):
     """The factor on the loss that keeps fp16 gradients in range."""
 
-    dynamic: StrictBool = Field(True, description="grow and shrink the scale, or keep `initial` throughout")
-    initial: Real = Field(65536.0, gt=0, description="the scale of the first step")
-    window: Positive = Field(1000, description="steps without overflow before the scale doubles")
-    hysteresis: Positive = Field(2, description="overflows to sit out before the scale halves")
-    consecutive_hysteresis: StrictBool = Field(False, description="a good step resets the hysteresis count")
-    minimum: Real = Field(1.0, gt=0, description="the scale never goes below this")
+    dynamic: StrictBool = Field(default=True, description="grow and shrink the scale, or keep `initial` throughout")
+    initial: Real = Field(default=65536.0, gt=0, description="the scale of the first step")
+    window: Positive = Field(default=1000, description="good steps before the scale doubles")
+    hysteresis: Positive = Field(default=2, description="overflows before the scale halves")
+    consecutive_hysteresis: StrictBool = Field(default=False, description="a good step resets the hysteresis count")
+    minimum: Real = Field(default=1.0, gt=0, description="the scale never goes below this")
 
 
 class Precision(Section):
     """The dtypes of computing, of accumulating and of the wire."""
 
-    compute: DType = Field("fp32", description="dtype of forward and backward")
-    autocast: StrictBool = Field(False, description="keep fp32 weights and let torch.autocast choose per operation")
-    cast_inputs: StrictBool = Field(False, description="cast floating-point inputs of the model to `compute`")
-    reduce_dtype: DType | None = Field(
-        None, description="dtype of gradients on the wire (none: the one they are held in)"
-    )
+    compute: DType = Field(default="fp32", description="dtype of forward and backward")
+    autocast: StrictBool = Field(default=False, description="fp32 weights; torch.autocast chooses per operation")
+    cast_inputs: StrictBool = Field(default=False, description="cast the model's inputs to `compute`")
+    reduce_dtype: DType | None = Field(default=None, description="dtype on the wire (none: as they are held)")
     accumulate_dtype: DType | None = Field(
-        None, description="dtype gradients are held in (none: fp32 when K > 1, else that of the weights)"
+        default=None, description="dtype gradients are held in (none: fp32 when K > 1, else that of the weights)"
     )
-    loss_scale: LossScale = Field(LossScale(), description="fp16 only")
+    loss_scale: LossScale = Field(default=LossScale(), description="fp16 only")
 
     @model_validator(mode="after")
     def _loss_scale_is_for_fp16(self) -> Self:
@@ -114,24 +112,24 @@ class Gradients(Section):
     """How gradients are added up, reduced and clipped."""
 
     clip_norm: Annotated[float, BeforeValidator(real), Field(gt=0)] | None = Field(
-        None, description="clip the global norm to this (none: no clipping)"
+        default=None, description="largest global norm (none: no clipping)"
     )
     order: Order | None = Field(
-        None, description="local: add up, reduce once; sharded: reduce each micro-batch (none: as placed)"
+        default=None, description="local: add up, reduce once; sharded: reduce each micro-batch (none: as placed)"
     )
     reduce_at: Literal["backward", "step"] = Field(
-        "backward", description="reduce under the last backward, or in step()"
+        default="backward", description="reduce under backward, or in step()"
     )
-    deterministic: StrictBool = Field(False, description="the same bits for every unit and bucket size too")
-    reduce_bucket_bytes: Bytes | None = Field(None, description="upper bound of one reduction (none: one unit)")
+    deterministic: StrictBool = Field(default=False, description="the same bits for every unit size too")
+    reduce_bucket_bytes: Bytes | None = Field(default=None, description="most per reduction (none: one unit)")
 
 
 class Aio(Section):
     """How the disk is read and written."""
 
-    block_bytes: Annotated[Bytes, Field(ge=1)] = Field(1 << 20, description="size of one read or write")
-    queue_depth: Positive = Field(32, description="requests in flight")
-    threads: Positive = Field(8, description="threads that issue them")
+    block_bytes: Annotated[Bytes, Field(ge=1)] = Field(default=1 << 20, description="size of one read or write")
+    queue_depth: Positive = Field(default=32, description="requests in flight")
+    threads: Positive = Field(default=8, description="threads that issue them")
 
 
 def _memory(value: object) -> object:
@@ -141,26 +139,26 @@ def _memory(value: object) -> object:
 class Offload(Section):
     """Budgets and buffers of what rests off the device."""
 
-    nvme_path: StrictStr | None = Field(None, min_length=1, description="folder for what rests on disk")
+    nvme_path: StrictStr | None = Field(default=None, min_length=1, description="folder for what rests on disk")
     weights_nvme_path: StrictStr | None = Field(
-        None, min_length=1, description="folder for weights on disk, where it is another one (none: nvme_path)"
+        default=None, min_length=1, description="the weights' own folder (none: nvme_path)"
     )
-    pin_memory: StrictBool = Field(True, description="page-lock host buffers: copies overlap with computing")
+    pin_memory: StrictBool = Field(default=True, description="page-lock host buffers, so copies overlap")
     update: Literal["device", "host", "split"] = Field(
-        "device", description="where states off the device are updated (device: bits as if they rested there)"
+        default="device", description="where states off the device are updated"
     )
     device_memory: Annotated[int | Literal["auto"] | None, BeforeValidator(_memory)] = Field(
-        None, description="device budget: only what does not fit is spilled (none: spill all that is placed off it)"
+        default=None, description="device budget: only what does not fit is spilled"
     )
     host_memory: Annotated[int | Literal["auto"] | None, BeforeValidator(_memory)] = Field(
-        None, description="host budget, before the disk is used"
+        default=None, description="host budget, before the disk is used"
     )
     ratio: Annotated[float, BeforeValidator(real), Field(ge=0, le=1)] = Field(
-        1.0, description="part of the optimizer states that goes to their tier; the rest stays on the device"
+        default=1.0, description="part of the optimizer states that leaves the device"
     )
-    buffer_count: Positive | None = Field(None, description="upper bound of transfer buffers (none: derived)")
-    buffer_bytes: Bytes | None = Field(None, description="upper bound of one transfer buffer (none: one unit)")
-    aio: Aio = Field(Aio(), description="disk requests")
+    buffer_count: Positive | None = Field(default=None, description="most transfer buffers (none: derived)")
+    buffer_bytes: Bytes | None = Field(default=None, description="most per buffer (none: one unit)")
+    aio: Aio = Field(default=Aio(), description="disk requests")
 
 
 class BatchSizes(NamedTuple):
@@ -174,9 +172,9 @@ class BatchSizes(NamedTuple):
 class Batch(Section):
     """The batch triple: global_batch_size = micro_batch_size x accumulation x W; any two give the third."""
 
-    accumulation: Positive = Field(1, description="micro-batches per step (K)")
-    micro_batch_size: Positive | None = Field(None, description="samples per rank and micro-batch")
-    global_batch_size: Positive | None = Field(None, description="samples per step over all ranks")
+    accumulation: Positive = Field(default=1, description="micro-batches per step (K)")
+    micro_batch_size: Positive | None = Field(default=None, description="samples per rank and micro-batch")
+    global_batch_size: Positive | None = Field(default=None, description="samples per step over all ranks")
 
     @model_validator(mode="after")
     def _multiplies_for_some_world_size(self) -> Self:
@@ -226,7 +224,7 @@ class OptimizerSection(Section):
     """The optimizer to build when the caller passes none."""
 
     name: StrictStr = Field(description="Adam, AdamW, SGD, Lion or any name of torch.optim")
-    params: dict[str, Any] = Field({}, description="keyword arguments: lr, betas, weight_decay, ...")
+    params: dict[str, Any] = Field(default={}, description="keyword arguments: lr, betas, weight_decay, ...")
 
     @model_validator(mode="after")
     def _known(self) -> Self:
@@ -240,7 +238,7 @@ class SchedulerSection(Section):
     """The learning-rate schedule to build."""
 
     name: StrictStr = Field(description="WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle or LRRangeTest")
-    params: dict[str, Any] = Field({}, description="keyword arguments: warmup_num_steps, total_num_steps, ...")
+    params: dict[str, Any] = Field(default={}, description="keyword arguments: warmup_num_steps, total_num_steps, ...")
 
     @model_validator(mode="after")
     def _known(self) -> Self:
@@ -253,21 +251,21 @@ class SchedulerSection(Section):
 class Checkpointing(Section):
     """Activation checkpointing: trade a second forward for the memory of activations."""
 
-    enabled: StrictBool = Field(False, description="recompute each unit's activations in backward")
-    offload: StrictBool = Field(False, description="keep what checkpoints save in host memory")
+    enabled: StrictBool = Field(default=False, description="recompute a unit's activations in backward")
+    offload: StrictBool = Field(default=False, description="what checkpoints save goes to the host")
 
 
 class Runtime(Section):
     """Units, prefetch and what is printed."""
 
     units: Literal["auto"] | tuple[StrictStr, ...] = Field(
-        "auto", description="auto: the repeated blocks; or class names and module paths"
+        default="auto", description="auto: repeated blocks; or class names, paths"
     )
-    min_unit_bytes: Bytes | None = Field(None, description="leftovers below this join a neighbour (none: derived)")
-    prefetch: Count = Field(1, description="units gathered ahead of use")
-    prefetch_bytes: Bytes | None = Field(None, description="upper bound of what is gathered ahead")
-    max_gathered_bytes: Bytes | None = Field(None, description="gather nothing ahead while this much is gathered")
-    gather_bucket_bytes: Bytes | None = Field(None, description="upper bound of one gather (none: one unit)")
-    use_cpu: StrictBool = Field(False, description="train on the CPU even where a GPU is present")
-    steps_per_print: Positive | None = Field(None, description="print a line every so many steps (none: never)")
-    timers: StrictBool = Field(False, description="time every phase (each step then waits for the device)")
+    min_unit_bytes: Bytes | None = Field(default=None, description="smaller leftovers join a neighbour")
+    prefetch: Count = Field(default=1, description="units gathered ahead of use")
+    prefetch_bytes: Bytes | None = Field(default=None, description="most to gather ahead of use")
+    max_gathered_bytes: Bytes | None = Field(default=None, description="above this, nothing is gathered ahead")
+    gather_bucket_bytes: Bytes | None = Field(default=None, description="most per gather (none: one unit)")
+    use_cpu: StrictBool = Field(default=False, description="the CPU even where there is a GPU")
+    steps_per_print: Positive | None = Field(default=None, description="steps between printed lines (none: silent)")
+    timers: StrictBool = Field(default=False, description="time every phase (the device is waited for)")

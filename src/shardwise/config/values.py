@@ -47,8 +47,15 @@ class Where:
 
 def shown(value: object) -> str:
     """`value` as it would stand in a file, cut short where it is long."""
-    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
+    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else _literal(value)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _literal(value: object) -> str:
+    try:
+        return f"{value:g}" if isinstance(value, float) and value == float(f"{value:g}") else repr(value)
+    except ValueError:  # an integer of thousands of digits, which Python refuses to print
+        return "a huge number"
 
 
 def real(value: object) -> float:

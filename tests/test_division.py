@@ -220,6 +220,8 @@ def test_experts_never_divide_a_block():
     assert names(GPT(experts=[3, 3, 3]))[2:] == ["layers.0", "layers.1", "layers.2"]
     # A dense first layer, then experts: no two layers alike, and yet no stages.
     assert names(GPT(experts=[0, 3, 40]))[1:] == ["layers.0", "layers.1", "layers.2"]
+    # Experts are most of each layer, but some layers are alike.
+    assert names(GPT(experts=[8, 40, 40]))[1:] == ["layers.0", "layers.1", "layers.2"]
     # A single layer repeats nothing, and its experts are not blocks either.
     assert names(GPT(layers=1, experts=[4])) == ["(root)"]
 
@@ -255,6 +257,11 @@ def test_sequentials_of_one_shape_are_blocks_themselves():
 
 def test_a_chain_of_different_parts_is_looked_into():
     assert names(nn.Sequential(GPT(tied=False), nn.Linear(64, 64)))[2:5] == ["0.layers.0", "0.layers.1", "0.layers.2"]
+
+
+def test_lists_of_lists_are_divided_at_the_inner_modules():
+    grid = nn.ModuleList(nn.ModuleList([Block(8), Block(8)]) for _ in range(2))
+    assert names(grid) == ["0.0", "0.1", "1.0", "1.1"]
 
 
 def test_repetition_in_a_module_dict_counts():
@@ -307,8 +314,8 @@ def test_small_models_still_have_several_units():
 
 def test_large_blocks_are_not_merged():
     with torch.device("meta"):
-        model = GPT(layers=4, width=1024)
-    assert [name for name in names(model, min_bytes=None) if "layers" in name] == [f"layers.{n}" for n in range(4)]
+        model = GPT(layers=20, width=400)  # 2.6 MB a layer, less than 1/16 of the model but more than 1 MiB
+    assert [name for name in names(model, min_bytes=None) if "layers" in name] == [f"layers.{n}" for n in range(20)]
 
 
 def test_frozen_parameters_get_units_of_their_own():

@@ -104,6 +104,7 @@ class Buffer:
         self.live = False
         self._ledger = ledger
         self._entry = entry
+        self._views: list[torch.Tensor] = []
         self._storage = self.tensor.untyped_storage()
         self._storage.resize_(0)
 
@@ -112,10 +113,10 @@ class Buffer:
         # torch refuses to make a view beyond its storage, so there must be one for a moment.
         if not self.live:
             self._storage.resize_(self.size_bytes)
-        views = [self.tensor[slot.span.slice].view(slot.spec.shape) for slot in layout.slots]
+        self._views = [self.tensor[slot.span.slice].view(slot.spec.shape) for slot in layout.slots]
         if not self.live:
             self._storage.resize_(0)
-        return views
+        return self._views
 
     def allocate(self) -> torch.Tensor:
         """Give the tensor its storage; its content is undefined."""
@@ -130,6 +131,16 @@ class Buffer:
     def free(self) -> None:
         """Take the storage away. No view of the tensor may be read until the next `allocate`."""
         if self.live:
+            if not self._storage.resizable():
+                self._renew()
             self._storage.resize_(0)
             self._ledger.remove(self._entry, self.size_bytes)
             self.live = False
+
+    def _renew(self) -> None:
+        """Leave the storage to a numpy array of the user's that shares it, which forbids to free it, and take another."""
+        fresh = torch.empty_like(self.tensor)
+        for view in self._views:
+            view.data = fresh.as_strided(view.shape, view.stride(), view.storage_offset())
+        self.tensor.data = fresh
+        self._storage = fresh.untyped_storage()

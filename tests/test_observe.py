@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import shardwise.observe.storage
@@ -159,6 +160,18 @@ def test_a_storage_freed_in_another_thread_is_taken_off():
         assert memory.current_bytes == 0
 
 
+def test_fake_tensors_are_observed_like_real_ones():
+    def peak_bytes():
+        model = Gpt(width=64, depth=2)
+        with StorageObserver(existing=[model]) as memory:
+            train(model, torch.optim.AdamW(model.parameters(), fused=True))
+        return memory.peak_bytes
+
+    with FakeTensorMode():
+        foreseen = peak_bytes()
+    assert foreseen == pytest.approx(peak_bytes(), rel=0.01)
+
+
 def test_an_exception_restores_everything():
     resize, gather = torch.UntypedStorage.resize_, dist.all_gather
     with pytest.raises(ZeroDivisionError), StorageObserver(existing=()), WireObserver():
@@ -206,7 +219,10 @@ def test_storage_is_seen_through_async_collectives_and_dtensor(rank, world_size)
         assert memory.peak_bytes >= KB + 3 * 2 * KB
         [work.wait() for work in works]
         del works
-        assert memory.current_bytes == KB + 2 * KB
+        deadline = time.monotonic() + 5  # Gloo's threads let go of a buffer a moment after wait()
+        while memory.current_bytes > 3 * KB and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert memory.current_bytes == 3 * KB
         mesh = init_device_mesh("cpu", (world_size,))
         sharded = distribute_tensor(torch.ones(8 * KB), mesh, [Shard(0)])
         before = memory.current_bytes

@@ -68,7 +68,6 @@ class Worker:
 
     def __init__(self, setup: Setup, ours: Connection, theirs: Connection, folder: Path, torchrun: bool) -> None:
         self.rank = setup.rank
-        self.gone = False
         self.connection = ours
         self.output_path = folder / f"output{setup.rank}"
         self.stacks_path = Path(setup.stacks_path)
@@ -86,12 +85,9 @@ class Worker:
 
     def receive(self) -> Ready | Reply | None:
         """The message that is there; None when the process is dead or about to be."""
-        try:
+        with contextlib.suppress(EOFError, OSError):
             if self.connection.poll():
                 return receive(self.connection)
-        except (EOFError, OSError):
-            pass
-        self.gone = True
         return None
 
     def read_output(self) -> str:
@@ -102,7 +98,20 @@ class Worker:
             self.process.send_signal(signal.SIGUSR1)
 
     def read_stacks(self) -> str:
+        """What faulthandler wrote; it may take a moment after the signal."""
+        deadline = time.monotonic() + 2
+        while self.process.poll() is None and time.monotonic() < deadline and not self._stacks():
+            time.sleep(0.1)
+        return self._stacks()
+
+    def _stacks(self) -> str:
         return self.stacks_path.read_text(errors="replace") if self.stacks_path.exists() else ""
+
+    def exitcode(self) -> int | None:
+        """Of a process whose pipe is closed; the pipe closes a moment before the process ends."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.process.wait(timeout=2)
+        return None
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -145,10 +154,11 @@ class Pool:
 
         Once one rank has failed, the others get `grace_s` more to end by themselves.
         """
-        for worker in self.workers:
-            os.truncate(worker.output_path, 0)
-            send(worker.connection, job)
         try:
+            for worker in self.workers:
+                os.truncate(worker.output_path, 0)
+                with contextlib.suppress(OSError):  # dead already: told by its exit code below
+                    send(worker.connection, job)
             replies = self._collect(timeout_s, grace_s)
         except BaseException:  # pytest-timeout or Ctrl-C: the workers are busy with a job nobody waits for
             self.spent = True
@@ -161,6 +171,7 @@ class Pool:
     def _collect(self, timeout_s: float, grace_s: float) -> dict[int, Any]:
         """Messages by rank, in order of arrival, until all are in, the time is over, or a failure's grace is."""
         pending = list(self.workers)
+        self.ended: list[Worker] = []
         replies: dict[int, Any] = {}
         deadline, failed = time.monotonic() + timeout_s, False
         while pending and time.monotonic() < deadline:
@@ -168,6 +179,7 @@ class Pool:
             # The exit code counts too: a process that a rank forked can hold its pipe open after its death.
             for worker in [w for w in pending if w.connection in readable or w.process.poll() is not None]:
                 pending.remove(worker)
+                self.ended.append(worker)
                 reply = worker.receive()
                 if reply is not None:
                     replies[worker.rank] = reply
@@ -176,24 +188,19 @@ class Pool:
         return replies
 
     def _outcomes(self, replies: dict[int, Reply]) -> list[Outcome]:
-        """The dead first, then those that raised in order of arrival, those still running, those that finished."""
-        silent = [worker for worker in self.workers if worker.rank not in replies]
-        dead, hung = [w for w in silent if w.gone], [w for w in silent if not w.gone]
-        for worker in dead:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                worker.process.wait(timeout=2)  # a closed pipe is seen a moment before the exit code
+        """Those that died or raised, in that order of time; those still running; those that finished."""
+        hung = [worker for worker in self.workers if worker not in self.ended]
         for worker in hung:
             worker.dump_stacks()
-        if hung:
-            time.sleep(0.3)
-        first = [self.workers[rank] for rank, reply in replies.items() if reply.error]
-        rest = [self.workers[rank] for rank, reply in replies.items() if not reply.error]
-        return [self._outcome(worker, replies.get(worker.rank)) for worker in dead + first + hung + rest]
+        finished = [w for w in self.ended if w.rank in replies and not replies[w.rank].error]
+        failed = [w for w in self.ended if w not in finished]
+        return [self._outcome(worker, replies.get(worker.rank)) for worker in failed + hung + finished]
 
     def _outcome(self, worker: Worker, reply: Reply | None) -> Outcome:
         output = worker.read_output()
         if reply is None:
-            return Outcome(worker.rank, exitcode=worker.process.poll(), stacks=worker.read_stacks(), output=output)
+            exitcode = worker.exitcode() if worker in self.ended else None
+            return Outcome(worker.rank, exitcode=exitcode, stacks=worker.read_stacks(), output=output)
         value = pickle.loads(reply.value) if reply.value is not None else None
         return Outcome(worker.rank, value, reply.error, reply.skipped, finished=True, output=output)
 

@@ -44,8 +44,10 @@ def ranks(*world_sizes: int, timeout: float = TIMEOUT_S, **options: Any) -> Call
             __tracebackhide__ = True
             try:
                 run_ranks(wrapper, world_size, timeout=timeout, **options, **arguments)
+                return
             except RanksFailed as failure:
-                pytest.fail(str(failure), pytrace=False)
+                message = str(failure)
+            pytest.fail(message, pytrace=False)  # out of the handler, so that pytest shows the message once
 
         parameters = list(inspect.signature(test).parameters.values())[1:]
         keyword_only = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters]

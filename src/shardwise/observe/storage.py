@@ -8,6 +8,10 @@ the temporaries of foreach kernels on the CPU, Gloo's staging buffers), the code
 that is no tensor, and operators run in threads other than the one that entered the context (the autograd engine's
 threads excepted, which inherit it). Sizes are those of the storages, without the rounding of an allocator. On CUDA
 the totals therefore come from the allocator's own statistics, and only the breakdown from watching.
+
+Beside the CPU allocator's events it was exact on a small GPT in fp32, within 0.2 % with checkpointing and 1 % in bf16,
+and 14 % low on a small convolution network, whose kernels use scratch memory. Gloo's threads may hold a buffer for a
+moment after `wait()`, so a peak can differ from run to run by a buffer that was still in their hands.
 """
 
 import gc

@@ -6,6 +6,7 @@ them, or names a file that holds one. Messages name the keys of the YAML, not th
 
 import base64
 import binascii
+import os
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +136,7 @@ def _from_file(section: dict[str, Any], draft: Draft, folder: Path) -> dict[str,
     if named.lstrip().startswith("{"):
         return read_text(named, shown)
     for path in (folder / named, Path(named)):
-        if "\0" not in named and path.is_file():
+        if os.path.isfile(path):
             draft.prefix = f"{named}: "
             draft.note("deepspeed_config.deepspeed_config_file", named, "read in its place")
             return read_file(path)

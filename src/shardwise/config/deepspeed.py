@@ -16,6 +16,7 @@ from shardwise.config.native import set_placement
 from shardwise.config.presets import STAGES, offloaded
 from shardwise.config.sections import Tier
 from shardwise.config.values import choice, flag, nearest, real, text
+from shardwise.errors import ConfigError
 from shardwise.sizes import whole
 
 KEYS = frozenset(ds.TOP) | set(ds.TOP_ALIASES) | set(ds.FEATURES) | set(ds.MONITORS) | set(ds.SECTIONS)
@@ -68,7 +69,7 @@ def _apply(
         path = prefix + key
         rule = rules.get(key)
         if rule is None:
-            raise draft.where(path).error(value, f"unknown key{nearest(key, rules)}")
+            raise _unknown_key(prefix, key, value, rules, draft)
         if value is None or value == "auto":
             _leave_open(rule, path, value, draft)
             continue
@@ -80,6 +81,11 @@ def _apply(
         if rule.target:
             draft.set(rule.target, result, Origin("file", draft.where(path).path))
         draft.note(path, value, f"{rule.target}: {rule.effect}" if rule.target else rule.effect)
+
+
+def _unknown_key(prefix: str, key: str, value: object, rules: Mapping[str, Rule], draft: Draft) -> ConfigError:
+    known = [*rules, *ds.READ_BY_CODE.get(prefix.rstrip("."), ())]
+    return draft.where(prefix + key).error(value, f"unknown key{nearest(key, known)}")
 
 
 def _leave_open(rule: Rule, path: str, value: object, draft: Draft) -> None:
@@ -147,9 +153,7 @@ def _half(
         return True
     for key, value in rest.items():
         if key not in rules and key != "loss_scale":
-            raise draft.where(prefix + key).error(
-                value, f"unknown key{nearest(key, [*rules, 'loss_scale', 'enabled'])}"
-            )
+            raise _unknown_key(prefix, key, value, rules, draft)
         draft.note(prefix + key, value, f"no effect: {name} is off")
     return False
 

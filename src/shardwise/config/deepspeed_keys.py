@@ -268,6 +268,17 @@ SECTIONS = (
     "zero_optimization",
 )
 
+# Keys that code reads rather than a rule, by section: they too are valid names to suggest for a slip.
+READ_BY_CODE = {
+    "zero_optimization": ("stage", "offload_param", "offload_optimizer", "aio", *ZERO_ALIASES, *ZERO_FEATURES),
+    "zero_optimization.offload_param": ("device", "nvme_path"),
+    "zero_optimization.offload_optimizer": ("device", "nvme_path"),
+    "fp16": ("enabled", "loss_scale", *FP16_FEATURES),
+    "bf16": ("enabled", *BF16_FEATURES),
+    "torch_autocast": ("enabled", "dtype"),
+    "checkpoint": ("use_node_local_storage",),
+}
+
 
 def switched_on(value: object, depth: int = 0) -> bool:
     """Whether a block asks for its feature: `enabled` decides where it stands, else any value that is not off."""

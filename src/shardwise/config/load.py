@@ -38,7 +38,7 @@ def load(config: object) -> Config:
 
 def _existing(config: str | os.PathLike[str]) -> Path:
     path = Path(config)
-    if "\0" not in str(path) and path.is_file():
+    if os.path.isfile(path):  # unlike Path.is_file, no exception for a name that no file can have
         return path
     text = str(config)
     if path.suffix.lower() in _FILE_SUFFIXES or os.sep in text:

@@ -20,7 +20,6 @@ collectives issued in C++ (DDP's reducer) or through `torch.ops._c10d_functional
 
 import functools
 import inspect
-import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -131,7 +130,7 @@ FORMULAS: dict[str, Formula] = {
     "send": _send,
 }
 # Object collectives call these inside their own module. No others are replaced there: torch compares some functions by
-# identity (`op is isend`, the coalescing manager).
+# identity (`op is isend`, the coalescing manager), and old names that call new ones would count twice.
 CALLED_BY_OBJECT_COLLECTIVES = ("all_gather", "broadcast", "gather", "scatter", "send")
 
 
@@ -150,7 +149,6 @@ class WireObserver:
     def __init__(self, control: int | Callable[[WireRecord], bool] = 0) -> None:
         self.records: list[WireRecord] = []
         self._is_control = control if callable(control) else lambda record: record.payload_bytes <= control
-        self._inside = threading.local()
         self._replaced: list[tuple[Any, str, Any]] = []
 
     @property
@@ -198,14 +196,8 @@ class WireObserver:
 
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if getattr(self._inside, "call", False):
-                return function(*args, **kwargs)  # one name of torch's that calls another: counted already
-            self._inside.call = True
-            try:
-                self._record(name, formula, signature.bind(*args, **kwargs).arguments)
-                return function(*args, **kwargs)
-            finally:
-                self._inside.call = False
+            self._record(name, formula, signature.bind(*args, **kwargs).arguments)
+            return function(*args, **kwargs)
 
         wrapper.__dict__["torch_function"] = _torch_function(function)
         return wrapper

@@ -6,8 +6,11 @@ import os
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
 import pytest
+import torch
 
 from support import close_pools
+
+torch.set_num_threads(1)  # as on the ranks: two cores are shared with them
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -45,8 +45,8 @@ def main() -> None:
     rewrite_asserts()
     if setup.init:
         join_group(setup)
-    gc.collect()
-    gc.freeze()  # what is alive now stays alive: later collections need not walk all of torch
+    reset_torch()
+    freeze()
     connection = Connection(setup.fd)
     send(connection, Ready(time.monotonic() - started))
     with contextlib.suppress(EOFError, BrokenPipeError):
@@ -63,6 +63,12 @@ def end_with_parent(parent_pid: int) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent_pid:
             os._exit(1)  # the parent died before the line above
+
+
+def freeze() -> None:
+    """What is alive now stays alive: the collection after each test need not walk all of torch."""
+    gc.collect()
+    gc.freeze()
 
 
 def rewrite_asserts() -> None:
@@ -92,7 +98,10 @@ def run(job: Job, setup: Setup) -> Reply:
 
 def load(job: Job) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     sys.path[:] = job.path
+    new = job.module not in sys.modules
     function = getattr(importlib.import_module(job.module), job.name)
+    if new:
+        freeze()
     args, kwargs = pickle.loads(job.args)
     return getattr(function, "rank_function", function), args, kwargs
 

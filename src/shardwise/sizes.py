@@ -93,7 +93,7 @@ def _read(value: object, units: Mapping[str, int], allowed: str) -> int:
 
 def _split(value: object, allowed: str) -> tuple[Decimal, str]:
     if isinstance(value, int | float) and not isinstance(value, bool):
-        if not math.isfinite(value):
+        if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"expected {allowed}, a finite one")
         return Decimal(value), ""
     match = _NUMBER.fullmatch(value) if isinstance(value, str) and len(value) < 64 else None

@@ -61,6 +61,11 @@ def test_a_bare_no_is_no_mixed_precision(tmp_path):
     assert Config.load(write(tmp_path, text)).precision.compute == "fp32"
 
 
+def test_the_flag_of_old_files():
+    config = Config.load({"distributed_type": "DEEPSPEED", "fp16": True, "deepspeed_config": {"zero_stage": 2}})
+    assert config.precision.compute == "fp16"
+
+
 FILE = {
     "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"},
     "bf16": {"enabled": "auto"},

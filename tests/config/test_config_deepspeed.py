@@ -161,6 +161,11 @@ def test_warnings_name_the_key(config, words):
         Config.load(config)
 
 
+def test_sections_of_both_dialects_that_are_null_tell_nothing():
+    assert load(optimizer=None, scheduler=None, fp16={"enabled": True}).precision.compute == "fp16"
+    assert Config.load({"optimizer": None}) == Config()
+
+
 def test_deprecated_spellings_mean_the_same():
     with pytest.warns(ConfigWarning):
         old = zero(2, cpu_offload=True, cpu_offload_use_pin_memory=False)

@@ -93,6 +93,15 @@ def test_a_given_order_moves_the_gradients_of_a_preset(preset, order, grads):
     assert config.origin("placement.grads.sharding").kind == "derived"
 
 
+def test_auto_leaves_the_default():
+    config = Config.load({"preset": "zero3", "gradients": {"clip_norm": "auto"}, "runtime": {"prefetch": "auto"}})
+    assert config == Config.load("zero3")
+    assert config.origin("runtime.prefetch").kind == "auto"
+    section = {"name": "AdamW", "params": {"lr": "auto"}}
+    assert Config.load({"optimizer": section}).optimizer.params == {}
+    assert Config.load({"offload": {"device_memory": "auto"}}).offload.device_memory == "auto"
+
+
 def test_deterministic_is_a_top_level_shorthand():
     assert Config.load({"preset": "zero2", "deterministic": True}).gradients.deterministic
     with pytest.raises(ConfigError, match=r"deterministic = true: contradicts gradients\.deterministic"):
@@ -162,7 +171,7 @@ NVME = {"preset": "zero3", "placement": {"weights": {"tier": "disk"}}}
             r"mixes keys of several dialects \(DeepSpeed: fp16; Accelerate: deepspeed",
         ),
         ({"preset": "zero3", "deepspeed_config": {}}, r"mixes keys of several dialects"),
-        ({3: 4}, r"keys must be texts, found 3"),
+        ({3: 4}, r"keys must be texts, found int"),
         ("zero33", r"neither a file nor a preset .*; did you mean 'zero3'\?"),
         ("nowhere/ds.json", r"nowhere/ds\.json: no such file"),
         (3, r"config is int, expected a preset's name, a path, a dict or a Config"),

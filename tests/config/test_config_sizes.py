@@ -52,6 +52,7 @@ def test_counts(text, count):
         "1e999",
         "9" * 70,
         1e300,
+        10**400,
         [],
         "1 2",
         "4 furlongs",

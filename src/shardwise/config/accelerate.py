@@ -5,17 +5,16 @@ them, or names a file that holds one. Messages name the keys of the YAML, not th
 """
 
 import base64
-import binascii
 import os
 from pathlib import Path
 from typing import Any
 
 from shardwise.config import deepspeed
 from shardwise.config.deepspeed_keys import switched_on
-from shardwise.config.draft import Draft, Origin
+from shardwise.config.draft import Draft, Note, Origin
 from shardwise.config.files import read_file, read_text
 from shardwise.config.sections import Batch
-from shardwise.config.values import Where, choice, flag, nearest, text
+from shardwise.config.values import Where, choice, flag, nearest, shown, text
 from shardwise.errors import ConfigError
 from shardwise.sizes import whole
 
@@ -53,16 +52,9 @@ _FEATURES = {
     "dynamo_config": "compilation by Accelerate (call torch.compile on the model instead)",
     "dynamo_backend": "compilation by Accelerate (call torch.compile on the model instead)",
 }
-_READ = {
-    "deepspeed_config",
-    "distributed_type",
-    "mixed_precision",
-    "num_processes",
-    "parallelism_config",
-    "use_cpu",
-    "fp16",
-}
-KEYS = (_LAUNCHER | set(_FEATURES) | _READ) - {"fp16"}  # fp16 is also DeepSpeed's: it tells nothing
+_READ = {"deepspeed_config", "distributed_type", "mixed_precision", "num_processes", "parallelism_config", "use_cpu"}
+KEYS = _LAUNCHER | set(_FEATURES) | _READ
+LEGACY_KEYS = {"fp16"}  # a flag in old files; as a section it is DeepSpeed's
 
 # Keys of deepspeed_config and the DeepSpeed key each one stands for.
 _TRANSLATED = {
@@ -87,7 +79,7 @@ def translate(data: dict[str, Any], draft: Draft, folder: Path) -> None:
     """Write an Accelerate configuration into the draft. `folder` is where the file lies."""
     where = draft.where()
     for key in data:
-        if key not in KEYS and key != "fp16":
+        if key not in KEYS | LEGACY_KEYS:
             raise where.at(key).error(data[key], f"unknown key of Accelerate{nearest(key, KEYS)}")
     _check_type(data, where)
     _refuse(data, draft)
@@ -132,17 +124,17 @@ def _from_file(section: dict[str, Any], draft: Draft, folder: Path) -> dict[str,
     """The DeepSpeed configuration that the YAML names: a path, or (as Accelerate allows) JSON or base64 of JSON."""
     where = draft.where("deepspeed_config.deepspeed_config_file")
     named = where.read(text, section["deepspeed_config_file"])
-    shown = f"{draft.source}: deepspeed_config_file"
+    source = f"{draft.source}: deepspeed_config_file"
     if named.lstrip().startswith("{"):
-        return read_text(named, shown)
+        return read_text(named, source)
     for path in (folder / named, Path(named)):
         if os.path.isfile(path):
             draft.prefix = f"{named}: "
             draft.note("deepspeed_config.deepspeed_config_file", named, "read in its place")
             return read_file(path)
     try:
-        return read_text(base64.b64decode(named, validate=True).decode(), shown)
-    except (binascii.Error, UnicodeDecodeError, ConfigError):
+        return read_text(base64.b64decode(named, validate=True).decode(), source)
+    except ValueError:  # no base64, no UTF-8 in it, or a ConfigError
         message = "no such file, looked up from the YAML's folder and from the working one; it holds the configuration"
         raise where.error(named, message) from None
 
@@ -163,10 +155,8 @@ def _merge_keys(section: dict[str, Any], config: dict[str, Any], draft: Draft) -
         draft.prefix = "deepspeed_config."
 
 
-def _note(key: str, value: object, effect: str) -> Any:
-    from shardwise.config.draft import Note
-    from shardwise.config.values import shown
-
+def _note(key: str, value: object, effect: str) -> Note:
+    """A note on a key of the YAML itself, whatever the prefix of translated keys is."""
     return Note(key, shown(value), effect)
 
 

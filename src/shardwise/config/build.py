@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from shardwise.config import schedules
 from shardwise.config.elementwise import Lion, UncorrectedAdam
 from shardwise.config.sections import OptimizerSection, SchedulerSection
-from shardwise.config.values import flag, nearest, real
+from shardwise.config.values import flag, left_open_out, nearest, real
 from shardwise.errors import ConfigError
 
 _REFUSED = {
@@ -42,7 +42,7 @@ def check_optimizer(name: str, params: dict[str, Any]) -> tuple[str, dict[str, A
         raise ValueError(f"name {name!r}: {found} is not supported: {_REFUSED[found]}")
     allowed = _parameters(found)
     result = {}
-    for key, value in params.items():
+    for key, value in left_open_out(params).items():
         if key not in allowed:
             raise ValueError(f"params.{key}: unknown key of {found}{nearest(key, allowed)}")
         try:

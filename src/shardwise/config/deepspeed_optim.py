@@ -3,7 +3,7 @@
 from typing import Any
 
 from shardwise.config.draft import Draft, Origin
-from shardwise.config.values import flag, nearest, one_of, text
+from shardwise.config.values import flag, left_open_out, nearest, one_of, text
 
 _NAMES = {"adam": "Adam", "adamw": "AdamW", "sgd": "SGD", "lion": "Lion", "adagrad": "Adagrad", "muon": "Muon"}
 _REFUSED = {
@@ -85,7 +85,7 @@ def _given(params: dict[str, Any], path: str, draft: Draft) -> dict[str, Any]:
     for key, value in params.items():
         if value is None or value == "auto":
             draft.note(f"{path}.{key}", value, "left open: an argument, or the default")
-    return {key: value for key, value in params.items() if value is not None and value != "auto"}
+    return left_open_out(params)
 
 
 def _only(section: dict[str, Any], allowed: tuple[str, ...], path: str, draft: Draft) -> None:

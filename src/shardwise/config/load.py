@@ -13,11 +13,14 @@ from shardwise.config.draft import Draft, Origin
 from shardwise.config.files import YAML_SUFFIXES, read_file, read_text
 from shardwise.config.presets import PRESETS
 from shardwise.config.problems import config_error
-from shardwise.config.values import nearest, one_of
+from shardwise.config.values import Where, nearest, one_of
 from shardwise.errors import ConfigError
 
 _FILE_SUFFIXES = (".json", ".hjson", ".jsonc", *YAML_SUFFIXES)
 _EITHER = ("optimizer", "scheduler")  # native sections and DeepSpeed's share these names; `type` or `name` tells them
+
+_DEEPEST = 20
+_LARGEST = 2**1000
 
 
 def load(config: object) -> Config:
@@ -54,8 +57,7 @@ def _from_preset(name: str) -> Config:
 
 def _from_mapping(data: dict[str, Any], source: str, folder: Path) -> Config:
     draft = Draft(source)
-    if not all(isinstance(key, str) for key in data):
-        raise ConfigError(f"{source}: keys must be texts, found {next(k for k in data if not isinstance(k, str))!r}")
+    _check_shape(data, draft.where(), depth=0)
     draft.dialect = _dialect(data, source)
     if draft.dialect == "Accelerate":
         accelerate.translate(data, draft, folder)
@@ -66,28 +68,41 @@ def _from_mapping(data: dict[str, Any], source: str, folder: Path) -> Config:
     return _finish(draft)
 
 
+def _check_shape(value: object, where: Where, depth: int) -> None:
+    """Refuse what no reader could even print: sections nested in themselves, integers of thousands of digits."""
+    if isinstance(value, dict | list | tuple):
+        if depth > _DEEPEST:
+            raise ConfigError(f"{where.source}: sections are nested too deeply to be a configuration")
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            if isinstance(value, dict) and not isinstance(key, str):
+                raise ConfigError(f"{where.source}: keys must be texts, found {type(key).__name__}")
+            _check_shape(inner, where.at(str(key)[:80]), depth + 1)
+    elif isinstance(value, int) and abs(value) > _LARGEST:
+        raise where.error("...", "this number is too large to mean anything here")
+
+
 def _dialect(data: dict[str, Any], source: str) -> str:
     """Which of the three dialects the keys belong to. More than one is a mixture, and an error."""
     found = {
-        "native": _native_keys(data),
-        "DeepSpeed": [key for key in data if deepspeed.is_key(key) and not _is_native_section(key, data[key])],
+        "native": [key for key in data if key in native.KEYS and _speaks(key, data, "native")],
+        "DeepSpeed": [key for key in data if deepspeed.is_key(key) and _speaks(key, data, "DeepSpeed")],
         "Accelerate": [key for key in data if key in accelerate.KEYS],
     }
     spoken = {dialect: keys for dialect, keys in found.items() if keys}
     if len(spoken) > 1:
         listed = "; ".join(f"{dialect}: {', '.join(keys[:4])}" for dialect, keys in spoken.items())
         raise ConfigError(f"{source}: mixes keys of several dialects ({listed}); use those of one")
-    if not spoken and data:
+    if not spoken and not set(data) <= set(_EITHER):
         raise ConfigError(f"{source}: no key is known here: {_with_nearest(data)}")
     return next(iter(spoken), "native")
 
 
-def _native_keys(data: dict[str, Any]) -> list[str]:
-    return [key for key in data if key in native.KEYS and (key not in _EITHER or _is_native_section(key, data[key]))]
-
-
-def _is_native_section(key: str, value: object) -> bool:
-    return key in _EITHER and (not isinstance(value, dict) or "name" in value)
+def _speaks(key: str, data: dict[str, Any], dialect: str) -> bool:
+    """Whether a key that more than one dialect has tells that this one is spoken."""
+    value = data[key]
+    if key in _EITHER:
+        return isinstance(value, dict) and ("name" in value) == (dialect == "native")
+    return key not in accelerate.LEGACY_KEYS or isinstance(value, dict)
 
 
 def _with_nearest(data: Iterable[str]) -> str:

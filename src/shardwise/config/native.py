@@ -11,6 +11,8 @@ from shardwise.config.values import Where, nearest, one_of
 
 KEYS = frozenset(Config.model_fields) | {"preset", "deterministic"}
 
+_OWN_AUTO = {"runtime.units", "offload.device_memory", "offload.host_memory"}  # elsewhere auto leaves the default
+
 
 def translate(data: dict[str, Any], draft: Draft) -> None:
     """Write a native mapping into the draft: first the preset, then what overrides it."""
@@ -58,7 +60,9 @@ def _flatten(section: type[Section], data: dict[str, Any], draft: Draft, where: 
         if field is None:
             raise here.error(value, f"unknown key{nearest(key, [*section.model_fields, *_extra_keys(where)])}")
         inner = subsection(field)
-        if inner is None:
+        if inner is None and value == "auto" and here.path not in _OWN_AUTO:
+            draft.origins[here.path] = Origin("auto", here.path)
+        elif inner is None:
             draft.set(here.path, value, Origin("file", here.path))
         elif value is not None:
             _flatten(inner, here.section(_as_mapping(value)), draft, here)

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from shardwise.config.values import choice, flag, nearest, one_of, real
+from shardwise.config.values import choice, flag, left_open_out, nearest, one_of, real
 from shardwise.errors import ConfigError
 from shardwise.sizes import whole
 
@@ -81,7 +81,7 @@ def check(name: str, params: Params) -> tuple[str, dict[str, Any]]:
     if found is None:
         raise ValueError(f"name {name!r}: expected {one_of(PARAMS)}{nearest(name, PARAMS)}")
     readers, result = PARAMS[found], {}
-    for key, value in params.items():
+    for key, value in left_open_out(params).items():
         if key not in readers:
             raise ValueError(f"params.{key}: unknown key of {found}{nearest(key, readers)}")
         try:

@@ -4,7 +4,7 @@ The readers raise ValueError with what is allowed; `Where` adds the file, the ke
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -52,10 +52,7 @@ def shown(value: object) -> str:
 
 
 def _literal(value: object) -> str:
-    try:
-        return f"{value:g}" if isinstance(value, float) and value == float(f"{value:g}") else repr(value)
-    except ValueError:  # an integer of thousands of digits, which Python refuses to print
-        return "a huge number"
+    return f"{value:g}" if isinstance(value, float) and value == float(f"{value:g}") else repr(value)
 
 
 def real(value: object) -> float:
@@ -106,6 +103,11 @@ def choice(*names: str) -> Callable[[object], str]:
         return found
 
     return read
+
+
+def left_open_out(params: Mapping[str, Any]) -> dict[str, Any]:
+    """`params` without the values that were left open: auto and null."""
+    return {key: value for key, value in params.items() if value is not None and value != "auto"}
 
 
 def one_of(names: Iterable[object]) -> str:

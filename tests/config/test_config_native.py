@@ -240,6 +240,18 @@ def test_a_triple_that_does_not_multiply_is_an_error(given):
         Batch(**given).resolve(4)
 
 
+def test_a_configuration_for_a_world_size():
+    config = Config.load({"preset": "zero2", "batch": {"global_batch_size": 24, "micro_batch_size": 3}})
+    resolved = config.for_world_size(4)
+    assert resolved.batch.accumulation == 2
+    assert resolved.origin("batch.accumulation").kind == "derived"
+    assert resolved.origin("batch.micro_batch_size").kind == "file"
+    assert config.origin("batch.accumulation").kind == "default"
+    assert resolved.placement == config.placement
+    with pytest.raises(ConfigError, match="does not multiply"):
+        config.for_world_size(5)
+
+
 def test_native_files_name_themselves_in_errors(tmp_path):
     path = tmp_path / "mine.json"
     path.write_text(json.dumps({"preset": "zero3", "runtime": {"prefetch": "many"}}))

@@ -73,6 +73,20 @@ class Config(Section):
         """The order of accumulation in effect: local (add up, reduce once) or sharded (reduce each micro-batch)."""
         return "local" if self.placement.grads.sharding == "replicated" else "sharded"
 
+    def for_world_size(self, world_size: int) -> "Config":
+        """The same configuration with its batch triple worked out for `world_size` ranks (`ConfigError` if it does not
+        multiply). K is `batch.accumulation` of the result; before, it may still be open.
+
+        >>> Config.load({"train_batch_size": 24, "train_micro_batch_size_per_gpu": 3}).for_world_size(4).batch.accumulation
+        2
+        """
+        micro, accumulation, total = self.batch.resolve(world_size)
+        batch = Batch(accumulation=accumulation, micro_batch_size=micro, global_batch_size=total)
+        resolved = self.model_copy(update={"batch": batch})
+        found = {f"batch.{name}" for name in Batch.model_fields if getattr(batch, name) != getattr(self.batch, name)}
+        resolved._origins = self._origins | dict.fromkeys(found, Origin("derived", f"W = {world_size}"))
+        return resolved
+
     def origin(self, path: str) -> Origin:
         """Where the value at a path such as "precision.compute" came from."""
         return self._origins.get(path, Origin("default"))

@@ -77,7 +77,8 @@ class Config(Section):
         """The same configuration with its batch triple worked out for `world_size` ranks (`ConfigError` if it does not
         multiply). K is `batch.accumulation` of the result; before, it may still be open.
 
-        >>> Config.load({"train_batch_size": 24, "train_micro_batch_size_per_gpu": 3}).for_world_size(4).batch.accumulation
+        >>> config = Config.load({"train_batch_size": 24, "train_micro_batch_size_per_gpu": 3})
+        >>> config.for_world_size(4).batch.accumulation
         2
         """
         micro, accumulation, total = self.batch.resolve(world_size)

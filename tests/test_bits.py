@@ -144,7 +144,9 @@ class OneProcess:
         self.norm = None
 
     def step(self, step):
-        local = [[self.gradients(rank, step, micro) for micro in range(self.accumulation)] for rank in range(self.world_size)]
+        local = [
+            [self.gradients(rank, step, micro) for micro in range(self.accumulation)] for rank in range(self.world_size)
+        ]
         if self.order == "local":
             total = self.mean([self.add_up(micros) for micros in local])
         else:

@@ -1,12 +1,28 @@
 """shardwise trains models that do not fit: ZeRO as one small mechanism in plain PyTorch."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from shardwise._version import __version__
-from shardwise.access import gathered
-from shardwise.config import Config
-from shardwise.division import describe_units
-from shardwise.engine import Engine
-from shardwise.errors import ConfigError, ShardwiseError
-from shardwise.start import initialize
+
+if TYPE_CHECKING:
+    from shardwise.access import gathered
+    from shardwise.config import Config
+    from shardwise.division import describe_units
+    from shardwise.engine import Engine
+    from shardwise.errors import ConfigError, ShardwiseError
+    from shardwise.start import initialize
+
+# Loaded at first use: `import shardwise` then costs little more than `import torch`.
+_HOMES = {
+    "Config": "config",
+    "ConfigError": "errors",
+    "Engine": "engine",
+    "ShardwiseError": "errors",
+    "describe_units": "division",
+    "gathered": "access",
+    "initialize": "start",
+}
 
 __all__ = [
     "Config",
@@ -18,3 +34,15 @@ __all__ = [
     "gathered",
     "initialize",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
+    value = getattr(import_module(f"shardwise.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def gathered(
-    params: torch.Tensor | None | Iterable[torch.Tensor | None], write: bool = False, source: int | None = None
+    params: torch.Tensor | Iterable[torch.Tensor | None] | None, write: bool = False, source: int | None = None
 ) -> Iterator[None]:
     """Within it, `params` hold their whole values, whatever the placement.
 
@@ -79,26 +79,27 @@ def full_state(engine: Engine, name: str) -> dict[str, torch.Tensor]:
     return state
 
 
-def install(engine: Engine) -> None:
-    """Let parameters find their units, and state_dict see through sharded weights."""
-    model = engine.module
-    reference = weakref.ref(engine)
-    for unit in engine.units:
-        for param in unit.params:
-            param._shardwise_unit = weakref.ref(unit)  # type: ignore[attr-defined]
-    engine._access_handles = [
-        model.register_state_dict_post_hook(_StateDictHook(reference)),
-        model.register_load_state_dict_pre_hook(_LoadHook(reference, begins=True)),
-        model.register_load_state_dict_post_hook(_LoadHook(reference, begins=False)),
-    ]
+class Access:
+    """Lets parameters find their units, and state_dict see through sharded weights."""
 
+    def __init__(self, engine: Engine) -> None:
+        self._units = engine.units
+        model, reference = engine.module, weakref.ref(engine)
+        for unit in self._units:
+            for param in unit.params:
+                param._shardwise_unit = weakref.ref(unit)  # type: ignore[attr-defined]
+        self._handles = [
+            model.register_state_dict_post_hook(_StateDictHook(reference)),  # type: ignore[no-untyped-call]
+            model.register_load_state_dict_pre_hook(_LoadHook(reference, begins=True)),  # type: ignore[no-untyped-call]
+            model.register_load_state_dict_post_hook(_LoadHook(reference, begins=False)),  # type: ignore[no-untyped-call]
+        ]
 
-def uninstall(engine: Engine) -> None:
-    for handle in engine._access_handles:
-        handle.remove()
-    for unit in engine.units:
-        for param in unit.params:
-            del param._shardwise_unit  # type: ignore[attr-defined]
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        for unit in self._units:
+            for param in unit.params:
+                del param._shardwise_unit  # type: ignore[attr-defined]
 
 
 class _StateDictHook:
@@ -147,7 +148,7 @@ def _aliases(module: nn.Module) -> dict[str, list[str]]:
     return names
 
 
-def _units_of(params: torch.Tensor | None | Iterable[torch.Tensor | None]) -> list[Unit]:
+def _units_of(params: torch.Tensor | Iterable[torch.Tensor | None] | None) -> list[Unit]:
     given = [params] if isinstance(params, torch.Tensor) or params is None else list(params)
     found: dict[tuple[int, str], Unit] = {}
     for param in given:

@@ -62,12 +62,13 @@ def divide(
     classes: Collection[str] | None = None,
     modules: Collection[str] | None = None,
     min_bytes: int | None = None,
+    max_bytes: int | None = None,
 ) -> tuple[UnitSpec, ...]:
     """Divide a model into units; every parameter is in exactly one. The root unit is first, then registration order.
 
     `classes` (names of classes) and `modules` (paths) name the blocks instead of the automatic search; each block is
-    then a unit of its own unless `min_bytes` is given. By default, neighbouring blocks of a list are merged up to
-    1 MiB or 1/16 of the model, whichever is less.
+    then a unit of its own unless `min_bytes` is given. By default, neighbouring blocks of a list are merged until
+    they have 1 MiB, 1/16 of the model or `max_bytes`, whichever is least.
 
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     >>> [(unit.name, unit.params) for unit in divide(model)]
@@ -77,7 +78,8 @@ def divide(
     explicit = classes is not None or modules is not None
     blocks = _named_blocks(tree, classes or (), modules or ()) if explicit else _find_blocks(tree, "")
     if min_bytes is None:
-        min_bytes = 0 if explicit else min(_MERGE_BYTES, tree.bytes("") // _MERGE_SHARE)
+        enough = _MERGE_BYTES if max_bytes is None else min(_MERGE_BYTES, max_bytes)
+        min_bytes = 0 if explicit else min(enough, tree.bytes("") // _MERGE_SHARE)
     merged = _merge(tree, blocks, min_bytes)
     holders = {above for block in blocks for above in _ancestry(block)[:-1]}
     owners = _owning_runs(tree, merged, _leftovers(tree, set(blocks), holders))

@@ -10,15 +10,16 @@ import torch
 from torch import nn
 
 from shardwise import access, norm
-from shardwise.budget import Flight, choose_flight
+from shardwise.budget import choose_flight
 from shardwise.comm import Comm
 from shardwise.config import Config
 from shardwise.division import divide
 from shardwise.memory import Ledger
 from shardwise.optim import Updater, group_numbers
 from shardwise.policy import DTYPES, policy_for
+from shardwise.recompute import Recompute
 from shardwise.report import Clock, Report
-from shardwise.schedule import Schedule
+from shardwise.schedule import Ahead, Schedule
 from shardwise.tensors import map_tensors
 from shardwise.unit import Unit, layout_for
 
@@ -26,9 +27,7 @@ from shardwise.unit import Unit, layout_for
 class Engine(nn.Module):
     """A model under a placement. Call it as you would the model; then `backward(loss)` and `step()`."""
 
-    def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, comm: Comm
-    ) -> None:
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, comm: Comm) -> None:
         super().__init__()
         self.module = model
         self.config = config
@@ -43,13 +42,15 @@ class Engine(nn.Module):
         self._ledger = Ledger()
         self._clock = Clock()
         self._units = self._build_units()
+        self._choose_flight()
         trainable = [unit for unit in self._units if unit.grads is not None]
         self._updater = Updater(optimizer, trainable, self._ledger) if optimizer is not None else None
-        self._schedule = Schedule(model, self._units, config.runtime.prefetch, self._choose_flight(trainable))
+        self._recompute = Recompute(model, self._units if config.checkpointing.enabled else ())
+        self._schedule = Schedule(model, self._units, Ahead.of(config.runtime))
         self._schedule.reduces = self._reduces
         self._schedule.on_reduced = self._on_reduced
         self._grad_hooks: list[Callable[[str, torch.Tensor], None]] = []
-        access.install(self)
+        self._access = access.Access(self)
 
     # The loop
 
@@ -57,10 +58,10 @@ class Engine(nn.Module):
         """The model's forward, in the configured precision."""
         precision = self.config.precision
         dtype = DTYPES[precision.compute]
-        if dtype != torch.float32 and not precision.autocast:
+        if precision.cast_inputs and not precision.autocast:
             args, kwargs = map_tensors((args, kwargs), lambda t: t.to(dtype) if t.is_floating_point() else t)
         try:
-            with torch.autocast(self._comm.device.type, dtype, enabled=precision.autocast and dtype != torch.float32):
+            with torch.autocast(self._comm.device.type, dtype, enabled=precision.autocast):
                 return self.module(*args, **kwargs)
         except BaseException:
             self._schedule.rest()
@@ -76,7 +77,7 @@ class Engine(nn.Module):
             loss = loss * (1.0 / count)
         self._schedule.begin_backward()
         try:
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
         except BaseException:
             self.zero_grad()
             raise
@@ -150,7 +151,7 @@ class Engine(nn.Module):
     def units(self) -> tuple[Unit, ...]:
         return tuple(self._units)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The model's state_dict with whole values. A collective where weights are sharded."""
         return self.module.state_dict(*args, **kwargs)
 
@@ -161,7 +162,8 @@ class Engine(nn.Module):
     def destroy(self) -> None:
         """Take the engine off the model and free every buffer; the model's parameters are then empty."""
         self._schedule.remove()
-        access.uninstall(self)
+        self._recompute.remove()
+        self._access.remove()
         for unit in self._units:
             unit.free()
         self._comm.close()
@@ -193,7 +195,7 @@ class Engine(nn.Module):
         """The choice of units for `divide`: names in the configuration are module paths or else class names."""
         runtime = self.config.runtime
         if runtime.units == "auto":
-            return {"min_bytes": runtime.min_unit_bytes}
+            return {"min_bytes": runtime.min_unit_bytes, "max_bytes": runtime.gather_bucket_bytes}
         paths = {name for name, _ in self.module.named_modules()}
         return {
             "modules": [name for name in runtime.units if name in paths] or None,
@@ -201,17 +203,16 @@ class Engine(nn.Module):
             "min_bytes": runtime.min_unit_bytes,
         }
 
-    def _choose_flight(self, trainable: list[Unit]) -> Flight:
-        policies = [unit.weights.policy for unit in trainable]
-        sizes = [u.layout.numel * p.grad_dtype.itemsize for u, p in zip(trainable, policies, strict=True)]
-        held = 0
-        if self.config.batch.accumulation > 1:
-            held = sum(
-                u.layout.shard_numel * p.accumulate_dtype.itemsize
-                for u, p in zip(trainable, policies, strict=True)
-                if p.grads_sharded
-            )
-        return choose_flight(sizes, held, self.config.gradients.reduce_bucket_bytes)
+    def _choose_flight(self) -> None:
+        trainable = [unit.grads for unit in self._units if unit.grads is not None]
+        flight = choose_flight(
+            [grads.sizes() for grads in trainable],
+            is_sharded=self.config.placement.grads.sharding == "sharded",
+            accumulates=self.config.batch.accumulation > 1,
+            bound_bytes=self.config.gradients.reduce_bucket_bytes,
+        )
+        for grads in trainable:
+            grads.flight = flight
 
     def _reduces(self) -> bool:
         """Whether the coming backward reduces: sharded gradients always, replicated ones at the boundary."""
@@ -249,4 +250,3 @@ class Engine(nn.Module):
         self.steps += 1
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
-

@@ -3,6 +3,8 @@
 Names, used throughout:
 - *full*: the unit's flat gradients of this rank. `p.grad` of every parameter is a view of it, so autograd adds in
   place. Replicated gradients rest there; sharded ones use it for one micro-batch.
+- *strays*: gradients that autograd keeps by itself in `p.grad`: all of them where gradients travel piecewise
+  (see `budget`), which then needs no `full`.
 - *held*: this rank's shard of the reduced gradients, where they are sharded.
 - *reduced*: the mean over the ranks of this rank's shard, wherever it is: `held`, or its slot in `full`.
 
@@ -13,13 +15,15 @@ into `full` before the reduction.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import torch
 from torch import nn
 from torch.profiler import record_function
 
+from shardwise.budget import Flight, GradSizes
 from shardwise.comm import DONE, Comm, Handle
-from shardwise.layout import Layout
+from shardwise.layout import Layout, Span
 from shardwise.memory import Buffer, Entry, Kind, Ledger, Tier
 from shardwise.policy import Policy
 
@@ -43,7 +47,9 @@ class Grads:
         self.policy = policy
         self.is_reduced = False
         self.has_gradients = False
+        self.flight = Flight()
         self._params = list(params)
+        self._layout = layout
         self._comm = comm
         self._ledger = ledger
         self._shard = layout.shard(comm.rank)
@@ -56,13 +62,19 @@ class Grads:
         self._views = self._full.views(layout)
         for param in self._params:
             # Lets an fp32 view collect the gradients of a 16-bit parameter.
-            param.grad_dtype = policy.grad_dtype  # type: ignore[attr-defined]
+            param.grad_dtype = policy.grad_dtype
 
     @property
     def reduced(self) -> torch.Tensor:
         """This rank's shard of the reduced gradients."""
         assert self.is_reduced, f"the gradients of {self.name} are not reduced yet"
         return self._held.tensor if self._held.live else self._full.tensor[self._shard.slice]
+
+    def sizes(self) -> GradSizes:
+        """What the unit's gradients take, for the choice of their flight."""
+        item = self.policy.grad_dtype.itemsize
+        largest = max((slot.span.numel for slot in self._layout.slots), default=0)
+        return GradSizes(self._layout.numel * item, largest * item, self._held.size_bytes)
 
     def open(self) -> None:
         """Make room for this micro-batch's gradients, before autograd produces the first."""
@@ -72,18 +84,27 @@ class Grads:
                 "them: call backward once on the sum of the losses, or inside engine.no_sync() all but the last "
                 'time, or set gradients.reduce_at to "step"'
             )
+        self.has_gradients = True
+        if self._keeps_strays:
+            return
         if not self._full.live:
             self._full.allocate().zero_()
-        self.has_gradients = True
         self._absorb()
 
-    def start_reduce(self, pieces: int) -> None:
+    def start_reduce(self) -> None:
         """Send every rank its part. `finish_reduce` waits for ours and adds it up."""
         with record_function(f"shardwise::reduce {self.name}"):
             self.open()
-            self._exchange = Exchange(self._full.tensor, self.policy.reduce_dtype, pieces, self._comm, self._ledger)
+            shape = (self._comm.world_size, self._layout.shard_numel)
+            if self._keeps_strays:
+                source: Source = Strays(self._params, self._layout)
+            else:
+                source = Flat(self._full.tensor.view(shape))
+            self._exchange = Exchange(
+                source, shape, self.policy.reduce_dtype, self.flight.pieces, self._comm, self._ledger
+            )
             self._exchange.start()
-            if self.policy.grads_sharded:
+            if self.policy.grads_sharded and not self._keeps_strays:
                 self._unbind()
 
     def finish_reduce(self) -> None:
@@ -92,17 +113,19 @@ class Grads:
         if exchange is None:
             return
         with record_function(f"shardwise::reduce {self.name}"):
-            mine = self._full.tensor[self._shard.slice]
             first = not self._held.live
             # A first sum goes through our slot of `full`, so that `held` is allocated only after the receive buffer
             # is gone: test_memory's one-unit models would be upside down otherwise.
-            via_slot = not self.policy.grads_sharded or (first and mine.dtype == self._held.tensor.dtype)
-            if first and not via_slot:
+            via_slot = self._full.live and first and self._full.tensor.dtype == self._held.tensor.dtype
+            if self.policy.grads_sharded and first and not via_slot:
                 self._held.allocate()
-            exchange.finish(mine if via_slot else self._held.tensor, add=not first)
+            exchange.finish(
+                self._held.tensor if self._held.live else self._full.tensor[self._shard.slice], add=not first
+            )
             if self.policy.grads_sharded:
                 if via_slot:
-                    self._held.allocate().copy_(mine)
+                    self._held.allocate().copy_(self._full.tensor[self._shard.slice])
+                self._unbind()
                 self._full.free()
             self.is_reduced = True
 
@@ -160,6 +183,10 @@ class Grads:
         self._full.free()
 
     @property
+    def _keeps_strays(self) -> bool:
+        return self.policy.grads_sharded and not self.flight.is_whole
+
+    @property
     def _everything(self) -> torch.Tensor:
         return self._full.tensor if self._whole is None else self._whole.tensor
 
@@ -185,24 +212,65 @@ class Grads:
             param.grad = None
 
 
+class Source(Protocol):
+    """Gradients to send, seen as [W, shard]."""
+
+    @property
+    def whole(self) -> torch.Tensor | None:
+        """All of them in one tensor, if they are in one."""
+
+    def pack(self, sent: torch.Tensor, start: int, stop: int) -> None:
+        """Copy the columns from `start` to `stop` of every shard."""
+
+
+class Flat:
+    """Gradients in the unit's flat buffer."""
+
+    def __init__(self, shards: torch.Tensor) -> None:
+        self.whole = shards
+
+    def pack(self, sent: torch.Tensor, start: int, stop: int) -> None:
+        sent.copy_(self.whole[:, start:stop])
+
+
+class Strays:
+    """Gradients as autograd keeps them, each in its parameter's `grad`."""
+
+    whole = None
+
+    def __init__(self, params: Sequence[nn.Parameter], layout: Layout) -> None:
+        self._params = params
+        self._layout = layout
+
+    def pack(self, sent: torch.Tensor, start: int, stop: int) -> None:
+        sent.zero_()
+        for rank, row in enumerate(sent):
+            wanted = Span(start, stop).shift(rank * self._layout.shard_numel)
+            for slot, param in zip(self._layout.slots, self._params, strict=True):
+                part = slot.span.intersect(wanted)
+                if part and param.grad is not None:
+                    grad = param.grad.detach().reshape(-1)
+                    row[part.shift(-wanted.start).slice] = grad[part.shift(-slot.span.start).slice]
+
+
 class Exchange:
     """One reduction in flight: parts out to their owners, parts in from every rank, added up in rank order.
 
     In one piece, the gradients are sent from where they are. In several, each piece of every shard is packed first:
-    two buffers of 1/pieces of the unit instead of one of the whole, for models that are mostly one unit.
+    two buffers of 1/pieces of the unit instead of one of the whole.
     """
 
     def __init__(
-        self, full: torch.Tensor, dtype: torch.dtype, pieces: int, comm: Comm, ledger: Ledger
+        self, source: Source, shape: tuple[int, int], dtype: torch.dtype, pieces: int, comm: Comm, ledger: Ledger
     ) -> None:
-        self._shards = full.view(comm.world_size, -1)
+        self._source = source
         self._dtype = dtype
         self._comm = comm
         self._ledger = ledger
         self._buffers: list[Buffer] = []
         self._handle: Handle = DONE
-        self._received = self._shards
-        shard_numel = self._shards.shape[1]
+        self._received: torch.Tensor
+        self._world_size, shard_numel = shape
         step = max(1, -(-shard_numel // pieces))
         self._cuts = [(start, min(start + step, shard_numel)) for start in range(0, shard_numel, step)]
 
@@ -225,19 +293,22 @@ class Exchange:
         self._free()
 
     def _issue(self, start: int, stop: int) -> None:
-        sent = self._shards[:, start:stop]
-        if not sent.is_contiguous() or sent.dtype != self._dtype:
-            sent = self._allocate(sent).copy_(sent)
+        whole = self._source.whole
+        if len(self._cuts) == 1 and whole is not None and whole.dtype == self._dtype:
+            sent = whole
+        else:
+            sent = self._allocate(stop - start)
+            self._source.pack(sent, start, stop)
         self._received = sent
-        if self._comm.world_size > 1:
-            self._received = self._allocate(sent)
+        if self._world_size > 1:
+            self._received = self._allocate(stop - start)
             self._handle = self._comm.exchange(self._received.view(-1), sent.view(-1), "reduce")
 
-    def _allocate(self, like: torch.Tensor) -> torch.Tensor:
+    def _allocate(self, columns: int) -> torch.Tensor:
         entry = Entry(Kind.WORK, "exchange", Tier.DEVICE)
-        buffer = Buffer(self._ledger, entry, like.numel(), self._dtype, self._comm.device)
+        buffer = Buffer(self._ledger, entry, self._world_size * columns, self._dtype, self._comm.device)
         self._buffers.append(buffer)
-        return buffer.allocate().view(like.shape)
+        return buffer.allocate().view(self._world_size, columns)
 
     def _free(self) -> None:
         for buffer in self._buffers:

@@ -138,7 +138,7 @@ class Buffer:
             self.live = False
 
     def _renew(self) -> None:
-        """Leave the storage to a numpy array of the user's that shares it, which forbids to free it, and take another."""
+        """Leave the storage to a numpy array of the user's, which shares it and forbids to free it; take another."""
         fresh = torch.empty_like(self.tensor)
         for view in self._views:
             view.data = fresh.as_strided(view.shape, view.stride(), view.storage_offset())

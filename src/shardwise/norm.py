@@ -36,13 +36,15 @@ def clip_coefficient(norm: torch.Tensor, limit: float) -> torch.Tensor:
 
 def _ordinary_norm(shards: Sequence[torch.Tensor], comm: Comm) -> torch.Tensor:
     sums = torch.stack([_sum_of_squares(shard) for shard in shards])
-    return comm.share(sums).sum().sqrt()
+    norm: torch.Tensor = comm.share(sums).sum().sqrt()
+    return norm
 
 
 def _sum_of_squares(shard: torch.Tensor) -> torch.Tensor:
     if shard.device.type != "cpu":
         # On CUDA the cast happens inside the kernel; on the CPU it would copy the whole shard.
-        return torch.linalg.vector_norm(shard, dtype=torch.float64).square()
+        norm: torch.Tensor = torch.linalg.vector_norm(shard, dtype=torch.float64)
+        return norm.square()
     total = torch.zeros((), dtype=torch.float64)
     for block in _blocks(shard):
         total.add_(torch.dot(block, block))

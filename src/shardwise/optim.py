@@ -6,8 +6,10 @@ pieces of the units. It is then stepped unit by unit, in forward order, with jus
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
@@ -28,11 +30,15 @@ class Updater:
         self.optimizer = optimizer
         self._ledger = ledger
         self._step = optimizer.step
+        states = {id(param): state for param, state in optimizer.state.items()}
+        optimizer.state.clear()
+        for unit in units:
+            _cut_state(optimizer, unit, states)
         for index, group in enumerate(optimizer.param_groups):
             group["params"] = [piece for unit in units for number, piece in unit.weights.pieces if number == index]
             _prefer_fused(optimizer, group)
-        optimizer.state.clear()
-        optimizer.step = _use_engine_step  # type: ignore[method-assign]
+        # A bound method: LR schedulers look for the function behind it.
+        optimizer.step = MethodType(_use_engine_step, optimizer)  # type: ignore[method-assign]
 
     def update(self, unit: Unit, coefficient: torch.Tensor | None) -> None:
         """Update the owned elements of `unit` from its reduced gradients, multiplied with `coefficient`."""
@@ -110,6 +116,24 @@ def group_numbers(optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Para
     return groups
 
 
+def _cut_state(optimizer: torch.optim.Optimizer, unit: Unit, states: Mapping[int, dict[str, Any]]) -> None:
+    """Give a unit's pieces their part of the state that the optimizer had on whole parameters.
+
+    Some optimizers make state when they are built (Adagrad), others have taken steps before.
+    """
+    weights = unit.weights
+    for (_, piece), span in zip(weights.pieces, weights.piece_spans, strict=True):
+        wanted = span.shift(weights.owned.start)
+        for slot, param in zip(unit.layout.slots, unit.params, strict=True):
+            part = slot.span.intersect(wanted)
+            for key, value in states.get(id(param), {}).items() if part else ():
+                if isinstance(value, torch.Tensor) and value.shape == param.shape:
+                    flat = optimizer.state[piece].setdefault(key, value.new_zeros(span.numel))
+                    flat[part.shift(-wanted.start).slice] = value.reshape(-1)[part.shift(-slot.span.start).slice]
+                else:
+                    optimizer.state[piece].setdefault(key, copy.deepcopy(value))
+
+
 def _prefer_fused(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
     """Choose torch's fused kernel where the optimizer has one and the user did not choose."""
     chosen = any(group.get(name) for name in ("foreach", "fused", "capturable", "differentiable"))
@@ -117,5 +141,5 @@ def _prefer_fused(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> No
         group["fused"] = True
 
 
-def _use_engine_step(*_: Any, **__: Any) -> None:
+def _use_engine_step(self: torch.optim.Optimizer, closure: Any = None) -> None:
     raise RuntimeError("this optimizer works inside a shardwise engine: call engine.step() instead of optimizer.step()")

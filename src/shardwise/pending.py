@@ -1,9 +1,10 @@
-"""Parameters whose values are on their way: whoever uses one waits for it, and pays nothing otherwise.
+"""Parameters that react: those whose values are on their way, and those that are released.
 
 `step()` returns while updated weights are still being gathered. A unit's own modules wait for it in their hooks, but
 a model is looked at in many other ways: a parameter read by hand, `state_dict`, an optimizer of the user's. So while
 a gather is in flight the unit's parameters are of a subclass that torch's own dispatch asks before any operation;
-the first one settles the unit, and the parameters are plain again.
+the first one settles the unit, and the parameters are plain again. Released parameters are watched the same way, to
+refuse writes, which would go nowhere. Parameters that are ready are plain and cost nothing.
 """
 
 from __future__ import annotations
@@ -15,41 +16,67 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+Reaction = Callable[[Callable[..., Any]], None]
+"""Called with the torch function that is about to run on a watched parameter."""
+
+
+def _functions(kind: str, *names: str) -> set[Any]:
+    return {getattr(getattr(torch.Tensor, name), kind) for name in names}
+
+
 # Questions about a parameter that its values have no part in: answered without waiting. `model.zero_grad()` right
 # after `step()` asks for `grad` of every parameter and would otherwise wait for the whole gather.
 _METADATA = {
-    *(getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device", "requires_grad", "ndim", "grad")),
-    *(getattr(torch.Tensor, name).__get__ for name in ("is_leaf", "grad_fn", "layout", "is_sparse")),
-    *(getattr(torch.Tensor, name).__set__ for name in ("grad", "requires_grad")),
+    *_functions("__get__", "shape", "dtype", "device", "requires_grad", "ndim", "grad", "is_leaf", "grad_fn", "layout"),
+    *_functions("__set__", "grad", "requires_grad"),
     *(torch.Tensor.size, torch.Tensor.numel, torch.Tensor.dim, torch.Tensor.stride, torch.Tensor.element_size),
     *(torch.Tensor.is_floating_point, torch.Tensor.register_hook, torch.Tensor.is_contiguous),
+    torch.Tensor.requires_grad_,
 }
+_OPERATORS = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"}
 
 
-def mark(params: Iterable[torch.Tensor], settle: Callable[[], None]) -> None:
-    """From now on, the first operation on one of `params` calls `settle`, which must `unmark` them."""
+def asks_for_values(func: Callable[..., Any]) -> bool:
+    """Whether a torch function needs or changes the values of its arguments."""
+    return func not in _METADATA
+
+
+def writes(func: Callable[..., Any]) -> bool:
+    """Whether a torch function works in place."""
+    name = getattr(func, "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__")
+    return (in_place or name in _OPERATORS) and func is not torch.Tensor.requires_grad_
+
+
+def watch(params: Iterable[torch.Tensor], reaction: Reaction) -> None:
+    """From now on, every torch function on one of `params` calls `reaction` first."""
     for param in params:
-        param.__class__ = _pending_class(type(param))
-        param._shardwise_settle = settle  # type: ignore[attr-defined]
+        param.__class__ = _watched_class(type(param))
+        param._shardwise_reaction = reaction  # type: ignore[attr-defined]
 
 
-def unmark(params: Iterable[torch.Tensor]) -> None:
+def unwatch(params: Iterable[torch.Tensor]) -> None:
     """Make the parameters plain again."""
     for param in params:
         param.__class__ = type(param).__bases__[0]
-        del param._shardwise_settle  # type: ignore[attr-defined]
+        del param._shardwise_reaction  # type: ignore[attr-defined]
 
 
 @cache
-def _pending_class(plain: type[torch.Tensor]) -> type[torch.Tensor]:
-    return type(f"Pending{plain.__name__}", (plain,), {"__torch_function__": classmethod(_wait_first)})
+def _watched_class(plain: type[torch.Tensor]) -> type[torch.Tensor]:
+    return type(plain.__name__, (plain,), {"__torch_function__": classmethod(_react), "__reduce_ex__": _reduce_ex})
 
 
-def _wait_first(cls: type, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    if func not in _METADATA:
-        for leaf in pytree.tree_iter((args, kwargs)):
-            settle = getattr(leaf, "_shardwise_settle", None)
-            if settle is not None:
-                settle()
+def _react(cls: type, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    for leaf in pytree.tree_iter((args, kwargs)):
+        reaction = getattr(leaf, "_shardwise_reaction", None)
+        if reaction is not None:
+            reaction(func)
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **(kwargs or {}))
+
+
+def _reduce_ex(self: torch.Tensor, protocol: int) -> Any:
+    """Pickle the values alone: neither the class, which only exists here, nor what ties it to an engine."""
+    plain = torch.nn.Parameter(self.detach().clone(), requires_grad=self.requires_grad)
+    return plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]

@@ -57,9 +57,7 @@ def policy_for(config: Config, trainable: bool, dtype: torch.dtype) -> Policy:
 
 
 def _weight_dtype(config: Config, dtype: torch.dtype) -> torch.dtype:
-    if not dtype.is_floating_point:
-        return dtype
-    return torch.float32 if config.precision.autocast else DTYPES[config.precision.compute]
+    return DTYPES[config.precision.weights_dtype] if dtype.is_floating_point else dtype
 
 
 def _name(dtype: torch.dtype) -> str:

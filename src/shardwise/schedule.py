@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from shardwise.budget import Flight
+from shardwise.config import Runtime
 from shardwise.tensors import map_tensors, tensors_in
 from shardwise.unit import Traffic, Unit
 
@@ -34,22 +34,50 @@ class Site:
     ends: set[str] = field(default_factory=set)
 
 
+@dataclass(frozen=True)
+class Ahead:
+    """How far gathers run ahead of use: so many units, so many bytes of them, and so many with the one in use."""
+
+    units: int = 1
+    ahead_bytes: int | None = None
+    gathered_bytes: int | None = None
+
+    @classmethod
+    def of(cls, runtime: Runtime) -> Ahead:
+        return cls(runtime.prefetch, runtime.prefetch_bytes, runtime.max_gathered_bytes)
+
+    def choose(self, unit: Unit, following: Sequence[Unit]) -> list[Unit]:
+        """Those of the `following` units, without repetitions, that may be gathered while `unit` computes."""
+        chosen: list[Unit] = []
+        total = 0
+        for other in dict.fromkeys(following):
+            total += other.weights.full_bytes
+            if len(chosen) == self.units or not self._allows(total, unit.weights.full_bytes):
+                break
+            if other is not unit:
+                chosen.append(other)
+        return chosen
+
+    def _allows(self, ahead: int, current: int) -> bool:
+        return (self.ahead_bytes is None or ahead <= self.ahead_bytes) and (
+            self.gathered_bytes is None or ahead + current <= self.gathered_bytes
+        )
+
+
 class Schedule:
     """Drives the units of one model."""
 
-    def __init__(self, model: nn.Module, units: Sequence[Unit], prefetch: int, flight: Flight) -> None:
+    def __init__(self, model: nn.Module, units: Sequence[Unit], ahead: Ahead) -> None:
         self.units = list(units)
         self.trainable = [unit for unit in units if unit.grads is not None]
         self.reduces: Callable[[], bool] = lambda: True
         self.on_reduced: Callable[[Unit], None] = lambda unit: None
-        self._prefetch = prefetch
-        self._flight = flight
         self._in_flight: Unit | None = None
         self._in_backward = False
         self._is_loud = False
         self._reduces_now = False
         self._entered: list[Unit] = []
-        self._order = Order(self.units, prefetch)
+        self._order = Order(self.units, ahead)
         self._waiting: list[Unit] = []
         self._handles = self._hook(model)
 
@@ -149,7 +177,7 @@ class Schedule:
             visit = Visit(self, site.units)
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(visit)
+                    tensor.register_hook(visit)  # type: ignore[no-untyped-call]
 
     def _begin_forward(self) -> None:
         if self.is_stale():
@@ -214,9 +242,9 @@ class Schedule:
     def _start_reduce(self, unit: Unit) -> None:
         assert unit.grads is not None
         self._finish_reduce()
-        unit.grads.start_reduce(self._flight.pieces)
+        unit.grads.start_reduce()
         self._in_flight = unit
-        if self._flight.units == 1:
+        if not unit.grads.flight.overlap:
             self._finish_reduce()
 
     def _finish_reduce(self) -> None:
@@ -244,9 +272,9 @@ class Schedule:
 class Order:
     """The order in which the last forward entered the units; at first, that of registration."""
 
-    def __init__(self, units: Sequence[Unit], depth: int) -> None:
+    def __init__(self, units: Sequence[Unit], ahead: Ahead) -> None:
         self._all = list(units)
-        self._depth = depth
+        self._choice = ahead
         self.learn(self._all)
 
     def learn(self, entered: Sequence[Unit]) -> None:
@@ -258,9 +286,9 @@ class Order:
         seen = list(dict.fromkeys(entered))
         self.forward = seen + [unit for unit in self._all if unit not in seen]
         self.backward = [unit for unit in self._all if unit not in seen] + seen[::-1]
-        self._ahead = [_distinct(entered[index + 1 :], unit, self._depth) for index, unit in enumerate(entered)]
+        self._ahead = [self._choice.choose(unit, entered[index + 1 :]) for index, unit in enumerate(entered)]
         first = {unit.name: index for index, unit in reversed(list(enumerate(entered)))}
-        self._behind = {unit.name: _distinct(entered[first[unit.name] - 1 :: -1] if first[unit.name] else [], unit, self._depth) for unit in seen}
+        self._behind = {unit.name: self._choice.choose(unit, entered[: first[unit.name]][::-1]) for unit in seen}
 
     def ahead(self, index: int) -> Sequence[Unit]:
         """The units to gather while the one entered at `index` computes its forward."""
@@ -311,15 +339,14 @@ def _mark_inputs(args: Any, kwargs: Any, leave: Callable[[], None]) -> Any:
     marked = {id(t): t for t in tensors_in((args, kwargs)) if t.requires_grad}
     if not marked:
         return None
-    outputs = _Boundary.apply(leave, *marked.values())
+    outputs = _Boundary.apply(leave, *marked.values())  # type: ignore[no-untyped-call]
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    replaced = dict(zip(marked, outputs, strict=True))
-    change = lambda tensor: replaced.get(id(tensor), tensor)  # noqa: E731
+    replaced: dict[int, torch.Tensor] = dict(zip(marked, outputs, strict=True))
+
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        return replaced.get(id(tensor), tensor)
+
     return map_tensors(args, change), map_tensors(kwargs, change)
-
-
-def _distinct(entries: Sequence[Unit], unit: Unit, limit: int) -> list[Unit]:
-    return [other for other in dict.fromkeys(entries) if other is not unit][:limit]
 
 
 def _inside_backward() -> bool:

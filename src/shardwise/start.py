@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import HashStore
 
 from shardwise.comm import Comm
 from shardwise.config import Config
@@ -37,12 +38,14 @@ def initialize(
     >>> engine.backward(engine(torch.ones(4, 8)).mean())
     >>> engine.step()
     """
-    config = Config.load(config)
     _check_model(model)
+    group = _group(mesh)
+    config = Config.load(config).for_world_size(dist.get_world_size(group))
+    _check_supported(config)
     params = [param for param in model.parameters() if param.requires_grad]
     chosen = _optimizer(optimizer, config, params)
     device = next((param.device for param in model.parameters()), torch.device("cpu"))
-    engine = Engine(model, chosen, config, Comm(_group(mesh), device))
+    engine = Engine(model, chosen, config, Comm(group, device))
     engine.lr_scheduler = _scheduler(lr_scheduler, config, chosen)
     return engine
 
@@ -78,7 +81,21 @@ def _start_process_group() -> None:
         dist.init_process_group(backend)
     else:
         # One process and no torchrun: a store in memory, no port.
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+
+
+def _check_supported(config: Config) -> None:
+    """What a configuration may say and this version does not do is refused by name, never ignored."""
+    for kind in ("weights", "grads", "optim"):
+        if (tier := getattr(config.placement, kind).tier) != "device":
+            raise ConfigError(
+                f"placement.{kind}.tier is {tier!r}: this version keeps everything on the device; "
+                "take the preset without _offload or _nvme"
+            )
+    if config.precision.compute == "fp16" and not config.precision.autocast:
+        raise ConfigError('precision.compute is "fp16": loss scaling is not built yet; use "bf16"')
+    if config.checkpointing.offload:
+        raise ConfigError("checkpointing.offload is on: activations cannot be kept in host memory yet; turn it off")
 
 
 def _check_model(model: nn.Module) -> None:

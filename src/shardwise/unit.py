@@ -41,7 +41,13 @@ class Unit:
     """One unit: name and layout, `weights`, and `grads` if it is trainable."""
 
     def __init__(
-        self, spec: UnitSpec, params: Mapping[str, nn.Parameter], layout: Layout, policy: Policy, comm: Comm, ledger: Ledger
+        self,
+        spec: UnitSpec,
+        params: Mapping[str, nn.Parameter],
+        layout: Layout,
+        policy: Policy,
+        comm: Comm,
+        ledger: Ledger,
     ) -> None:
         self.name = spec.name
         self.number = next(_NUMBERS)

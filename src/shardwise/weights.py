@@ -12,7 +12,9 @@ Names, used throughout:
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
 
 import torch
 from torch import nn
@@ -59,11 +61,9 @@ class Weights:
             ledger, Entry(Kind.WEIGHTS, name, Tier.DEVICE), layout.numel, policy.weight_dtype, comm.device
         )
         kind = Kind.WEIGHTS if self._one_storage else Kind.OPTIM
-        self._part = Buffer(
-            ledger, Entry(kind, name, Tier.DEVICE), self.owned.numel, policy.master_dtype, comm.device
-        )
+        self._part = Buffer(ledger, Entry(kind, name, Tier.DEVICE), self.owned.numel, policy.master_dtype, comm.device)
         self._views = self._full.views(layout)
-        blank = torch.full((), float("nan"), dtype=policy.weight_dtype, device=comm.device)
+        blank = _blank(policy.weight_dtype, comm.device)
         self._stand_ins = [blank.expand(slot.spec.shape) for slot in layout.slots]
         runs = layout.groups(comm.rank) if policy.optim_sharded else layout.runs
         runs = runs if policy.trainable else ()
@@ -81,6 +81,11 @@ class Weights:
         self.settle()
         assert self.state is State.READY, f"the weights of {self.name} are {self.state.value}"
         return self._full.tensor
+
+    @property
+    def full_bytes(self) -> int:
+        """What the unit takes while it is gathered."""
+        return self._full.size_bytes
 
     @property
     def is_whole(self) -> bool:
@@ -112,6 +117,7 @@ class Weights:
         if self.state is State.RELEASED:
             with record_function(f"shardwise::gather {self.name}"):
                 self._full.allocate()
+                pending.unwatch(self.params)
                 self._bind(self._views)
                 self._publish()
 
@@ -128,7 +134,7 @@ class Weights:
         if self.state is State.GATHERING:
             self._handle.wait()
             self._handle = DONE
-            pending.unmark(self.params)
+            pending.unwatch(self.params)
             self.state = State.READY
 
     def release(self) -> None:
@@ -138,6 +144,7 @@ class Weights:
         self.settle()
         with record_function(f"shardwise::release {self.name}"):
             self._bind(self._stand_ins)
+            pending.watch(self.params, self._refuse_writes)
             if self._one_storage:
                 mine = self._full.tensor[self.owned.slice]
                 self._part.allocate().copy_(mine)
@@ -181,6 +188,8 @@ class Weights:
     def free(self) -> None:
         """Drop every buffer; the parameters become stand-ins."""
         self.settle()
+        if self.state is State.RELEASED:
+            pending.unwatch(self.params)
         self._bind(self._stand_ins)
         for _, piece in self.pieces:
             piece.data = torch.empty(0)
@@ -200,7 +209,18 @@ class Weights:
             return
         self._handle = self._comm.gather(self._full.tensor, "gather")
         self.state = State.GATHERING
-        pending.mark(self.params, self.settle)
+        pending.watch(self.params, self._settle_before)
+
+    def _settle_before(self, func: Callable[..., Any]) -> None:
+        if pending.asks_for_values(func):
+            self.settle()
+
+    def _refuse_writes(self, func: Callable[..., Any]) -> None:
+        if pending.writes(func):
+            raise RuntimeError(
+                f"a parameter of {self.name} is sharded and not gathered, so {func.__name__} would write nowhere: "
+                "write inside `with shardwise.gathered(params, write=True):`"
+            )
 
     def _bind(self, tensors: Sequence[torch.Tensor]) -> None:
         for param, tensor in zip(self.params, tensors, strict=True):
@@ -211,3 +231,7 @@ class Weights:
         for (_, piece), span in zip(self.pieces, self.piece_spans, strict=True):
             piece.data = master[span.slice]
 
+
+@cache
+def _blank(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device)

@@ -87,7 +87,7 @@ class Precision(Section):
 
     compute: DType = Field(default="fp32", description="dtype of forward and backward")
     autocast: StrictBool = Field(default=False, description="fp32 weights; torch.autocast chooses per operation")
-    cast_inputs: StrictBool = Field(default=False, description="cast the model's inputs to `compute`")
+    cast_inputs: StrictBool = Field(default=True, description="cast floating-point inputs to `compute`")
     reduce_dtype: DType | None = Field(default=None, description="dtype on the wire (none: as they are held)")
     accumulate_dtype: DType | None = Field(
         default=None, description="dtype gradients are held in (none: fp32 when K > 1, else that of the weights)"
@@ -265,7 +265,9 @@ class Runtime(Section):
     prefetch: Count = Field(default=1, description="units gathered ahead of use")
     prefetch_bytes: Bytes | None = Field(default=None, description="most to gather ahead of use")
     max_gathered_bytes: Bytes | None = Field(default=None, description="above this, nothing is gathered ahead")
-    gather_bucket_bytes: Bytes | None = Field(default=None, description="most per gather (none: one unit)")
+    gather_bucket_bytes: Bytes | None = Field(
+        default=None, description="small blocks are not merged beyond this (none: 1MiB)"
+    )
     use_cpu: StrictBool = Field(default=False, description="the CPU even where there is a GPU")
     steps_per_print: Positive | None = Field(default=None, description="steps between printed lines (none: silent)")
     timers: StrictBool = Field(default=False, description="time every phase (the device is waited for)")

@@ -1,0 +1,31 @@
+"""Activation checkpointing by configuration: every block's forward is recomputed in its backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from shardwise.unit import Unit
+
+
+class Recompute:
+    """Wraps the forward of each unit's modules, inside the hooks: the recomputation sees the gathered weights."""
+
+    def __init__(self, model: nn.Module, units: Sequence[Unit]) -> None:
+        self._wrapped: list[nn.Module] = []
+        paths = dict.fromkeys(path for unit in units for path in (unit.spec.runs[:1] or ((),))[0])
+        for module in (model.get_submodule(path) for path in paths if path):
+            module.forward = partial(_forward, module.forward)
+            self._wrapped.append(module)
+
+    def remove(self) -> None:
+        for module in self._wrapped:
+            del module.forward
+
+
+def _forward(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return checkpoint(inner, *args, use_reentrant=False, **kwargs)

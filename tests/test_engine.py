@@ -1,0 +1,559 @@
+"""What users meet: the loop, what the model shows at each moment, and what happens when something goes wrong."""
+
+import copy
+import gc
+import io
+import time
+import weakref
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardwise
+from shardwise.observe import StorageObserver
+from support import ranks, run_ranks
+from support.training import digest, make_batch, make_model, make_sgd, start, train, train_step
+
+STAGES = ["zero0", "zero1", "zero2", "zero3"]
+REPLICATED = STAGES[:3]
+
+
+def weights_after(engine):
+    return {name: engine.full_param(name) for name, _ in engine.module.named_parameters()}
+
+
+# Starting
+
+
+def one_process(rank, world_size):
+    assert not dist.is_initialized()
+    assert len(set(train("mlp", {"preset": "zero3"}, 0))) == 3
+
+
+def test_one_process_needs_no_torchrun():
+    run_ranks(one_process, 1, fresh=True, init=False)
+
+
+def from_torchrun(rank, world_size):
+    engine = start("mlp", {"preset": "zero2"})
+    assert dist.get_world_size() == world_size
+    train_step(engine, rank, 0)
+
+
+def test_the_process_group_starts_from_torchruns_environment():
+    run_ranks(from_torchrun, 2, fresh=True, init=False, torchrun=True)
+
+
+@ranks(2)
+def test_all_ranks_start_from_rank_0(rank, world_size):
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model[1].running_mean.fill_(rank)
+    expected = [model[0].weight.detach().clone()]
+    dist.broadcast_object_list(expected, src=0)
+    engine = shardwise.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "zero3")
+    assert torch.equal(engine.full_param("0.weight"), expected[0])
+    assert model[1].running_mean.eq(0).all()
+    engine.destroy()
+
+
+@ranks(2)
+def test_a_mesh_names_the_group(rank, world_size):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    model = make_model("mlp")
+    engine = shardwise.initialize(model, make_sgd(model), "zero1", mesh=mesh)
+    train_step(engine, rank, 0)
+    engine.destroy()
+
+
+def test_an_optimizer_of_another_model_is_refused():
+    optimizer = torch.optim.SGD(nn.Linear(3, 3).parameters(), lr=0.1)
+    with pytest.raises(shardwise.ConfigError, match="build it on the parameters of the very model"):
+        shardwise.initialize(nn.Linear(3, 3), optimizer, "zero1")
+
+
+def test_a_trainable_parameter_outside_the_optimizer_is_refused():
+    model = nn.Linear(3, 3)
+    with pytest.raises(shardwise.ConfigError, match="'bias'"):
+        shardwise.initialize(model, torch.optim.SGD([model.weight], lr=0.1), "zero1")
+
+
+@ranks(2)
+@pytest.mark.parametrize("preset", STAGES)
+def test_an_optimizer_may_have_taken_steps_before(rank, world_size, preset):
+    model, plain = make_model("mlp"), make_model("mlp")
+    optimizers = [make_sgd(model), make_sgd(plain)]
+    for one, optimizer in zip((model, plain), optimizers, strict=True):
+        one(make_batch(one, 0, 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    engine = shardwise.initialize(model, optimizers[0], preset)
+    for step in (1, 2):
+        train_step(engine, 0, step)
+        plain(make_batch(plain, 0, step)).backward()
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+    for name, param in plain.named_parameters():
+        torch.testing.assert_close(engine.full_param(name), param.detach(), rtol=1e-5, atol=1e-7)
+    engine.destroy()
+
+
+def test_a_model_under_an_engine_is_refused():
+    engine = start("mlp", {"preset": "zero2"})
+    with pytest.raises(shardwise.ConfigError, match="destroy"):
+        shardwise.initialize(engine.module, make_sgd(engine.module), "zero2")
+    engine.destroy()
+
+
+@pytest.mark.parametrize("preset", ["zero2_offload", "zero3_nvme"])
+def test_tiers_that_are_not_built_are_refused_by_name(preset):
+    model = nn.Linear(3, 3)
+    with pytest.raises(shardwise.ConfigError, match=r"placement\.\w+\.tier"):
+        shardwise.initialize(model, make_sgd(model), preset)
+
+
+def test_optimizer_and_scheduler_from_the_configuration():
+    config = {
+        "preset": "zero2",
+        "optimizer": {"name": "AdamW", "params": {"lr": 0.5}},
+        "scheduler": {"name": "WarmupLR", "params": {"warmup_num_steps": 10, "warmup_max_lr": 0.5}},
+    }
+    engine = shardwise.initialize(make_model("mlp"), None, config)
+    rates = []
+    for step in range(3):
+        train_step(engine, 0, step)
+        rates.append(engine.optimizer.param_groups[0]["lr"])
+    assert rates == sorted(set(rates))
+    engine.destroy()
+
+
+# The loop
+
+
+@ranks(2)
+@pytest.mark.parametrize("preset", STAGES)
+def test_plain_backward_is_the_same(rank, world_size, preset):
+    expected = train("gpt", {"preset": preset}, rank)
+    engine = start("gpt", {"preset": preset})
+    for step in range(3):
+        engine(make_batch(engine.module, rank, step)).backward()
+        engine.step()
+        assert digest(engine) == expected[step]
+    engine.destroy()
+
+
+@ranks(2)
+@pytest.mark.parametrize("preset", STAGES)
+def test_a_scheduler_stepped_after_step_does_not_leak_into_it(rank, world_size, preset):
+    finals = []
+    for scheduled in (False, True):
+        engine = start("mlp", {"preset": preset})
+        train_step(engine, rank, 0)
+        if scheduled:
+            for group in engine.optimizer.param_groups:
+                group["lr"] = 1e3
+        finals.append(digest(engine))
+        engine.destroy()
+    assert finals[0] == finals[1]
+
+
+@ranks(2)
+def test_schedulers_act_on_the_optimizer(rank, world_size):
+    model = make_model("mlp")
+    optimizer = make_sgd(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.0)
+    engine = shardwise.initialize(model, optimizer, "zero3", lr_scheduler=scheduler)
+    train_step(engine, rank, 0)
+    before = weights_after(engine)
+    engine.optimizer.param_groups[0]["momentum"] = 0.0
+    train_step(engine, rank, 1)
+    for name, value in weights_after(engine).items():
+        assert torch.equal(value, before[name])
+    engine.destroy()
+
+
+@ranks(2)
+@pytest.mark.parametrize("preset", STAGES)
+@pytest.mark.parametrize("boundary", ["config", "caller"])
+def test_nothing_changes_before_the_boundary(rank, world_size, preset, boundary):
+    engine = start("mlp", {"preset": preset, "batch": {"accumulation": 3 if boundary == "config" else 1}})
+    before = digest_weights(engine)
+    for micro in range(3):
+        if boundary == "caller":
+            engine.set_boundary(micro == 2)
+        assert engine.is_boundary == (micro == 2)
+        engine.backward(engine(make_batch(engine.module, rank, micro)))
+        engine.step()
+        assert (digest_weights(engine) == before) == (micro < 2)
+    engine.destroy()
+
+
+def digest_weights(engine):
+    return [value.sum().item() for value in weights_after(engine).values()]
+
+
+@ranks(2)
+def test_step_without_backward_does_nothing(rank, world_size):
+    engine = start("mlp", {"preset": "zero2"})
+    before = digest_weights(engine)
+    engine.step()
+    assert digest_weights(engine) == before
+    assert engine.steps == 0
+    engine.destroy()
+
+
+def test_closures_and_the_optimizers_own_step_are_refused():
+    engine = start("mlp", {"preset": "zero1"})
+    with pytest.raises(TypeError, match="closure"):
+        engine.step(lambda: None)
+    with pytest.raises(RuntimeError, match=r"engine\.step\(\)"):
+        engine.optimizer.step()
+    engine.destroy()
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    "optimizer", ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adamax", "Adadelta", "ASGD", "Rprop"]
+)
+def test_any_element_wise_optimizer(rank, world_size, optimizer):
+    hashes = []
+    for preset in ("zero0", "zero3"):
+        model = make_model("mlp")
+        engine = shardwise.initialize(model, getattr(torch.optim, optimizer)(model.parameters(), lr=0.01), preset)
+        for step in range(2):
+            train_step(engine, rank, step)
+        hashes.append(digest(engine))
+        engine.destroy()
+    assert hashes[0] == hashes[1]
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    "precision",
+    [
+        {"compute": "bf16", "autocast": True},
+        {"compute": "bf16", "reduce_dtype": "fp32"},
+        {"compute": "bf16", "accumulate_dtype": "bf16"},
+        {"compute": "fp32", "reduce_dtype": "bf16"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_precisions_agree_across_stages(rank, world_size, precision, accumulation):
+    for order, presets in (("local", ["zero0", "zero1"]), ("sharded", ["zero1", "zero2", "zero3"])):
+        config = {"precision": precision, "batch": {"accumulation": accumulation}, "gradients": {"order": order}}
+        hashes = [train("gpt", {"preset": preset, **config}, rank, steps=2) for preset in presets]
+        assert all(other == hashes[0] for other in hashes)
+
+
+@ranks(2)
+@pytest.mark.parametrize("model", ["tied"])
+def test_tied_weights(rank, world_size, model):
+    hashes = [train(model, {"preset": preset}, rank) for preset in STAGES]
+    assert all(other == hashes[0] for other in hashes)
+
+
+@ranks(2)
+@pytest.mark.parametrize("preset", STAGES)
+def test_activation_checkpointing_by_configuration_changes_no_bit(rank, world_size, preset):
+    expected = train("gpt", {"preset": preset}, rank)
+    assert train("gpt", {"preset": preset, "checkpointing": {"enabled": True}}, rank) == expected
+
+
+# What the model shows
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("preset", STAGES)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_every_way_to_look_sees_the_updated_values(rank, world_size, preset, precision):
+    engine = start("gpt", {"preset": preset, "precision": {"compute": precision}})
+    name, held = "blocks.1.up.weight", engine.module.blocks[1].up.weight
+    looks = {
+        "state_dict": lambda: engine.module.state_dict()[name].clone(),
+        "engine": lambda: engine.state_dict()[name].clone(),
+        "gathered": lambda: read_gathered(held),
+    }
+    if preset != "zero3":
+        looks["parameter"] = lambda: engine.module.blocks[1].up.weight.detach().clone()
+        looks["held reference"] = lambda: held + 0
+        looks["data"] = lambda: held.data.clone()
+    for step, (way, look) in enumerate(looks.items()):
+        train_step(engine, rank, step)
+        seen = look()
+        assert torch.equal(seen, engine.full_param(name).to(seen.dtype)), way
+    engine.destroy()
+
+
+def read_gathered(param):
+    with shardwise.gathered([param]):
+        return param.detach().clone()
+
+
+@ranks(2)
+@pytest.mark.parametrize("preset", STAGES)
+def test_a_direct_call_sees_the_updated_values(rank, world_size, preset):
+    engine = start("gpt", {"preset": preset})
+    batch = make_batch(engine.module, 0, 99)
+    train_step(engine, rank, 0)
+    with torch.no_grad():
+        seen = engine.module(batch)
+    plain = make_model("gpt")
+    plain.load_state_dict(engine.state_dict())
+    assert torch.equal(seen, plain(batch).detach())
+    engine.destroy()
+
+
+@ranks(2)
+@pytest.mark.parametrize("preset", REPLICATED)
+def test_one_rank_alone_may_evaluate_replicated_weights(rank, world_size, preset):
+    expected = train("gpt", {"preset": preset}, rank)
+    engine = start("gpt", {"preset": preset})
+    for step in range(3):
+        train_step(engine, rank, step)
+        if rank == 1:
+            with torch.no_grad():
+                engine(make_batch(engine.module, 0, 99))
+    assert digest(engine) == expected[-1]
+    engine.destroy()
+
+
+@ranks(2)
+def test_released_parameters_read_nan_and_refuse_writes(rank, world_size):
+    engine = start("mlp", {"preset": "zero3"})
+    train_step(engine, rank, 0)
+    weight = engine.module.layers[2].weight
+    assert weight.isnan().all()
+    assert weight.shape == (40, 40)
+    for write in (lambda: weight.fill_(1.0), lambda: weight.copy_(torch.ones(40, 40)), lambda: nn.init.zeros_(weight)):
+        with pytest.raises(RuntimeError, match="gathered"), torch.no_grad():
+            write()
+    with pytest.raises(RuntimeError, match="gathered"), torch.no_grad():
+        weight[0] = 1.0
+    assert weight.isnan().all()
+    copied = copy.deepcopy(weight)
+    assert copied.isnan().all()
+    saved = io.BytesIO()
+    torch.save({"weight": weight}, saved)
+    saved.seek(0)
+    assert torch.load(saved)["weight"].isnan().all()
+    engine.destroy()
+
+
+@ranks(2)
+def test_a_numpy_view_of_gathered_weights_outlives_their_release(rank, world_size):
+    engine = start("mlp", {"preset": "zero3"})
+    weight = engine.module.layers[2].weight
+    with shardwise.gathered(weight):
+        array = weight.detach().numpy()
+        expected = array.copy()
+    train_step(engine, rank, 0)
+    assert (array == expected).all()
+    assert train("mlp", {"preset": "zero3"}, rank, steps=1) == [digest(engine)]
+    engine.destroy()
+
+
+@ranks(2)
+@pytest.mark.parametrize("preset", STAGES)
+def test_weights_changed_between_forward_and_backward_are_an_error(rank, world_size, preset):
+    engine = start("gpt", {"preset": preset})
+    train_step(engine, rank, 0)
+    early = engine(make_batch(engine.module, rank, 1))
+    train_step(engine, rank, 2)
+    with pytest.raises(RuntimeError, match="changed between this forward and its backward"):
+        engine.backward(early)
+
+    loss = engine(make_batch(engine.module, rank, 3))
+    params = list(engine.module.blocks[1].parameters())
+    with shardwise.gathered(params, write=True), torch.no_grad():
+        engine.module.blocks[1].up.weight.mul_(0.5)
+    with pytest.raises(RuntimeError, match=r"changed between|modified by an inplace operation"):
+        engine.backward(loss)
+    engine.destroy()
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("preset", ["zero0", "zero1"])
+def test_local_gradients_can_be_read_and_edited_before_step(rank, world_size, preset):
+    engine = start("mlp", {"preset": preset, "gradients": {"reduce_at": "step"}})
+    plain = make_model("mlp")
+    plain(make_batch(plain, rank, 0)).backward()
+    engine.backward(engine(make_batch(engine.module, rank, 0)))
+    for param, expected in zip(engine.module.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(param.grad, expected.grad)
+    engine.module.layers[0].weight.grad.zero_()
+    engine.module.layers[2].weight.grad = torch.zeros(40, 40)
+    before = weights_after(engine)
+    engine.optimizer.param_groups[0]["weight_decay"] = 0.0
+    engine.step()
+    after = weights_after(engine)
+    unchanged = [name for name in after if torch.equal(after[name], before[name])]
+    assert unchanged == ["layers.0.weight", "layers.2.weight"]
+    engine.destroy()
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("preset", STAGES)
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_full_grad_is_the_mean_of_the_local_gradients(rank, world_size, preset, accumulation):
+    engine = start("gpt", {"preset": preset, "batch": {"accumulation": accumulation}})
+    for micro in range(accumulation):
+        engine.backward(engine(make_batch(engine.module, rank, micro)))
+        if micro < accumulation - 1:
+            engine.step()
+    plain = make_model("gpt")
+    for other in range(world_size):
+        for micro in range(accumulation):
+            (plain(make_batch(plain, other, micro)) / accumulation / world_size).backward()
+    for name, param in plain.named_parameters():
+        torch.testing.assert_close(engine.full_grad(name), param.grad, rtol=1e-4, atol=1e-6)
+    total = torch.stack([param.grad.norm() for param in plain.parameters()]).norm()
+    engine.step()
+    assert engine.grad_norm.item() == pytest.approx(total.item(), rel=1e-4)
+    with pytest.raises(RuntimeError, match="not reduced yet"):
+        engine.full_grad("head.weight")
+    engine.destroy()
+
+
+@ranks(2)
+@pytest.mark.parametrize("preset", STAGES)
+def test_hooks_on_reduced_shards_may_edit_them(rank, world_size, preset):
+    engine = start("mlp", {"preset": preset}, make_sgd)
+    engine.register_grad_hook(lambda unit, shard: shard.zero_())
+    before = digest_weights(engine)
+    train_step(engine, rank, 0)
+    assert digest_weights(engine) == before
+    assert engine.grad_norm.item() == 0.0
+    engine.destroy()
+
+
+@ranks(2)
+@pytest.mark.parametrize("preset", STAGES)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_gathered_takes_anything_and_keeps_what_is_written(rank, world_size, preset, precision):
+    engine = start("mlp", {"preset": preset, "precision": {"compute": precision}})
+    train_step(engine, rank, 0)
+    model, before = engine.module, weights_after(engine)
+    first, second = model.layers[0].weight, model.layers[2].weight
+    buffer = torch.ones(3)
+    forms = [first, [first], (param for param in (first,)), [first, None, buffer, first], {first, second}, None, []]
+    for form in forms:
+        with shardwise.gathered(form):
+            assert not isinstance(form, torch.Tensor) or not first.isnan().any()
+    with shardwise.gathered([second, first], write=True, source=1), torch.no_grad(), shardwise.gathered(first):
+        first[0].fill_(float(rank))
+    after = weights_after(engine)
+    assert after["layers.0.weight"][0].eq(1.0).all()
+    # Elements nobody wrote keep every bit of their master copy, also where the weights are 16-bit.
+    assert torch.equal(after["layers.0.weight"][1:], before["layers.0.weight"][1:])
+    assert torch.equal(after["layers.2.weight"], before["layers.2.weight"])
+    train_step(engine, rank, 1)
+    engine.destroy()
+
+
+@ranks(2)
+@pytest.mark.parametrize("preset", STAGES)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_load_state_dict_reaches_the_master_copies(rank, world_size, preset, precision):
+    source = make_model("mlp")
+    with torch.no_grad():
+        for param in source.parameters():
+            param.copy_(torch.randn_like(param).bfloat16())
+    for target in ("engine", "model"):
+        engine = start("mlp", {"preset": preset, "precision": {"compute": precision}})
+        train_step(engine, rank, 0)
+        (engine if target == "engine" else engine.module).load_state_dict(source.state_dict())
+        for name, param in source.named_parameters():
+            assert torch.equal(engine.full_param(name), param.detach())
+        engine.destroy()
+
+
+# When something goes wrong
+
+
+class Trap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ValueError("boom in backward")
+
+
+@ranks(2)
+@pytest.mark.parametrize("preset", STAGES)
+@pytest.mark.parametrize("where", ["forward", "backward", "plain backward"])
+def test_an_exception_leaves_the_engine_usable(rank, world_size, preset, where):
+    expected = train("gpt", {"preset": preset}, rank)
+    engine = start("gpt", {"preset": preset})
+    for step in range(3):
+        fail_once(engine, where, make_batch(engine.module, rank, 50 + step))
+        train_step(engine, rank, step)
+        assert digest(engine) == expected[step]
+    engine.destroy()
+
+
+def fail_once(engine, where, batch):
+    def boom(module, args, output):
+        if where == "forward":
+            raise ValueError("boom in forward")
+        return Trap.apply(output)
+
+    handle = engine.module.blocks[1].up.register_forward_hook(boom)
+    if where == "forward":
+        with pytest.raises(ValueError, match="boom"):
+            engine(batch)
+    else:
+        loss = engine(batch)
+        backward = loss.backward if where == "plain backward" else partial(engine.backward, loss)
+        with pytest.raises(ValueError, match="boom"):
+            backward()
+    handle.remove()
+
+
+@ranks(2)
+@pytest.mark.parametrize("preset", STAGES)
+def test_deleting_the_engine_frees_everything(rank, world_size, preset):
+    gc.collect()
+    with StorageObserver() as observer:
+        before = observer.current_bytes
+        engine = start("gpt", {"preset": preset, "precision": {"compute": "bf16"}})
+        train_step(engine, rank, 0)
+        reference = weakref.ref(engine)
+        del engine
+        gc.collect()
+        assert reference() is None
+        # Gloo's threads may hold what they sent for a moment longer. One NaN serves all stand-ins of the process.
+        deadline = time.monotonic() + 5
+        while observer.current_bytes - before > 8 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert observer.current_bytes - before <= 8
+
+
+@ranks(2)
+def test_backward_twice_in_one_step_says_what_to_do(rank, world_size):
+    engine = start("mlp", {"preset": "zero1"})
+    engine.backward(engine(make_batch(engine.module, rank, 0)))
+    with pytest.raises(RuntimeError, match="already reduced in this step"):
+        engine.backward(engine(make_batch(engine.module, rank, 1)))
+    engine.destroy()
+
+
+@ranks(2)
+def test_the_report_has_memory_wire_and_time(rank, world_size):
+    engine = start("gpt", {"preset": "zero2"})
+    train_step(engine, rank, 0)
+    report = engine.report()
+    assert report.sent_bytes["reduce"] > 0
+    assert report.sent_bytes["gather"] > 0
+    assert report.peak_bytes >= sum(report.memory_bytes.values())
+    text = str(report)
+    for word in ("weights", "optim", "reduce", "update", "ms"):
+        assert word in text
+    engine.destroy()

@@ -1,0 +1,158 @@
+"""Contract C2: what a step holds at its peak, seen from outside; and the ledger beside it."""
+
+import dataclasses
+import gc
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardwise
+from shardwise import memory
+from shardwise.models import GPT, MLP
+from shardwise.observe import StorageObserver
+from support import ranks
+
+STAGES = ["zero0", "zero1", "zero2", "zero3"]
+
+
+class Giant(nn.Module):
+    """Nearly all in one embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.width = None
+        self.embed = nn.Embedding(4000, 64)
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x.float().square().mean()
+
+
+class Single(nn.Module):
+    """One single unit: two layers called by name, in nothing that repeats."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(160, 320) / 13)
+        self.down = nn.Parameter(torch.randn(320, 160) / 18)
+
+    def forward(self, x):
+        return (torch.relu(x @ self.up) @ self.down).float().square().mean()
+
+
+MODELS = {
+    "mlp-100k": (lambda: MLP(width=128, depth=6), lambda rank: torch.randn(4, 128)),
+    "mlp-2-units": (lambda: MLP(width=160, depth=2), lambda rank: torch.randn(4, 160)),
+    "single": (Single, lambda rank: torch.randn(4, 160)),
+    "giant": (Giant, lambda rank: torch.randint(4000, (2, 8))),
+    "gpt-26m": (
+        lambda: GPT(hidden=512, layers=8, heads=8, vocabulary=1000, length=128),
+        lambda rank: torch.randint(1000, (4, 128)),
+    ),
+}
+
+
+def measure(name, preset, precision, accumulation):
+    """Bytes of the second step, as the observer sees them beside what was there before, and the engine's ledger."""
+    memory.POISON = True
+    build, batch = MODELS[name]
+    torch.manual_seed(0)
+    data = batch(dist.get_rank())
+    config = {"preset": preset, "precision": {"compute": precision}, "batch": {"accumulation": accumulation}}
+    config["gradients"] = {"clip_norm": 1.0}
+    gc.collect()
+    with StorageObserver() as observer:
+        before = observer.current_bytes
+        model = build()
+        engine = shardwise.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-4), config)
+        for _ in range(2):
+            gc.collect()
+            observer.reset_peak()
+            for _micro in range(accumulation):
+                engine.backward(engine(data))
+                engine.step()
+        for unit in engine.units:
+            unit.weights.settle()
+        gc.collect()
+        seen = Seen(
+            peak=observer.peak_bytes - before,
+            rest=observer.current_bytes - before,
+            ledger=sum(engine.report().memory_bytes.values()),
+            ledger_peak=engine.report().peak_bytes,
+            unit_numels=[unit.layout.numel for unit in engine.units],
+            largest_param=max(param.numel() for param in model.parameters()),
+        )
+    engine.destroy()
+    return seen
+
+
+@dataclasses.dataclass
+class Seen:
+    peak: int
+    rest: int
+    ledger: int
+    ledger_peak: int
+    unit_numels: list[int]
+    largest_param: int
+
+
+def activation_bytes(name, precision):
+    """What the model alone needs beside its weights and gradients."""
+    build, batch = MODELS[name]
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+    model = build().to(dtype)
+    data = batch(0)
+    data = data.to(dtype) if data.is_floating_point() else data
+    with StorageObserver(existing=[model, data]) as observer:
+        for _ in range(2):
+            model(data).backward()
+    held = sum(p.numel() * p.element_size() * 2 for p in model.parameters())
+    return observer.peak_bytes - held
+
+
+def resting_bytes(preset, precision, accumulation, numel, world_size):
+    """The table of DESIGN.md, and its line for fp32 accumulation."""
+    if precision == "fp32":
+        weights, grads, optim = 4, 4, 8
+    else:
+        weights, grads, optim = 2, 4 if accumulation > 1 else 2, 12
+    share = 1 / world_size
+    factor = {
+        "zero0": weights + grads + optim,
+        "zero1": weights + grads + optim * share,
+        "zero2": weights + (grads + optim) * share,
+        "zero3": ((weights if precision == "fp32" else 0) + grads + optim) * share,
+    }[preset]
+    return factor * numel
+
+
+def cases():
+    for name in MODELS:
+        for precision in ("fp32", "bf16"):
+            for accumulation in (1, 3):
+                heavy = name == "gpt-26m" and (precision, accumulation) != ("fp32", 1)
+                yield pytest.param(name, precision, accumulation, marks=pytest.mark.full if heavy else ())
+
+
+@ranks(2, 4, timeout=240)
+@pytest.mark.parametrize(("name", "precision", "accumulation"), list(cases()))
+def test_peak_is_bounded_and_never_upside_down(rank, world_size, name, precision, accumulation):
+    activations = activation_bytes(name, precision)
+    peaks = []
+    for preset in STAGES:
+        seen = measure(name, preset, precision, accumulation)
+        resting = resting_bytes(preset, precision, accumulation, sum(seen.unit_numels), world_size)
+        item = 4 if precision == "fp32" else 2
+        grad_item = item if preset in ("zero2", "zero3") or accumulation == 1 else 4
+        unit = max(seen.unit_numels)
+        working = 2 * unit * item + 3 * unit * grad_item + seen.largest_param * max(item, grad_item)
+        assert seen.peak <= resting + activations + working, preset
+        assert seen.rest == pytest.approx(seen.ledger, rel=0.01, abs=64), preset
+        assert seen.rest <= resting * 1.01 + 64, preset
+        peaks.append(seen.peak)
+    assert peaks == sorted(peaks, reverse=True), dict(zip(STAGES, peaks, strict=True))

@@ -1,12 +1,12 @@
 """How much may be in flight, decided before the first step from sizes alone.
 
-Gradients travel in one of two ways:
+Sharded gradients travel in one of two ways:
 
-- *whole*: autograd adds into the unit's flat buffer, which is sent as it is, while the next unit's gradients arrive.
-- *piecewise*: autograd's own gradients are packed into small pieces, sent one after the other; nothing else is open.
+- *whole*: a unit's gradients are packed into one buffer and sent, while the next unit's gradients arrive.
+- *piecewise*: they are packed and sent in small pieces, one after the other, before the next unit's arrive.
 
-Whole is quicker. Piecewise is for models that are one unit, or mostly one: there the flat buffer, the receive buffer
-and the held shards would together take more than replicated gradients do, and the stages would be upside down.
+Whole is quicker. Piecewise is for models that are one unit, or mostly one: there the buffers and the held shards
+would together take more than replicated gradients do, and the stages would be upside down.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ def choose_flight(
 
 
 def exchange_bytes(full: int, flight: Flight) -> int:
-    """The buffers of one exchange: a receive buffer, and in pieces a send buffer too."""
-    return full if flight.is_whole else 2 * -(-full // flight.pieces)
+    """The buffers of one exchange of packed gradients: one to send from, one to receive into."""
+    return 2 * -(-full // flight.pieces)
 
 
 def replicated_peak(units: Sequence[GradSizes]) -> int:
-    """The most that gradients take in a backward where they are replicated."""
+    """The most that gradients take in a backward where they are replicated and sent from where they are."""
     resting = sum(unit.full for unit in units)
     arriving = (unit.largest + (later.full if later else 0) for unit, later in _backward(units))
     return resting + max((*arriving, *(unit.full for unit in units)), default=0)
@@ -75,14 +75,16 @@ def sharded_peak(units: Sequence[GradSizes], accumulates: bool, flight: Flight) 
     held = sum(unit.held for unit in units) if accumulates else 0
     peak = 0
     for unit, later in _backward(units):
+        in_flight = exchange_bytes(later.full, flight) if later and flight.overlap else 0
+        arriving = held + unit.full + in_flight
         if later and not accumulates:
             held += later.held
-        in_flight = 2 * later.full if later and flight.overlap else 0
-        arriving = unit.full + (unit.largest if flight.is_whole else 0) + in_flight
-        # In pieces, the shard is held before the pieces are added up; whole, it takes the receive buffer's place.
-        ahead = unit.held if not accumulates and not flight.is_whole else 0
-        reducing = unit.full + exchange_bytes(unit.full, flight) + ahead
-        peak = max(peak, held + arriving, held + reducing)
+        if flight.is_whole:
+            # What is packed is let go before the receive buffer is there; a shard to hold replaces the send buffer.
+            reducing = held + 2 * unit.full
+        else:
+            reducing = held + unit.full + exchange_bytes(unit.full, flight) + (0 if accumulates else unit.held)
+        peak = max(peak, arriving, reducing)
     return peak
 
 

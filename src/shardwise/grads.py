@@ -1,10 +1,10 @@
-"""The gradients of a unit: where autograd adds them, how they are reduced, what is held of them.
+"""The gradients of a unit: where autograd leaves them, how they are reduced, what is held of them.
 
 Names, used throughout:
-- *full*: the unit's flat gradients of this rank. `p.grad` of every parameter is a view of it, so autograd adds in
-  place. Replicated gradients rest there; sharded ones use it for one micro-batch.
-- *strays*: gradients that autograd keeps by itself in `p.grad`: all of them where gradients travel piecewise
-  (see `budget`), which then needs no `full`.
+- *full*: where gradients are replicated, the unit's flat gradients of this rank. `p.grad` of every parameter is a view
+  of it, so autograd adds in place, and they are sent from there.
+- *strays*: where gradients are sharded, what autograd itself keeps in `p.grad`, for one micro-batch. They are packed
+  when they are sent, all at once or in pieces (see `budget`).
 - *held*: this rank's shard of the reduced gradients, where they are sharded.
 - *reduced*: the mean over the ranks of this rank's shard, wherever it is: `held`, or its slot in `full`.
 
@@ -14,7 +14,7 @@ into `full` before the reduction.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -56,11 +56,15 @@ class Grads:
         self._gathering: Handle | None = None
         self._exchange: Exchange | None = None
         entry = Entry(Kind.GRADS, name, Tier.DEVICE)
-        self._full = Buffer(ledger, entry, layout.numel, policy.grad_dtype, comm.device)
         self._held = Buffer(ledger, entry, layout.shard_numel, policy.accumulate_dtype, comm.device)
+        self._full: Buffer | None = None
         self._whole: Buffer | None = None
-        self._views = self._full.views(layout)
+        self._views: list[torch.Tensor] = []
+        if not policy.grads_sharded:
+            self._full = Buffer(ledger, entry, layout.numel, policy.grad_dtype, comm.device)
+            self._views = self._full.views(layout)
         for param in self._params:
+            param.grad = None
             # Lets an fp32 view collect the gradients of a 16-bit parameter.
             param.grad_dtype = policy.grad_dtype
 
@@ -68,7 +72,7 @@ class Grads:
     def reduced(self) -> torch.Tensor:
         """This rank's shard of the reduced gradients."""
         assert self.is_reduced, f"the gradients of {self.name} are not reduced yet"
-        return self._held.tensor if self._held.live else self._full.tensor[self._shard.slice]
+        return self._held.tensor if self._full is None else self._full.tensor[self._shard.slice]
 
     def sizes(self) -> GradSizes:
         """What the unit's gradients take, for the choice of their flight."""
@@ -78,15 +82,15 @@ class Grads:
 
     def open(self) -> None:
         """Make room for this micro-batch's gradients, before autograd produces the first."""
-        if self.is_reduced and not self.policy.grads_sharded:
+        self.has_gradients = True
+        if self._full is None:
+            return
+        if self.is_reduced:
             raise RuntimeError(
                 f"the gradients of {self.name} were already reduced in this step, and another backward would add to "
                 "them: call backward once on the sum of the losses, or inside engine.no_sync() all but the last "
                 'time, or set gradients.reduce_at to "step"'
             )
-        self.has_gradients = True
-        if self._keeps_strays:
-            return
         if not self._full.live:
             self._full.allocate().zero_()
         self._absorb()
@@ -95,17 +99,11 @@ class Grads:
         """Send every rank its part. `finish_reduce` waits for ours and adds it up."""
         with record_function(f"shardwise::reduce {self.name}"):
             self.open()
-            shape = (self._comm.world_size, self._layout.shard_numel)
-            if self._keeps_strays:
-                source: Source = Strays(self._params, self._layout)
-            else:
-                source = Flat(self._full.tensor.view(shape))
-            self._exchange = Exchange(
-                source, shape, self.policy.reduce_dtype, self.flight.pieces, self._comm, self._ledger
-            )
-            self._exchange.start()
-            if self.policy.grads_sharded and not self._keeps_strays:
-                self._unbind()
+            source: Source = Strays(self._params, self._layout)
+            if self._full is not None:
+                source = Flat(self._full.tensor.view(self._layout.world_size, -1))
+            self._exchange = Exchange(source, self._layout, self.policy.reduce_dtype, self.flight.pieces, self._ledger)
+            self._exchange.start(self._comm)
 
     def finish_reduce(self) -> None:
         """Hold the mean over the ranks of this rank's shard, added to that of earlier micro-batches."""
@@ -113,27 +111,14 @@ class Grads:
         if exchange is None:
             return
         with record_function(f"shardwise::reduce {self.name}"):
-            first = not self._held.live
-            # A first sum goes through our slot of `full`, so that `held` is allocated only after the receive buffer
-            # is gone: test_memory's one-unit models would be upside down otherwise.
-            via_slot = self._full.live and first and self._full.tensor.dtype == self._held.tensor.dtype
-            if self.policy.grads_sharded and first and not via_slot:
-                self._held.allocate()
-            exchange.finish(
-                self._held.tensor if self._held.live else self._full.tensor[self._shard.slice], add=not first
-            )
-            if self.policy.grads_sharded:
-                if via_slot:
-                    self._held.allocate().copy_(self._full.tensor[self._shard.slice])
-                self._unbind()
-                self._full.free()
+            exchange.finish(self._comm, self._target)
             self.is_reduced = True
 
     def start_gather(self) -> None:
         """Where the optimizer is replicated: bring the reduced gradients of all ranks to every rank."""
         if self.policy.optim_sharded or self._comm.world_size == 1 or self._gathering is not None:
             return
-        if self._held.live:
+        if self._full is None:
             self._whole = self._whole_buffer()
         self._gathering = self._comm.gather(self._everything, "reduce")
 
@@ -148,7 +133,7 @@ class Grads:
 
     def full_copy(self) -> torch.Tensor:
         """The whole unit's reduced gradients, in a fresh tensor. A collective."""
-        full = self.reduced.new_empty(self._full.tensor.numel())
+        full = self.reduced.new_empty(self._layout.numel)
         full[self._shard.slice] = self.reduced
         self._comm.gather(full, "control").wait()
         return full
@@ -161,9 +146,9 @@ class Grads:
         if self._whole is not None:
             self._whole.free()
             self._whole = None
-        if self.policy.grads_sharded:
-            self._unbind()
-            self._full.free()
+        if self._full is None:
+            for param in self._params:
+                param.grad = None
         elif self._full.live:
             self._full.tensor.zero_()
 
@@ -179,37 +164,41 @@ class Grads:
     def free(self) -> None:
         """Drop every buffer."""
         self.clear()
-        self._unbind()
-        self._full.free()
-
-    @property
-    def _keeps_strays(self) -> bool:
-        return self.policy.grads_sharded and not self.flight.is_whole
+        for param in self._params:
+            param.grad = None
+        if self._full is not None:
+            self._full.free()
 
     @property
     def _everything(self) -> torch.Tensor:
-        return self._full.tensor if self._whole is None else self._whole.tensor
+        buffer = self._full or self._whole
+        assert buffer is not None
+        return buffer.tensor
 
     def _whole_buffer(self) -> Buffer:
         entry = Entry(Kind.WORK, self.name, Tier.DEVICE)
-        whole = Buffer(self._ledger, entry, self._full.tensor.numel(), self.policy.accumulate_dtype, self._comm.device)
+        whole = Buffer(self._ledger, entry, self._layout.numel, self.policy.accumulate_dtype, self._comm.device)
         whole.allocate()[self._shard.slice] = self.reduced
         return whole
+
+    def _target(self) -> tuple[torch.Tensor, bool]:
+        """Where the mean goes, and whether it is added to what is there."""
+        if self._full is not None:
+            return self._full.tensor[self._shard.slice], False
+        if self._held.live:
+            return self._held.tensor, True
+        return self._held.allocate(), False
 
     def _absorb(self) -> None:
         for param, view in zip(self._params, self._views, strict=True):
             grad = param.grad
             if grad is view:
                 continue
-            if grad is not None:
-                view.copy_(grad.detach())
-            elif not self.policy.grads_sharded:
+            if grad is None:
                 view.zero_()
+            else:
+                view.copy_(grad.detach())
             param.grad = view
-
-    def _unbind(self) -> None:
-        for param in self._params:
-            param.grad = None
 
 
 class Source(Protocol):
@@ -222,6 +211,9 @@ class Source(Protocol):
     def pack(self, sent: torch.Tensor, start: int, stop: int) -> None:
         """Copy the columns from `start` to `stop` of every shard."""
 
+    def free(self) -> None:
+        """All is packed: let go of what is not needed any more."""
+
 
 class Flat:
     """Gradients in the unit's flat buffer."""
@@ -231,6 +223,9 @@ class Flat:
 
     def pack(self, sent: torch.Tensor, start: int, stop: int) -> None:
         sent.copy_(self.whole[:, start:stop])
+
+    def free(self) -> None:
+        pass
 
 
 class Strays:
@@ -243,77 +238,103 @@ class Strays:
         self._layout = layout
 
     def pack(self, sent: torch.Tensor, start: int, stop: int) -> None:
-        sent.zero_()
+        if start == 0 and stop == self._layout.shard_numel:
+            self._pack(sent.view(-1), Span(0, self._layout.numel))
+            return
         for rank, row in enumerate(sent):
-            wanted = Span(start, stop).shift(rank * self._layout.shard_numel)
-            for slot, param in zip(self._layout.slots, self._params, strict=True):
-                part = slot.span.intersect(wanted)
-                if part and param.grad is not None:
-                    grad = param.grad.detach().reshape(-1)
-                    row[part.shift(-wanted.start).slice] = grad[part.shift(-slot.span.start).slice]
+            self._pack(row, Span(start, stop).shift(rank * self._layout.shard_numel))
+
+    def free(self) -> None:
+        for param in self._params:
+            param.grad = None
+
+    def _pack(self, target: torch.Tensor, wanted: Span) -> None:
+        """Copy what lies in `wanted` of the flat buffer; what no gradient covers becomes zero."""
+        position = wanted.start
+        for slot, param in zip(self._layout.slots, self._params, strict=True):
+            part = slot.span.intersect(wanted)
+            if part and param.grad is not None:
+                target[position - wanted.start : part.start - wanted.start].zero_()
+                grad = param.grad.detach().reshape(-1)
+                target[part.shift(-wanted.start).slice] = grad[part.shift(-slot.span.start).slice]
+                position = part.stop
+        target[position - wanted.start :].zero_()
 
 
 class Exchange:
     """One reduction in flight: parts out to their owners, parts in from every rank, added up in rank order.
 
-    In one piece, the gradients are sent from where they are. In several, each piece of every shard is packed first:
-    two buffers of 1/pieces of the unit instead of one of the whole.
+    Gradients that lie in one flat buffer are sent from there; others are packed first, all at once or in pieces.
     """
 
-    def __init__(
-        self, source: Source, shape: tuple[int, int], dtype: torch.dtype, pieces: int, comm: Comm, ledger: Ledger
-    ) -> None:
+    def __init__(self, source: Source, layout: Layout, dtype: torch.dtype, pieces: int, ledger: Ledger) -> None:
         self._source = source
+        self._world_size = layout.world_size
         self._dtype = dtype
-        self._comm = comm
         self._ledger = ledger
-        self._buffers: list[Buffer] = []
         self._handle: Handle = DONE
-        self._received: torch.Tensor
-        self._world_size, shard_numel = shape
-        step = max(1, -(-shard_numel // pieces))
-        self._cuts = [(start, min(start + step, shard_numel)) for start in range(0, shard_numel, step)]
+        self._sent: Buffer | None = None
+        self._received: Buffer | None = None
+        self._parts: torch.Tensor
+        step = max(1, -(-layout.shard_numel // pieces))
+        self._cuts = [(start, min(start + step, layout.shard_numel)) for start in range(0, layout.shard_numel, step)]
 
-    def start(self) -> None:
+    def start(self, comm: Comm) -> None:
         """Issue the first piece."""
         if self._cuts:
-            self._issue(*self._cuts[0])
+            self._issue(comm, *self._cuts[0])
 
-    def finish(self, target: torch.Tensor, add: bool) -> None:
-        """Wait for each piece, write its mean into `target` (or add it), and issue the next."""
+    def finish(self, comm: Comm, target: Callable[[], tuple[torch.Tensor, bool]]) -> None:
+        """Wait for each piece, write its mean to `target` (or add it), and issue the next.
+
+        The target is asked for once the first piece has arrived and its send buffer is gone, so that a shard to be
+        held takes that buffer's place: test_memory's one-unit models would be upside down otherwise.
+        """
+        place: tuple[torch.Tensor, bool] | None = None
         for index, (start, stop) in enumerate(self._cuts):
             if index:
-                self._issue(start, stop)
+                self._issue(comm, start, stop)
             self._handle.wait()
-            _mean_in_rank_order(self._received, target[start:stop], add)
-            self._free()
+            if self._received is not None:
+                self._drop_sent()
+            tensor, adds = place = place or target()
+            _mean_in_rank_order(self._parts, tensor[start:stop], adds)
+            self.abandon()
+        if place is None:
+            target()
 
     def abandon(self) -> None:
+        """Wait, and free the buffers."""
         self._handle.wait()
-        self._free()
+        self._handle = DONE
+        self._drop_sent()
+        if self._received is not None:
+            self._received.free()
+            self._received = None
 
-    def _issue(self, start: int, stop: int) -> None:
-        whole = self._source.whole
+    def _issue(self, comm: Comm, start: int, stop: int) -> None:
+        whole, shape = self._source.whole, (self._world_size, stop - start)
         if len(self._cuts) == 1 and whole is not None and whole.dtype == self._dtype:
-            sent = whole
+            self._parts = whole
         else:
-            sent = self._allocate(stop - start)
-            self._source.pack(sent, start, stop)
-        self._received = sent
+            self._sent = self._buffer(comm, shape)
+            self._parts = self._sent.allocate().view(shape)
+            self._source.pack(self._parts, start, stop)
+        if stop == self._cuts[-1][1]:
+            self._source.free()
         if self._world_size > 1:
-            self._received = self._allocate(stop - start)
-            self._handle = self._comm.exchange(self._received.view(-1), sent.view(-1), "reduce")
+            self._received = self._buffer(comm, shape)
+            sent, self._parts = self._parts, self._received.allocate().view(shape)
+            self._handle = comm.exchange(self._parts.view(-1), sent.view(-1), "reduce")
 
-    def _allocate(self, columns: int) -> torch.Tensor:
+    def _buffer(self, comm: Comm, shape: tuple[int, int]) -> Buffer:
         entry = Entry(Kind.WORK, "exchange", Tier.DEVICE)
-        buffer = Buffer(self._ledger, entry, self._world_size * columns, self._dtype, self._comm.device)
-        self._buffers.append(buffer)
-        return buffer.allocate().view(self._world_size, columns)
+        return Buffer(self._ledger, entry, shape[0] * shape[1], self._dtype, comm.device)
 
-    def _free(self) -> None:
-        for buffer in self._buffers:
-            buffer.free()
-        self._buffers.clear()
+    def _drop_sent(self) -> None:
+        if self._sent is not None:
+            self._sent.free()
+            self._sent = None
 
 
 def _mean_in_rank_order(parts: torch.Tensor, target: torch.Tensor, add: bool) -> None:
@@ -336,6 +357,6 @@ def _mean_in_rank_order(parts: torch.Tensor, target: torch.Tensor, add: bool) ->
 
 def _blocks(target: torch.Tensor) -> Iterator[tuple[int, int]]:
     numel = target.numel()
-    block = _BLOCK_NUMEL if target.device.type == "cpu" else max(1, -(-numel // 8))
+    block = _BLOCK_NUMEL if target.device.type == "cpu" else max(1, -(-numel // 16))
     for start in range(0, numel, block):
         yield start, min(start + block, numel)

@@ -1,4 +1,4 @@
-"""The command line. Only this file imports typer and rich; every command is a thin shell over the library."""
+"""The command line. Every command is a thin shell over the library, which it imports only when it runs."""
 
 import sys
 import warnings
@@ -45,6 +45,65 @@ def config(
     from shardwise.config import Config
 
     typer.echo(Config.load(file).explain())
+
+
+@app.command()
+def compare(
+    model: Annotated[str, typer.Option(help="A built-in model (see --list), or file.py:function.")] = "gpt-26m",
+    nproc: Annotated[int, typer.Option(help="Ranks; several may share one GPU.")] = 2,
+    presets: Annotated[str, typer.Option(help="Presets of shardwise.")] = "zero0,zero1,zero2,zero3",
+    peers: Annotated[str, typer.Option(help="Other systems: ddp, fsdp2, deepspeed, deepspeed-zero3.")] = "",
+    steps: Annotated[int, typer.Option(help="Timed steps of each row.")] = 20,
+    accumulate: Annotated[int, typer.Option(help="Micro-batches per step.")] = 1,
+    precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    clip: Annotated[float, typer.Option(help="Largest gradient norm; 0 does not clip.")] = 1.0,
+    deterministic: Annotated[bool, typer.Option("--deterministic", help="The same bits for every unit size.")] = False,
+    json: Annotated[Path | None, typer.Option(help="Write the figures to this file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw them into this file (.png, .svg, .pdf).")] = None,
+    list_models: Annotated[bool, typer.Option("--list", help="List the built-in models and leave.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Train the same model under each preset, and with peers, and show memory, bytes and time side by side."""
+    from shardwise.compare import Settings, command
+
+    if list_models:
+        typer.echo(command.list_models())
+        return
+    settings = Settings(model, nproc, precision, device, accumulate, clip or None, deterministic, steps)
+    command.run(settings, presets, peers, json, plot)
+
+
+@app.command()
+def env(
+    disk: Annotated[Path | None, typer.Option(help="Measure the disk below this folder too (writes 1 GiB).")] = None,
+    measure: Annotated[bool, typer.Option(help="Measure bandwidths.")] = True,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Show versions, devices, links and bandwidths of this machine, and what is missing."""
+    from shardwise.env import inspect
+
+    found = inspect(disk, measure)
+    typer.echo(found.to_json() if json else str(found))
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
+)
+def run(
+    context: typer.Context,
+    nproc: Annotated[int, typer.Option("-n", "--nproc", help="Processes on this machine.")] = 1,
+    threads: Annotated[int | None, typer.Option(help="Threads of each (default: its share of the cores).")] = None,
+    debug: Debug = False,
+) -> None:
+    """Run a script on several processes: torchrun, with a sensible thread count.
+
+    shardwise run -n 4 train.py --lr 1e-4
+    """
+    from shardwise import launch
+
+    launch.run(nproc, context.args, threads)
 
 
 def main() -> None:

@@ -1,10 +1,18 @@
-"""Small models to measure with: a multi-layer perceptron and a GPT, written plainly."""
+"""Models to measure with, written plainly, and the list of those that `shardwise compare` knows by name."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+Batch = dict[str, torch.Tensor]
+MakeBatch = Callable[[int, int], Batch]
+"""From (rank, number of the micro-batch) to the arguments of the model; the same at every call."""
 
 
 class MLP(nn.Module):
@@ -16,7 +24,8 @@ class MLP(nn.Module):
         self.layers = nn.Sequential(*(m for _ in range(depth) for m in (nn.Linear(width, width), nn.ReLU())))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(x).float().square().mean()
+        loss: torch.Tensor = self.layers(x).float().square().mean()
+        return loss
 
 
 class Block(nn.Module):
@@ -37,16 +46,28 @@ class Block(nn.Module):
         q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).reshape(batch, length, hidden))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        out: torch.Tensor = x + self.down(F.gelu(self.up(self.norm2(x))))
+        return out
 
 
 class GPT(nn.Module):
-    """A decoder with learned positions; `tied` shares the embedding with the head. The loss is next-token."""
+    """A decoder with learned positions; the loss is next-token.
+
+    `tied` shares the embedding with the head; `recompute` checkpoints the activations of every block.
+    """
 
     def __init__(
-        self, hidden: int, layers: int, heads: int, vocabulary: int, length: int, tied: bool = False
+        self,
+        hidden: int,
+        layers: int,
+        heads: int,
+        vocabulary: int,
+        length: int,
+        tied: bool = False,
+        recompute: bool = False,
     ) -> None:
         super().__init__()
+        self.recompute = recompute
         self.vocabulary = vocabulary
         self.length = length
         self.embed = nn.Embedding(vocabulary, hidden)
@@ -61,6 +82,89 @@ class GPT(nn.Module):
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         x = self.embed(inputs) + self.position(torch.arange(inputs.shape[1], device=tokens.device))
         for block in self.blocks:
-            x = block(x)
+            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
         logits = self.head(self.norm(x))
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+class Vectors(nn.Module):
+    """`count` weight vectors, each used once in an operation of its own."""
+
+    def __init__(self, width: int, count: int, strength: float) -> None:
+        super().__init__()
+        self.vectors = nn.ParameterList(torch.randn(width) for _ in range(count))
+        self.strength = strength
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for vector in self.vectors:
+            x = torch.addcmul(x, vector, x, value=self.strength)
+        return x
+
+
+class ManySmall(nn.Module):
+    """`blocks` x `count` weight vectors: hardly any arithmetic, so that what a system does per parameter shows."""
+
+    def __init__(self, width: int, blocks: int, count: int) -> None:
+        super().__init__()
+        self.width = width
+        self.layers = nn.ModuleList(Vectors(width, count, 1 / (blocks * count)) for _ in range(blocks))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.float().square().mean()
+
+
+@dataclass(frozen=True)
+class BuiltIn:
+    """A model that is known by name: what it is, how to build it, and its data."""
+
+    summary: str
+    build: Callable[[], nn.Module]
+    make_batch: MakeBatch
+
+
+def _vectors(batch: int, width: int) -> MakeBatch:
+    def make_batch(rank: int, step: int) -> Batch:
+        return {"x": torch.randn(batch, width, generator=_generator(rank, step))}
+
+    return make_batch
+
+
+def _tokens(batch: int, length: int, vocabulary: int) -> MakeBatch:
+    """Texts of length + 1 tokens, so that the loss is over `length` of them."""
+
+    def make_batch(rank: int, step: int) -> Batch:
+        return {"tokens": torch.randint(vocabulary, (batch, length + 1), generator=_generator(rank, step))}
+
+    return make_batch
+
+
+def _generator(rank: int, step: int) -> torch.Generator:
+    return torch.Generator().manual_seed(1_000_003 * step + rank)
+
+
+BUILT_IN: dict[str, BuiltIn] = {
+    "mlp-100k": BuiltIn("6 x [Linear 128, ReLU], batch 4", lambda: MLP(128, 6), _vectors(4, 128)),
+    "mlp-33m": BuiltIn("8 x [Linear 2048, ReLU], batch 32", lambda: MLP(2048, 8), _vectors(32, 2048)),
+    "mlp-0.5b": BuiltIn("32 x [Linear 4096, ReLU], batch 16", lambda: MLP(4096, 32), _vectors(16, 4096)),
+    "gpt-1m": BuiltIn(
+        "hidden 128, 4 layers, 4 x 64 tokens", lambda: GPT(128, 4, 4, vocabulary=512, length=64), _tokens(4, 64, 512)
+    ),
+    "gpt-26m": BuiltIn(
+        "hidden 512, 8 layers, 4 x 128 tokens",
+        lambda: GPT(512, 8, 8, vocabulary=1000, length=128),
+        _tokens(4, 128, 1000),
+    ),
+    "gpt-1.3b": BuiltIn(
+        "hidden 2048, 24 layers, 4 x 2048 tokens, activation checkpointing",
+        lambda: GPT(2048, 24, 16, vocabulary=32000, length=2048, recompute=True),
+        _tokens(4, 2048, 32000),
+    ),
+    "gpt-2.7b": BuiltIn(
+        "hidden 2560, 32 layers, 8 x 1024 tokens, activation checkpointing",
+        lambda: GPT(2560, 32, 20, vocabulary=32000, length=1024, recompute=True),
+        _tokens(8, 1024, 32000),
+    ),
+    "small-2000": BuiltIn("2000 vectors of 1024, batch 4", lambda: ManySmall(1024, 200, 10), _vectors(4, 1024)),
+}

@@ -1,0 +1,129 @@
+"""Bandwidths of this machine, measured: host memory, host and device, GPU to GPU, disk. In GB/s (1e9 bytes)."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+COPY_BYTES = 1 << 28
+DISK_BYTES = 1 << 30
+BLOCK_BYTES = 1 << 20
+DISK_THREADS = 8
+
+
+def host_copy_gbs() -> float:
+    """A copy in host memory with all threads: bytes read and written."""
+    source = torch.ones(COPY_BYTES, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    return 2 * COPY_BYTES / _best_s(lambda: target.copy_(source)) / 1e9
+
+
+def host_device_gbs() -> dict[str, float]:
+    """Pinned host memory to the first GPU, back, and both at once; nothing without a GPU."""
+    if not torch.cuda.is_available():
+        return {}
+    host = [torch.empty(COPY_BYTES, dtype=torch.uint8).pin_memory() for _ in range(2)]
+    device = [torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    streams = [torch.cuda.Stream() for _ in range(2)]  # type: ignore[no-untyped-call]
+
+    def up() -> None:
+        with torch.cuda.stream(streams[0]):
+            device[0].copy_(host[0], non_blocking=True)
+
+    def down() -> None:
+        with torch.cuda.stream(streams[1]):
+            host[1].copy_(device[1], non_blocking=True)
+
+    def both() -> None:
+        up()
+        down()
+
+    return {
+        "host to device": COPY_BYTES / _best_s(up) / 1e9,
+        "device to host": COPY_BYTES / _best_s(down) / 1e9,
+        "both at once": 2 * COPY_BYTES / _best_s(both) / 1e9,
+    }
+
+
+def device_links_gbs() -> dict[str, float]:
+    """From every GPU to every other."""
+    rates = {}
+    for first in range(torch.cuda.device_count()):
+        source = torch.empty(COPY_BYTES, dtype=torch.uint8, device=f"cuda:{first}")
+        for second in range(torch.cuda.device_count()):
+            if first != second:
+                target = torch.empty(COPY_BYTES, dtype=torch.uint8, device=f"cuda:{second}")
+                rates[f"cuda:{first} to cuda:{second}"] = COPY_BYTES / _best_s(_copy(target, source)) / 1e9
+    return rates
+
+
+def disk_gbs(folder: Path, size_bytes: int = DISK_BYTES) -> dict[str, float]:
+    """Writing and reading a file below `folder` with 8 threads and O_DIRECT (past the page cache, where that works)."""
+    with tempfile.TemporaryDirectory(dir=folder, prefix="shardwise-env-") as inside:
+        path = Path(inside) / "data"
+        path.touch()
+        direct = getattr(os, "O_DIRECT", 0)
+        if not _opens(path, direct):
+            direct = 0
+        how = f"{DISK_THREADS} threads" + (", O_DIRECT" if direct else ", through the page cache")
+        rates = {}
+        for name, flags, transfer in (("write", os.O_WRONLY, os.pwritev), ("read", os.O_RDONLY, os.preadv)):
+            seconds = _disk_s(path, flags | direct, transfer, size_bytes)
+            rates[f"disk {name} ({how})"] = size_bytes / seconds / 1e9
+        return rates
+
+
+def _disk_s(path: Path, flags: int, transfer: Callable[..., int], size_bytes: int) -> float:
+    part = size_bytes // DISK_THREADS // BLOCK_BYTES * BLOCK_BYTES
+
+    def work(index: int) -> None:
+        handle = os.open(path, flags)
+        # Anonymous maps lie on page boundaries, as O_DIRECT demands.
+        with contextlib.closing(mmap.mmap(-1, BLOCK_BYTES)) as block:
+            for offset in range(index * part, (index + 1) * part, BLOCK_BYTES):
+                transfer(handle, [block], offset)
+        if flags & os.O_WRONLY:
+            os.fsync(handle)
+        os.close(handle)
+
+    start = time.perf_counter()
+    with ThreadPoolExecutor(DISK_THREADS) as threads:
+        list(threads.map(work, range(DISK_THREADS)))
+    return time.perf_counter() - start
+
+
+def _opens(path: Path, flags: int) -> bool:
+    try:
+        os.close(os.open(path, os.O_RDWR | flags))
+    except OSError:
+        return False
+    return True
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> Callable[[], object]:
+    return lambda: target.copy_(source)
+
+
+def _best_s(work: Callable[[], object], repeats: int = 5) -> float:
+    times = []
+    for _ in range(repeats):
+        _synchronize()
+        start = time.perf_counter()
+        work()
+        _synchronize()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            torch.cuda.synchronize(index)

@@ -1,0 +1,55 @@
+"""What `shardwise compare` does around a comparison: checks first, live progress, then tables and files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from shardwise.compare import table
+from shardwise.compare.job import Settings
+from shardwise.compare.rows import parse_rows
+from shardwise.compare.session import compare
+from shardwise.errors import ConfigError
+from shardwise.models import BUILT_IN
+
+WIDTH = 100
+
+
+def list_models() -> str:
+    """The built-in models, one a line."""
+    return "\n".join(f"{name:<12}{entry.summary}" for name, entry in BUILT_IN.items())
+
+
+def run(settings: Settings, presets: str, peers: str, json: Path | None, plot: Path | None) -> None:
+    """Compare, print, and write the files that were asked for. Bad input is a ConfigError before anything starts."""
+    rows = parse_rows(presets, peers)
+    if json is not None and not json.absolute().parent.is_dir():
+        raise ConfigError(f"--json {json}: there is no folder {json.absolute().parent}")
+    if plot is not None:
+        from shardwise.compare.plot import check_path
+
+        check_path(plot)
+    with _progress() as progress:
+        task = progress.add_task("starting", total=None)
+        comparison = compare(
+            settings,
+            rows,
+            lambda text, done, total: progress.update(task, description=text, completed=done, total=total),
+        )
+    if json is not None:
+        comparison.save(json)
+    console = Console()
+    table.show(comparison, console if console.is_terminal else Console(width=WIDTH))
+    if all(run.error is not None for run in comparison.runs):
+        raise SystemExit(1)
+    if plot is not None:
+        from shardwise.compare.plot import plot as draw
+
+        draw(comparison, plot)
+
+
+def _progress() -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=Console(stderr=True), transient=True)

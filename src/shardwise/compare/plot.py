@@ -1,0 +1,126 @@
+"""A comparison as one picture: memory by kind, time of a step, bytes sent. Needs matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from shardwise.compare.result import Comparison, Run
+from shardwise.compare.table import title
+from shardwise.errors import ConfigError
+
+COLORS = {
+    "weights": "#3b6fb6",
+    "grads": "#e08a2e",
+    "optim": "#5a9e5f",
+    "activations": "#b25a8f",
+    "in_flight": "#b9b9b9",
+}
+WIRE_COLORS = {"gather": "#3b6fb6", "reduce": "#e08a2e", "other": "#b9b9b9"}
+OURS, THEIRS = "#2f4b6e", "#a8b3c2"
+
+
+def pyplot() -> Any:
+    """matplotlib without a display, or one clear message."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise ConfigError("plots need matplotlib: pip install 'shardwise[plot]'") from None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def check_path(path: str | Path) -> None:
+    """Refuse a path that cannot be written, before hours of measuring."""
+    plt = pyplot()
+    kinds = plt.figure().canvas.get_supported_filetypes()
+    plt.close("all")
+    suffix = Path(path).suffix.lstrip(".").lower()
+    if suffix not in kinds:
+        raise ConfigError(
+            f"--plot {path}: the name must end in one of {', '.join('.' + kind for kind in sorted(kinds))}"
+        )
+    if not Path(path).absolute().parent.is_dir():
+        raise ConfigError(f"--plot {path}: there is no folder {Path(path).absolute().parent}")
+
+
+def plot(comparison: Comparison, path: str | Path) -> None:
+    """Draw the rows that were measured into `path`."""
+    plt = pyplot()
+    runs = [run for run in comparison.runs if run.peak is not None]
+    if not runs:
+        raise ConfigError("nothing to draw: every row failed")
+    figure, axes = plt.subplots(1, 3, figsize=(13, 1.8 + 0.38 * len(runs)), sharey=True, layout="constrained")
+    _memory(axes[0], runs)
+    _time(axes[1], runs, comparison)
+    _wire(axes[2], runs)
+    axes[0].set_yticks(range(len(runs)), [run.name for run in runs])
+    axes[0].invert_yaxis()
+    for axis in axes:
+        axis.spines[["top", "right", "left"]].set_visible(False)
+        axis.tick_params(left=False)
+        axis.grid(axis="x", color="#dddddd", linewidth=0.6)
+        axis.set_axisbelow(True)
+    figure.suptitle(title(comparison), x=0.01, ha="left", fontweight="bold")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def _memory(axis: Any, runs: list[Run]) -> None:
+    _stack(axis, runs, COLORS, lambda run: run.peak_split_bytes)
+    for place, run in enumerate(runs):
+        saved, peak_mb = run.saved(runs[0]), (run.peak or 0) / 1e6
+        change = f"  {-saved:+.0%}" if saved and abs(saved) >= 0.005 else ""
+        axis.text(peak_mb, place, f"  {_number(peak_mb)}{change}", va="center", fontsize=8)
+    axis.set_title("peak memory per rank, MB", loc="left", fontsize=10)
+    axis.set_xlim(0, 1.25 * max(run.peak or 0 for run in runs) / 1e6)
+
+
+def _time(axis: Any, runs: list[Run], comparison: Comparison) -> None:
+    timed = [(place, run) for place, run in enumerate(runs) if run.step_s is not None]
+    for place, run in timed:
+        assert run.step_s is not None
+        assert run.step_s_spread is not None
+        low, high = run.step_s_spread
+        axis.barh(place, run.step_s * 1e3, height=0.62, color=THEIRS if run.peer else OURS)
+        axis.plot([low * 1e3, high * 1e3], [place, place], color="black", linewidth=1.2)
+        axis.text(max(high, run.step_s) * 1e3, place, f"  {_number(run.step_s * 1e3)}", va="center", fontsize=8)
+    if comparison.alone_step_s_rounds:
+        alone_ms = median(comparison.alone_step_s_rounds) * 1e3
+        axis.axvline(alone_ms, color="#c03030", linewidth=1, linestyle="--", label="without any communication")
+        _legend(axis)
+    axis.set_title("time of a step, ms (line: 95 % interval)", loc="left", fontsize=10)
+    if timed:
+        axis.set_xlim(0, 1.2e3 * max(max(run.step_s_spread or [0]) for _, run in timed))
+
+
+def _wire(axis: Any, runs: list[Run]) -> None:
+    _stack(axis, runs, WIRE_COLORS, lambda run: run.wire_bytes_per_step)
+    expected = [(run.expected_wire_bytes_per_step or 0) / 1e6 for run in runs]
+    tops = [place - 0.4 for place in range(len(runs))]
+    axis.vlines(expected, tops, [top + 0.8 for top in tops], color="black", linewidth=1.5, label="formula")
+    _legend(axis)
+    axis.set_title("sent by a rank in a step, MB", loc="left", fontsize=10)
+    axis.set_xlim(0, 1.1 * max(1e-9, *expected, *(run.wire_bytes_per_step.get("total", 0) / 1e6 for run in runs)))
+
+
+def _stack(axis: Any, runs: list[Run], colors: dict[str, str], split: Callable[[Run], dict[str, int]]) -> None:
+    lefts = [0.0] * len(runs)
+    for kind, color in colors.items():
+        widths = [split(run).get(kind, 0) / 1e6 for run in runs]
+        axis.barh(range(len(runs)), widths, left=lefts, height=0.62, color=color, label=kind.replace("_", " "))
+        lefts = [left + width for left, width in zip(lefts, widths, strict=True)]
+    _legend(axis)
+
+
+def _legend(axis: Any) -> None:
+    """Below the axis, where no bar can be."""
+    axis.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(-0.02, -0.06), ncols=5, columnspacing=1)
+
+
+def _number(value: float) -> str:
+    return f"{value:.0f}" if value >= 99.5 else f"{value:.3g}"

@@ -1,0 +1,118 @@
+"""The figures of a comparison, and the JSON they are kept in (`docs/compare.md` says what each field means)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from shardwise.compare import stats
+from shardwise.compare.job import Settings
+from shardwise.compare.rows import Row
+from shardwise.errors import ConfigError
+
+SCHEMA = 1
+
+
+@dataclass
+class Run:
+    """One row. What was not measured, because the row failed before, is empty or None."""
+
+    preset: str
+    peer: str | None = None
+    peak_bytes: list[int] = field(default_factory=list)
+    predicted_peak_bytes: list[int] | None = None
+    peak_split_bytes: dict[str, int] = field(default_factory=dict)
+    startup_peak_bytes: list[int] = field(default_factory=list)
+    peak_rss_bytes: list[int | None] = field(default_factory=list)
+    resting_bytes: dict[str, int] = field(default_factory=dict)
+    wire_bytes_per_step: dict[str, int] = field(default_factory=dict)
+    expected_wire_bytes_per_step: int | None = None
+    step_s: float | None = None
+    step_s_spread: list[float] | None = None
+    step_s_rounds: list[float] = field(default_factory=list)
+    comm_share: float | None = None
+    losses: list[float] = field(default_factory=list)
+    weights_sha256: str | None = None
+    wrong: str | None = None
+    error: str | None = None
+
+    @property
+    def name(self) -> str:
+        return Row(self.preset, self.peer).name
+
+    @property
+    def peak(self) -> int | None:
+        """The highest peak of any rank."""
+        return max(self.peak_bytes, default=None)
+
+    def set_observed(self, ranks: list[dict[str, Any]]) -> None:
+        """Take what every rank's observers saw; splits and wire are those of the rank with the highest peak."""
+        self.peak_bytes = [rank["peak_bytes"] for rank in ranks]
+        self.startup_peak_bytes = [rank["startup_peak_bytes"] for rank in ranks]
+        highest = max(ranks, key=lambda rank: int(rank["peak_bytes"]))
+        self.peak_split_bytes = highest["peak_split_bytes"]
+        self.resting_bytes = highest["resting_bytes"]
+        self.wire_bytes_per_step = highest["wire_bytes_per_step"]
+        self.expected_wire_bytes_per_step = highest["expected_wire_bytes_per_step"]
+
+    def set_times(self, rounds: list[float]) -> None:
+        self.step_s_rounds = rounds
+        self.step_s = median(rounds)
+        self.step_s_spread = list(stats.interval(rounds))
+
+    def saved(self, first: Run) -> float | None:
+        """The part of the first row's peak that this one does not need."""
+        return 1 - self.peak / first.peak if self.peak is not None and first.peak else None
+
+
+@dataclass
+class Comparison:
+    """All rows, and what they were measured with."""
+
+    settings: Settings
+    runs: list[Run]
+    parameters: int = 0
+    alone_step_s_rounds: list[float] = field(default_factory=list)
+    rounds_in_fresh_processes: bool = False
+    versions: dict[str, str] = field(default_factory=dict)
+    made: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def reference(self) -> Run:
+        """The row that times are compared with: DDP where it ran, else the first."""
+        return next((run for run in self.runs if run.peer == "ddp" and run.step_s_rounds), self.runs[0])
+
+    def to_dict(self) -> dict[str, Any]:
+        settings = dataclasses.asdict(self.settings)
+        alone = self.alone_step_s_rounds
+        return {
+            "schema": SCHEMA,
+            **settings,
+            "parameters": self.parameters,
+            "alone_step_s": median(alone) if alone else None,
+            "alone_step_s_rounds": alone,
+            "rounds_in_fresh_processes": self.rounds_in_fresh_processes,
+            "versions": self.versions,
+            "made": self.made,
+            "runs": [dataclasses.asdict(run) for run in self.runs],
+        }
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Comparison:
+        """Read what `to_dict` wrote."""
+        if data.get("schema") != SCHEMA:
+            raise ConfigError(f"schema {data.get('schema')!r} is not {SCHEMA}: the file is of another version")
+        settings = Settings(**{each.name: data[each.name] for each in dataclasses.fields(Settings)})
+        own = ("parameters", "alone_step_s_rounds", "rounds_in_fresh_processes", "versions", "made")
+        return cls(settings, [Run(**run) for run in data["runs"]], **{name: data[name] for name in own})
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Comparison:
+        return cls.from_dict(json.loads(Path(path).read_text()))

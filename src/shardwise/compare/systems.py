@@ -1,0 +1,231 @@
+"""One way to train per row, behind one small interface: forward, backward, update.
+
+Every system gets the same model with the same initial values, AdamW with torch's fused kernel and the same clipping.
+Peers run with their published best settings, from the files in `settings/`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import shardwise
+from shardwise.compare.job import LEARNING_RATE, WEIGHT_DECAY, Job, peer_settings
+from shardwise.compare.workload import loss_of
+from shardwise.division import divide
+
+
+class System:
+    """Plain torch on one rank, without communication. The peers change what they must."""
+
+    def __init__(self, job: Job, model: nn.Module) -> None:
+        self.job = job
+        self.model = model
+        self.wrapped = self.wrap(model)
+        self.optimizer: torch.optim.Optimizer = self.make_optimizer()
+        self.scaler = torch.amp.GradScaler(job.device.type, enabled=job.dtype == torch.float16)
+
+    has_master = False
+    """Whether the optimizer's parameters are copies that do not compute."""
+
+    def wrap(self, model: nn.Module) -> Any:
+        return model
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        params = [param for param in self.wrapped.parameters() if param.requires_grad]
+        return torch.optim.AdamW(params, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True)
+
+    def forward(self, batch: dict[str, Any], is_last: bool) -> torch.Tensor:
+        """The loss of one micro-batch; `is_last`: the update follows."""
+        with torch.autocast(self.job.device.type, self.job.dtype, enabled=self.job.dtype != torch.float32):
+            return loss_of(self.wrapped(**batch))
+
+    def backward(self, loss: torch.Tensor, is_last: bool) -> None:
+        self.scaler.scale(loss / self.job.settings.accumulate).backward()  # type: ignore[no-untyped-call]
+
+    def update(self) -> None:
+        limit = self.job.settings.clip_norm
+        if limit:
+            self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.wrapped.parameters(), limit)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def shards(self) -> Iterable[torch.Tensor]:
+        """Weights at rest that neither the model nor the optimizer holds."""
+        return ()
+
+    def watch_wire(self) -> None:
+        """Called once before bytes are counted: whoever sends from C++ now does so where it can be seen."""
+
+    def settle(self) -> None:
+        """Wait for what the last update left under way."""
+
+    def on_grads(self, hook: Callable[[str, torch.Tensor], None]) -> None:
+        """Call `hook` on gradients that the parameters' own hooks do not show."""
+
+    def weights(self) -> Iterator[torch.Tensor]:
+        """The whole trained values, one after the other, on every rank."""
+        yield from (param.detach() for param in self.model.parameters())
+
+    def expected_wire_bytes(self) -> int | None:
+        """What the formula of contract C3 gives for a step; None where there is none."""
+        return None
+
+    def _wire_bytes(self, times: int) -> int:
+        """So many times the trainable weights, once to or from every other rank."""
+        numel = sum(whole_numel(param) for param in self.model.parameters() if param.requires_grad)
+        return _share(times * numel * self.job.dtype.itemsize, self.job.settings.world_size)
+
+
+class Shardwise(System):
+    """Ours."""
+
+    wrapped: shardwise.Engine
+
+    def wrap(self, model: nn.Module) -> shardwise.Engine:
+        settings = self.job.settings
+        config = {
+            "preset": self.job.row.preset,
+            "precision": {"compute": settings.precision},
+            "batch": {"accumulation": settings.accumulate},
+            "gradients": {"clip_norm": settings.clip_norm, "deterministic": settings.deterministic},
+        }
+        optimizer = torch.optim.AdamW(
+            [param for param in model.parameters() if param.requires_grad], lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY
+        )
+        return shardwise.initialize(model, optimizer, config)
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        return cast(torch.optim.Optimizer, self.wrapped.optimizer)
+
+    @property
+    def has_master(self) -> bool:  # type: ignore[override]
+        return self.job.dtype != torch.float32
+
+    def forward(self, batch: dict[str, Any], is_last: bool) -> torch.Tensor:
+        return loss_of(self.wrapped(**batch))
+
+    def backward(self, loss: torch.Tensor, is_last: bool) -> None:
+        self.wrapped.backward(loss)
+        if not is_last:
+            self.wrapped.step()
+
+    def update(self) -> None:
+        self.wrapped.step()
+
+    def settle(self) -> None:
+        for unit in self.wrapped.units:
+            unit.weights.settle()
+
+    def on_grads(self, hook: Callable[[str, torch.Tensor], None]) -> None:
+        self.wrapped.register_grad_hook(hook)
+
+    def weights(self) -> Iterator[torch.Tensor]:
+        for unit in self.wrapped.units:
+            with shardwise.gathered(unit.params):
+                yield from (param.detach() for param in unit.params)
+
+    def expected_wire_bytes(self) -> int:
+        world_size, count = self.job.settings.world_size, self.job.settings.accumulate
+        total = 0
+        for unit in self.wrapped.units:
+            policy, times = unit.weights.policy, 0
+            if policy.weights_sharded:
+                times += 2 * count * policy.weight_dtype.itemsize
+            if policy.trainable:
+                times += (count if policy.grads_sharded else 1) * policy.reduce_dtype.itemsize
+            if policy.trainable and not policy.weights_sharded:
+                held = policy.weight_dtype if policy.optim_sharded else policy.accumulate_dtype
+                times += held.itemsize
+            total += times * unit.layout.numel
+        return _share(total, world_size)
+
+
+class DDP(System):
+    """torch's DistributedDataParallel."""
+
+    wrapped: DistributedDataParallel
+
+    def wrap(self, model: nn.Module) -> DistributedDataParallel:
+        return DistributedDataParallel(model, **cast(dict[str, Any], peer_settings("ddp")))
+
+    def forward(self, batch: dict[str, Any], is_last: bool) -> torch.Tensor:
+        with contextlib.nullcontext() if is_last else self.wrapped.no_sync():
+            return super().forward(batch, is_last)
+
+    def backward(self, loss: torch.Tensor, is_last: bool) -> None:
+        with contextlib.nullcontext() if is_last else self.wrapped.no_sync():
+            super().backward(loss, is_last)
+
+    def watch_wire(self) -> None:
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+        self.wrapped.register_comm_hook(None, allreduce_hook)
+
+    def expected_wire_bytes(self) -> int:
+        itemsize = torch.float32.itemsize  # weights and gradients stay fp32 under autocast
+        return self._wire_bytes(2) * itemsize // self.job.dtype.itemsize
+
+
+class FSDP2(System):
+    """torch's fully_shard, applied to each of our units and the root, with fp32 shards and 16-bit computing."""
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        settings = peer_settings("fsdp2")
+        dtype = None if self.job.dtype == torch.float32 else self.job.dtype
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
+        mesh = dist.device_mesh.init_device_mesh(self.job.device.type, (self.job.settings.world_size,))
+        options: dict[str, Any] = {
+            "mesh": mesh,
+            "mp_policy": policy,
+            "reshard_after_forward": settings["reshard_after_forward"],
+        }
+        for group in _unit_modules(model):
+            fully_shard(group, **options)
+        fully_shard(model, **{**options, "reshard_after_forward": settings["root_reshard_after_forward"]})
+        return model
+
+    def forward(self, batch: dict[str, Any], is_last: bool) -> torch.Tensor:
+        return loss_of(self.wrapped(**batch))
+
+    def weights(self) -> Iterator[torch.Tensor]:
+        yield from (cast(DTensor, param).full_tensor().detach() for param in self.model.parameters())
+
+    def expected_wire_bytes(self) -> int:
+        return self._wire_bytes(3 * self.job.settings.accumulate)
+
+
+def make_system(job: Job, model: nn.Module) -> System:
+    """The system of a job's row."""
+    if job.row.peer == "deepspeed":
+        from shardwise.compare.deepspeed_peer import DeepSpeed
+
+        return DeepSpeed(job, model)
+    return {None: Shardwise, "alone": System, "ddp": DDP, "fsdp2": FSDP2}[job.row.peer](job, model)
+
+
+def whole_numel(param: nn.Parameter) -> int:
+    """The elements of a parameter, which DeepSpeed keeps beside the empty one it leaves in the model."""
+    return int(getattr(param, "ds_numel", param.numel()))
+
+
+def _unit_modules(model: nn.Module) -> Iterator[list[nn.Module]]:
+    """The modules of each of our units but the root's."""
+    for spec in divide(model):
+        if spec.runs and spec.runs[0] != ("",):
+            yield [model.get_submodule(path) for path in spec.runs[0]]
+
+
+def _share(size_bytes: int, world_size: int) -> int:
+    return size_bytes * (world_size - 1) // world_size

@@ -1,0 +1,134 @@
+"""A comparison as two tables of at most 100 columns, memory and time, with the verdicts below."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich.console import Console, Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from shardwise.compare import stats
+from shardwise.compare.result import Comparison, Run
+from shardwise.compare.verdict import data_bytes, verdicts
+from shardwise.sizes import format_count
+
+SPLIT = ("weights", "grads", "optim", "activations", "in_flight")
+NOTHING = "–"
+
+
+def show(comparison: Comparison, console: Console) -> None:
+    """Print everything that is worth a look."""
+    console.print(render(comparison))
+
+
+def render(comparison: Comparison) -> RenderableType:
+    parts: list[RenderableType] = [Text(title(comparison), style="bold")]
+    if any(run.peak is not None for run in comparison.runs):
+        parts += [
+            Text("\nMemory per rank in MB, from outside: the peak, its parts; at rest; the process"),
+            memory_table(comparison),
+        ]
+    if any(run.step_s is not None for run in comparison.runs):
+        rounds = len(comparison.reference.step_s_rounds)
+        parts += [
+            Text(
+                f"\nA step: median time and its 95 % interval ({rounds} {'round' if rounds == 1 else 'rounds'}); MB sent by a rank"
+            ),
+            time_table(comparison),
+        ]
+    return Group(*parts, Text(), _verdicts(comparison))
+
+
+def title(comparison: Comparison) -> str:
+    settings = comparison.settings
+    parts = [
+        f"{settings.model} ({format_count(comparison.parameters)} parameters)",
+        f"{settings.world_size} ranks on {settings.device}",
+        settings.precision,
+    ]
+    if settings.accumulate > 1:
+        parts.append(f"{settings.accumulate} micro-batches")
+    return ", ".join(parts)
+
+
+def memory_table(comparison: Comparison) -> Table:
+    """Peaks, and what they were made of."""
+    table = _table()
+    for name in ("peak", "saved", *SPLIT, "rest w", "rest g", "rest o", "RSS"):
+        table.add_column(name.replace("_", " "), justify="right")
+    for run in comparison.runs:
+        if run.peak is None:
+            continue
+        saved = run.saved(comparison.runs[0])
+        table.add_row(
+            escape(run.name),
+            f"[bold]{_mb(run.peak)}[/]",
+            NOTHING if run is comparison.runs[0] or saved is None else f"{saved:.0%}",
+            *(_mb(run.peak_split_bytes.get(kind, 0)) for kind in SPLIT),
+            *(_mb(run.resting_bytes.get(kind, 0)) for kind in ("weights", "grads", "optim")),
+            _mb(max((rss for rss in run.peak_rss_bytes if rss is not None), default=None)),
+        )
+    return table
+
+
+def time_table(comparison: Comparison) -> Table:
+    """Steps, what communication costs, bytes sent, losses."""
+    reference = comparison.reference
+    table = _table()
+    for name in ("ms", "interval", "× alone", f"× {reference.name}", "gather", "reduce", "sent", "/formula", "loss"):
+        table.add_column(name, justify="right")
+    for run in comparison.runs:
+        if run.step_s is not None and run.step_s_spread is not None:
+            low, high = run.step_s_spread
+            table.add_row(
+                escape(run.name),
+                f"[bold]{_ms(run.step_s)}[/]",
+                f"{_ms(low)}–{_ms(high)}" if len(run.step_s_rounds) > 1 else NOTHING,
+                _times(run.step_s_rounds, comparison.alone_step_s_rounds),
+                "1" if run is reference else _times(run.step_s_rounds, reference.step_s_rounds),
+                *_wire_cells(run),
+                f"{run.losses[-1]:.4g}",
+            )
+    return table
+
+
+def _wire_cells(run: Run) -> Iterable[str]:
+    wire, expected = run.wire_bytes_per_step, run.expected_wire_bytes_per_step
+    yield from (_mb(wire.get(kind)) for kind in ("gather", "reduce", "total"))
+    yield f"{data_bytes(run) / expected:.2f}" if expected and wire else NOTHING
+
+
+def _times(rounds: list[float], reference: list[float]) -> str:
+    if not rounds or not reference:
+        return NOTHING
+    middle, (low, high) = stats.ratio(rounds, reference)
+    return f"{middle:.2f}" + (f" ±{max(high - middle, middle - low):.2f}" if len(rounds) > 1 else "")
+
+
+def _verdicts(comparison: Comparison) -> RenderableType:
+    lines = Table.grid(padding=(0, 1))
+    for verdict in verdicts(comparison):
+        mark = "[green]✓[/]" if verdict.is_good else "[red]✗[/]"
+        lines.add_row(mark, f"[bold]{escape(verdict.name)}[/]", escape(verdict.text))
+    return lines
+
+
+def _table() -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("", justify="left", no_wrap=True)
+    return table
+
+
+def _mb(size_bytes: int | None) -> str:
+    if size_bytes is None:
+        return NOTHING
+    size = size_bytes / 1e6
+    return (
+        "0" if not size_bytes else f"{size:.0f}" if size >= 99.95 else f"{size:.1f}" if size >= 0.95 else f"{size:.2f}"
+    )
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.0f}" if seconds >= 0.0995 else f"{seconds * 1e3:.1f}"

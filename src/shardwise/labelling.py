@@ -1,0 +1,144 @@
+"""Names live storage by kind while a `StorageObserver` watches: whose bytes are these?
+
+Works on any module and any torch optimizer, by hooks alone, so that every training system is labelled by one rule:
+
+| kind        | storages of                                                                       |
+|-------------|-----------------------------------------------------------------------------------|
+| weights     | a module's own parameters, at the moment it computes with them                      |
+| grads       | `p.grad` once autograd has added to it, and what the optimizer is handed            |
+| master      | the optimizer's parameters where they are not the model's: an fp32 copy             |
+| moments     | the optimizer's state                                                               |
+| activations | what is first seen while a module's forward runs (recomputation included)           |
+| in flight   | what is first seen at any other time: gradients of activations, receive buffers, ... |
+
+A label is `kind|name`; `by_kind` adds them up.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardwise.observe import StorageObserver
+
+KINDS = ("weights", "grads", "master", "moments", "activations", "in flight")
+
+
+class Labelling:
+    """Labels for one observer. Pass `label=labelling.first_sight` to the observer, then `attach` what is built.
+
+    >>> labelling = Labelling()
+    >>> with StorageObserver(existing=(), label=labelling.first_sight) as memory:
+    ...     model = nn.Linear(4, 2)
+    ...     labelling.attach(memory, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    ...     model(torch.ones(3, 4)).sum().backward()
+    >>> by_kind(memory.breakdown)["weights"], by_kind(memory.breakdown)["grads"]
+    (40, 40)
+    """
+
+    def __init__(self) -> None:
+        self.before_update: Callable[[], None] = lambda: None
+        self._depth = 0
+        self._handles: list[Any] = []
+
+    def first_sight(self, tensor: torch.Tensor) -> str:
+        """The label of a storage that nobody has named yet."""
+        kind = "activations" if self._depth else "in flight"
+        return f"{kind}|{describe(tensor)}"
+
+    def attach(
+        self, observer: StorageObserver, model: nn.Module, optimizer: torch.optim.Optimizer | None, master: bool = False
+    ) -> None:
+        """Watch `model` and `optimizer`; `master`: the optimizer's parameters are copies that do not compute."""
+        for path, module in model.named_modules():
+            if module is model or next(module.parameters(recurse=False), None) is not None:
+                self._watch_module(observer, path, module)
+        for name, param in model.named_parameters():
+            if param.requires_grad and param.is_leaf:
+                handle = param.register_post_accumulate_grad_hook(_grad_labeller(observer, name))  # type: ignore[no-untyped-call]
+                self._handles.append(handle)
+        if optimizer is not None:
+            names = {id(param): name for name, param in model.named_parameters()}
+
+            def pre_hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+                _label_optimizer(observer, optimizer, names, master)
+                self.before_update()
+
+            def post_hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+                _label_optimizer(observer, optimizer, names, master)  # the state that this step created
+
+            self._handles.append(optimizer.register_step_pre_hook(pre_hook))
+            self._handles.append(optimizer.register_step_post_hook(post_hook))
+
+    def detach(self) -> None:
+        """Take the hooks off."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _watch_module(self, observer: StorageObserver, path: str, module: nn.Module) -> None:
+        def enter(module: nn.Module, args: Any) -> None:
+            self._depth += 1
+            for name, param in module.named_parameters(path, recurse=False):
+                label(observer, "weights", name, param)
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            self._depth -= 1
+
+        self._handles.append(module.register_forward_pre_hook(enter))
+        # Called after an exception too: a checkpoint that stops its recomputation early leaves by one.
+        self._handles.append(module.register_forward_hook(leave, always_call=True))
+
+
+def label(observer: StorageObserver, kind: str, name: str, tensor: torch.Tensor) -> None:
+    """Name the storage of `tensor`, and say so where it is larger: many parameters may share a flat buffer."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor.to_local()
+    is_part = tensor.untyped_storage().nbytes() > tensor.nbytes
+    observer.label(f"{kind}|{name}{' and others' if is_part else ''}", tensor)
+
+
+def by_kind(breakdown: Mapping[str, int]) -> dict[str, int]:
+    """The bytes of labels `kind|name` by kind, every kind present."""
+    totals: Counter[str] = Counter(dict.fromkeys(KINDS, 0))
+    for label, size_bytes in breakdown.items():
+        totals[label.partition("|")[0]] += size_bytes
+    return dict(totals)
+
+
+def describe(tensor: torch.Tensor) -> str:
+    """Shape and dtype, as `4x128x512 float32`.
+
+    >>> describe(torch.ones(2, 3))
+    '2x3 float32'
+    """
+    return f"{'x'.join(map(str, tensor.shape)) or 'scalar'} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _grad_labeller(observer: StorageObserver, name: str) -> Callable[[torch.Tensor], None]:
+    def hook(param: torch.Tensor) -> None:
+        if param.grad is not None:
+            label(observer, "grads", name, param.grad)
+
+    return hook
+
+
+def _label_optimizer(
+    observer: StorageObserver, optimizer: torch.optim.Optimizer, names: Mapping[int, str], master: bool
+) -> None:
+    for number, param in enumerate(_params(optimizer)):
+        name = names.get(id(param), f"piece {number} ({describe(param)})")
+        label(observer, "master" if master else "weights", name, param)
+        if param.grad is not None:
+            label(observer, "grads", name, param.grad)
+        for key, value in optimizer.state.get(param, {}).items():
+            if isinstance(value, torch.Tensor):
+                label(observer, "moments", f"{name}.{key}", value)
+
+
+def _params(optimizer: torch.optim.Optimizer) -> Iterable[nn.Parameter]:
+    return (param for group in optimizer.param_groups for param in group["params"])

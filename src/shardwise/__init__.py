@@ -7,6 +7,7 @@ from shardwise._version import __version__
 
 if TYPE_CHECKING:
     from shardwise.access import gathered
+    from shardwise.analyzer import MemoryAnalyzer
     from shardwise.config import Config
     from shardwise.division import describe_units
     from shardwise.engine import Engine
@@ -18,6 +19,7 @@ _HOMES = {
     "Config": "config",
     "ConfigError": "errors",
     "Engine": "engine",
+    "MemoryAnalyzer": "analyzer",
     "ShardwiseError": "errors",
     "describe_units": "division",
     "gathered": "access",
@@ -28,6 +30,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "Engine",
+    "MemoryAnalyzer",
     "ShardwiseError",
     "__version__",
     "describe_units",

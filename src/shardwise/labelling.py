@@ -9,7 +9,8 @@ Works on any module and any torch optimizer, by hooks alone, so that every train
 | master      | the optimizer's parameters where they are not the model's: an fp32 copy             |
 | moments     | the optimizer's state                                                               |
 | activations | what is first seen while a module's forward runs (recomputation included)           |
-| in flight   | what is first seen at any other time: gradients of activations, receive buffers, ... |
+| in flight   | what is first seen between forwards: gradients of activations, receive buffers, ... |
+| other       | what was there before anything was attached                                         |
 
 A label is `kind|name`; `by_kind` adds them up.
 """
@@ -26,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.observe import StorageObserver
 
-KINDS = ("weights", "grads", "master", "moments", "activations", "in flight")
+KINDS = ("weights", "grads", "master", "moments", "activations", "in flight", "other")
 
 
 class Labelling:
@@ -48,7 +49,7 @@ class Labelling:
 
     def first_sight(self, tensor: torch.Tensor) -> str:
         """The label of a storage that nobody has named yet."""
-        kind = "activations" if self._depth else "in flight"
+        kind = "activations" if self._depth else "in flight" if self._handles else "other"
         return f"{kind}|{describe(tensor)}"
 
     def attach(
@@ -130,8 +131,8 @@ def _grad_labeller(observer: StorageObserver, name: str) -> Callable[[torch.Tens
 def _label_optimizer(
     observer: StorageObserver, optimizer: torch.optim.Optimizer, names: Mapping[int, str], master: bool
 ) -> None:
-    for number, param in enumerate(_params(optimizer)):
-        name = names.get(id(param), f"piece {number} ({describe(param)})")
+    for param in _params(optimizer):
+        name = names.get(id(param), f"piece of {describe(param)}")
         label(observer, "master" if master else "weights", name, param)
         if param.grad is not None:
             label(observer, "grads", name, param.grad)

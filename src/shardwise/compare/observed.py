@@ -71,9 +71,12 @@ def wire_by_kind(wire: WireObserver) -> dict[str, int]:
 
 
 def merged(split: dict[str, int]) -> dict[str, int]:
-    """The kinds of the placement table: master copy and moments are `optim`."""
-    rest = {kind.replace(" ", "_"): size for kind, size in split.items() if kind not in ("master", "moments")}
-    return {**rest, "optim": split["master"] + split["moments"]}
+    """The kinds of the placement table, where master copy and moments are `optim`; activations; all else."""
+    return {
+        **{kind: split[kind] for kind in ("weights", "grads", "activations")},
+        "optim": split["master"] + split["moments"],
+        "in_flight": split["in flight"] + split["other"],
+    }
 
 
 def _attach(labelling: Labelling, memory: StorageObserver, system: System) -> None:

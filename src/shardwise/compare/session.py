@@ -99,7 +99,7 @@ class Session:
     def time(self) -> None:
         """Seconds per step, losses and hashes of every row that lives."""
         rows = [row for row in self.rows if self._runs[row].error is None]
-        if rows and self.settings.world_size > 1:
+        if rows and self.settings.world_size > 1 and ALONE not in rows:
             rows.append(ALONE)
         fits = self._fits_in_memory()
         self.comparison.rounds_in_fresh_processes = not fits
@@ -117,6 +117,7 @@ class Session:
     def _take(self, row: Row, timing: Timing) -> None:
         if row == ALONE:
             self.comparison.alone_step_s_rounds = timing.rounds[row]
+        if row not in self._runs:
             return
         run = self._runs[row]
         run.error = timing.errors.get(row)
@@ -127,7 +128,7 @@ class Session:
             run.peak_rss_bytes = [rank["peak_rss_bytes"] for rank in finish]
             hashes = {rank["weights_sha256"] for rank in finish}
             run.weights_sha256 = hashes.pop()
-            if hashes:
+            if hashes and row != ALONE:
                 run.error = "the ranks ended with different weights"
             if timing.rounds.get(ALONE):
                 run.comm_share = max(0.0, 1 - 1 / stats.ratio(run.step_s_rounds, timing.rounds[ALONE])[0])

@@ -31,11 +31,10 @@ def render(comparison: Comparison) -> RenderableType:
             memory_table(comparison),
         ]
     if any(run.step_s is not None for run in comparison.runs):
-        rounds = len(comparison.reference.step_s_rounds)
+        count = len(comparison.reference.step_s_rounds)
+        rounds = "1 round" if count == 1 else f"{count} rounds"
         parts += [
-            Text(
-                f"\nA step: median time and its 95 % interval ({rounds} {'round' if rounds == 1 else 'rounds'}); MB sent by a rank"
-            ),
+            Text(f"\nA step: median time and its 95 % interval ({rounds}); MB sent by a rank"),
             time_table(comparison),
         ]
     return Group(*parts, Text(), _verdicts(comparison))

@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from shardwise.compare.result import Comparison, Run
-from shardwise.compare.rows import DEFAULT_PRESETS
+from shardwise.compare.rows import ALONE, DEFAULT_PRESETS
 from shardwise.config.presets import PRESETS
 from shardwise.sizes import format_bytes
 
@@ -36,7 +36,7 @@ def mark_wrong(comparison: Comparison) -> None:
     ours = next((run for run in comparison.runs if run.peer is None and run.losses), None)
     for run in comparison.runs if ours is not None else ():
         assert ours is not None
-        if run.peer is not None and run.losses:
+        if run.peer not in (None, ALONE.peer) and run.losses:
             run.wrong = disagreement(run.losses, ours, LOSS_TOLERANCE[comparison.settings.precision])
 
 

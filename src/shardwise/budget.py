@@ -29,10 +29,9 @@ class Flight:
 
 @dataclass(frozen=True)
 class GradSizes:
-    """Bytes of one unit: its full gradients, its largest parameter's, and the shard held after the reduction."""
+    """Bytes of one unit: its full gradients, and the shard held after the reduction."""
 
     full: int
-    largest: int
     held: int
 
 
@@ -66,8 +65,8 @@ def exchange_bytes(full: int, flight: Flight) -> int:
 def replicated_peak(units: Sequence[GradSizes]) -> int:
     """The most that gradients take in a backward where they are replicated and sent from where they are."""
     resting = sum(unit.full for unit in units)
-    arriving = (unit.largest + (later.full if later else 0) for unit, later in _backward(units))
-    return resting + max((*arriving, *(unit.full for unit in units)), default=0)
+    arriving = (unit.full + (later.full if later else 0) for unit, later in _backward(units))
+    return resting + max(arriving, default=0)
 
 
 def sharded_peak(units: Sequence[GradSizes], accumulates: bool, flight: Flight) -> int:

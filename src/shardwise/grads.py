@@ -1,15 +1,14 @@
 """The gradients of a unit: where autograd leaves them, how they are reduced, what is held of them.
 
 Names, used throughout:
-- *full*: where gradients are replicated, the unit's flat gradients of this rank. `p.grad` of every parameter is a view
-  of it, so autograd adds in place, and they are sent from there.
-- *strays*: where gradients are sharded, what autograd itself keeps in `p.grad`, for one micro-batch. They are packed
-  when they are sent, all at once or in pieces (see `budget`).
-- *held*: this rank's shard of the reduced gradients, where they are sharded.
+- *strays*: gradients as autograd itself makes them, in `p.grad`.
+- *full*: where gradients are replicated, the unit's flat gradients of this rank. Strays are moved there when the
+  backward leaves the unit, and `p.grad` is then a view of it, to which later micro-batches add in place.
+- *held*: where gradients are sharded, this rank's shard of the reduced gradients. Strays are then packed as they are
+  sent, all at once or in pieces (see `budget`), and live for one micro-batch.
 - *reduced*: the mean over the ranks of this rank's shard, wherever it is: `held`, or its slot in `full`.
 
-What `p.grad` says is the truth: a gradient that arrived before `full` was there, or that the user replaced, is taken
-into `full` before the reduction.
+What `p.grad` says is the truth at any time, also if the user changed or replaced it.
 """
 
 from __future__ import annotations
@@ -76,29 +75,41 @@ class Grads:
 
     def sizes(self) -> GradSizes:
         """What the unit's gradients take, for the choice of their flight."""
-        item = self.policy.grad_dtype.itemsize
-        largest = max((slot.span.numel for slot in self._layout.slots), default=0)
-        return GradSizes(self._layout.numel * item, largest * item, self._held.size_bytes)
+        return GradSizes(self._layout.numel * self.policy.grad_dtype.itemsize, self._held.size_bytes)
 
     def open(self) -> None:
-        """Make room for this micro-batch's gradients, before autograd produces the first."""
+        """Gradients are about to arrive."""
         self.has_gradients = True
-        if self._full is None:
-            return
-        if self.is_reduced:
+        if self.is_reduced and self._full is not None:
             raise RuntimeError(
                 f"the gradients of {self.name} were already reduced in this step, and another backward would add to "
                 "them: call backward once on the sum of the losses, or inside engine.no_sync() all but the last "
                 'time, or set gradients.reduce_at to "step"'
             )
+
+    def collect(self) -> None:
+        """Move the strays of this micro-batch into `full`, where gradients are replicated."""
+        if self._full is None:
+            return
         if not self._full.live:
-            self._full.allocate().zero_()
-        self._absorb()
+            self._full.allocate()
+        views, params = self._views, self._params
+        if not any(param.grad is view for param, view in zip(params, views, strict=True)):
+            _pack(self._full.tensor, Span(0, self._layout.numel), params, self._layout)
+        else:
+            for param, view in zip(params, views, strict=True):
+                if param.grad is None:
+                    view.zero_()
+                elif param.grad is not view:
+                    view.copy_(param.grad.detach())
+        for param, view in zip(params, views, strict=True):
+            param.grad = view
 
     def start_reduce(self) -> None:
         """Send every rank its part. `finish_reduce` waits for ours and adds it up."""
         with record_function(f"shardwise::reduce {self.name}"):
             self.open()
+            self.collect()
             source: Source = Strays(self._params, self._layout)
             if self._full is not None:
                 source = Flat(self._full.tensor.view(self._layout.world_size, -1))
@@ -139,18 +150,15 @@ class Grads:
         return full
 
     def clear(self) -> None:
-        """Forget the gradients of this step. Replicated buffers stay, zeroed: autograd adds into them."""
+        """Forget the gradients of this step. Replicated buffers stay, to be filled anew."""
         self.abandon()
         self.is_reduced = self.has_gradients = False
         self._held.free()
         if self._whole is not None:
             self._whole.free()
             self._whole = None
-        if self._full is None:
-            for param in self._params:
-                param.grad = None
-        elif self._full.live:
-            self._full.tensor.zero_()
+        for param in self._params:
+            param.grad = None
 
     def abandon(self) -> None:
         """Wait out what is in flight and drop it."""
@@ -164,8 +172,6 @@ class Grads:
     def free(self) -> None:
         """Drop every buffer."""
         self.clear()
-        for param in self._params:
-            param.grad = None
         if self._full is not None:
             self._full.free()
 
@@ -188,17 +194,6 @@ class Grads:
         if self._held.live:
             return self._held.tensor, True
         return self._held.allocate(), False
-
-    def _absorb(self) -> None:
-        for param, view in zip(self._params, self._views, strict=True):
-            grad = param.grad
-            if grad is view:
-                continue
-            if grad is None:
-                view.zero_()
-            else:
-                view.copy_(grad.detach())
-            param.grad = view
 
 
 class Source(Protocol):
@@ -238,27 +233,33 @@ class Strays:
         self._layout = layout
 
     def pack(self, sent: torch.Tensor, start: int, stop: int) -> None:
-        if start == 0 and stop == self._layout.shard_numel:
-            self._pack(sent.view(-1), Span(0, self._layout.numel))
+        if stop - start == self._layout.shard_numel:
+            _pack(sent.view(-1), Span(0, self._layout.numel), self._params, self._layout)
             return
         for rank, row in enumerate(sent):
-            self._pack(row, Span(start, stop).shift(rank * self._layout.shard_numel))
+            _pack(row, Span(start, stop).shift(rank * self._layout.shard_numel), self._params, self._layout)
 
     def free(self) -> None:
         for param in self._params:
             param.grad = None
 
-    def _pack(self, target: torch.Tensor, wanted: Span) -> None:
-        """Copy what lies in `wanted` of the flat buffer; what no gradient covers becomes zero."""
-        position = wanted.start
-        for slot, param in zip(self._layout.slots, self._params, strict=True):
-            part = slot.span.intersect(wanted)
-            if part and param.grad is not None:
-                target[position - wanted.start : part.start - wanted.start].zero_()
-                grad = param.grad.detach().reshape(-1)
-                target[part.shift(-wanted.start).slice] = grad[part.shift(-slot.span.start).slice]
-                position = part.stop
-        target[position - wanted.start :].zero_()
+
+def _pack(target: torch.Tensor, wanted: Span, params: Sequence[nn.Parameter], layout: Layout) -> None:
+    """Lay the gradients of `params` that fall into `wanted` of the flat buffer side by side, zeros in between."""
+    zero = target.new_zeros(1)
+    row: list[torch.Tensor] = []
+    position = wanted.start
+    for slot, param in zip(layout.slots, params, strict=True):
+        part = slot.span.intersect(wanted)
+        if part and param.grad is not None:
+            if part.start > position:
+                row.append(zero.expand(part.start - position))
+            grad = param.grad.detach().reshape(-1)
+            row.append(grad if part == slot.span else grad[part.shift(-slot.span.start).slice])
+            position = part.stop
+    if wanted.stop > position:
+        row.append(zero.expand(wanted.stop - position))
+    torch.cat(row, out=target)
 
 
 class Exchange:
@@ -345,10 +346,12 @@ def _mean_in_rank_order(parts: torch.Tensor, target: torch.Tensor, add: bool) ->
     """
     scale = 1.0 / parts.shape[0]
     for start, stop in _blocks(target):
-        mean = parts[0, start:stop].to(torch.float32, copy=True)
-        for part in parts[1:, start:stop]:
-            mean.add_(part)
-        mean.mul_(scale)
+        mean = parts[0, start:stop]
+        if len(parts) > 1:
+            mean = mean.to(torch.float32, copy=True)
+            for part in parts[1:, start:stop]:
+                mean.add_(part)
+            mean.mul_(scale)
         if add:
             target[start:stop].add_(mean)
         else:
@@ -357,6 +360,6 @@ def _mean_in_rank_order(parts: torch.Tensor, target: torch.Tensor, add: bool) ->
 
 def _blocks(target: torch.Tensor) -> Iterator[tuple[int, int]]:
     numel = target.numel()
-    block = _BLOCK_NUMEL if target.device.type == "cpu" else max(1, -(-numel // 16))
+    block = _BLOCK_NUMEL if target.device.type == "cpu" else max(1 << 20, -(-numel // 16))
     for start in range(0, numel, block):
         yield start, min(start + block, numel)

@@ -17,7 +17,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 Reaction = Callable[[Callable[..., Any]], None]
-"""Called with the torch function that is about to run on a watched parameter."""
+"""Called with the torch function that is about to use the values of a watched parameter."""
 
 
 def _functions(kind: str, *names: str) -> set[Any]:
@@ -36,20 +36,15 @@ _METADATA = {
 _OPERATORS = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"}
 
 
-def asks_for_values(func: Callable[..., Any]) -> bool:
-    """Whether a torch function needs or changes the values of its arguments."""
-    return func not in _METADATA
-
-
 def writes(func: Callable[..., Any]) -> bool:
     """Whether a torch function works in place."""
     name = getattr(func, "__name__", "")
     in_place = name.endswith("_") and not name.endswith("__")
-    return (in_place or name in _OPERATORS) and func is not torch.Tensor.requires_grad_
+    return in_place or name in _OPERATORS
 
 
 def watch(params: Iterable[torch.Tensor], reaction: Reaction) -> None:
-    """From now on, every torch function on one of `params` calls `reaction` first."""
+    """From now on, every torch function that uses the values of one of `params` calls `reaction` first."""
     for param in params:
         param.__class__ = _watched_class(type(param))
         param._shardwise_reaction = reaction  # type: ignore[attr-defined]
@@ -68,10 +63,11 @@ def _watched_class(plain: type[torch.Tensor]) -> type[torch.Tensor]:
 
 
 def _react(cls: type, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    for leaf in pytree.tree_iter((args, kwargs)):
-        reaction = getattr(leaf, "_shardwise_reaction", None)
-        if reaction is not None:
-            reaction(func)
+    if func not in _METADATA:
+        for leaf in pytree.tree_iter((args, kwargs)):
+            reaction = getattr(leaf, "_shardwise_reaction", None)
+            if reaction is not None:
+                reaction(func)
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **(kwargs or {}))
 

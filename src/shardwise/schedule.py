@@ -236,8 +236,11 @@ class Schedule:
             self._reduce(self._waiting.pop(0))
 
     def _reduce(self, unit: Unit) -> None:
+        assert unit.grads is not None
         if self._reduces_now:
             self._start_reduce(unit)
+        else:
+            unit.grads.collect()
 
     def _start_reduce(self, unit: Unit) -> None:
         assert unit.grads is not None

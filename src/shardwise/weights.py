@@ -212,8 +212,7 @@ class Weights:
         pending.watch(self.params, self._settle_before)
 
     def _settle_before(self, func: Callable[..., Any]) -> None:
-        if pending.asks_for_values(func):
-            self.settle()
+        self.settle()
 
     def _refuse_writes(self, func: Callable[..., Any]) -> None:
         if pending.writes(func):

@@ -7,10 +7,10 @@ STAMP := $(VENV)/.installed
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-full lint types format clean
+.PHONY: help train test test-full lint types format clean bench-env bench-carry readme-tables
 
 help:  ## show this list
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 # torch first and exact: a range would let pip choose a build with gigabytes of CUDA packages.
 $(STAMP): pyproject.toml requirements/test.txt
@@ -31,11 +31,41 @@ format: $(STAMP)  ## let ruff rewrite what it can
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
+train: $(STAMP)  ## set up, then train a small GPT on two processes under zero3
+	OMP_NUM_THREADS=1 $(PY) -m torch.distributed.run --standalone --nproc-per-node 2 examples/train_gpt.py --preset zero3
+
 test: lint types  ## set up, then lint, types and the test suite
 	$(PY) -m pytest
 
 test-full: lint types  ## the same with every matrix in full (long)
 	$(PY) -m pytest -m "not gpu" --timeout 1800
 
+# Beside ours and on top of it: the same torch to the byte, so that ratios compare systems and not builds.
+BENCH := .bench-env
+bench-env: $(BENCH)/.installed  ## .bench-env with DeepSpeed, for `shardwise compare --peers deepspeed`
+
+$(BENCH)/.installed: requirements/bench.txt $(STAMP)
+	@test -x $(BENCH)/bin/python || python3 -m venv $(BENCH)
+	$(PY) -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_paths()['purelib'])" \
+	  > $$($(BENCH)/bin/python -c "import sysconfig; print(sysconfig.get_paths()['purelib'])")/ours.pth
+	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(BENCH)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/bench.txt
+	DS_ACCELERATOR=cpu $(BENCH)/bin/python -c "import deepspeed, shardwise"
+	@touch $@
+
+# Use it with PYTHONPATH=src:.bench-carry.
+CARRY := .bench-carry
+bench-carry: bench-env  ## .bench-carry: what Python 3.12 with torch needs for comparisons, unpacked
+	rm -rf $(CARRY)
+	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(BENCH)/bin/python -m pip wheel --quiet --disable-pip-version-check --no-deps \
+	  -w $(CARRY)/wheels $$(grep ^deepspeed requirements/bench.txt)
+	$(PY) -m pip install --quiet --disable-pip-version-check --target $(CARRY) --no-compile --no-deps --python-version 3.12 \
+	  --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 --only-binary=:all: \
+	  -r requirements/carry.txt $(CARRY)/wheels/deepspeed-*.whl
+	rm -rf $(CARRY)/wheels $(CARRY)/bin
+	@du -sh $(CARRY)
+
+readme-tables: $(STAMP)  ## write the measured tables of README.md from benchmarks/results
+	$(PY) benchmarks/readme_tables.py README.md
+
 clean:  ## remove what the set-up and the tests made
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(BENCH) $(CARRY) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

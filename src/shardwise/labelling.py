@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from shardwise.observe import StorageObserver
 
@@ -97,7 +96,7 @@ class Labelling:
 
 def label(observer: StorageObserver, kind: str, name: str, tensor: torch.Tensor) -> None:
     """Name the storage of `tensor`, and say so where it is larger: many parameters may share a flat buffer."""
-    if isinstance(tensor, DTensor):
+    if hasattr(tensor, "to_local"):  # a DTensor, whose module takes a second to import
         tensor = tensor.to_local()
     is_part = tensor.untyped_storage().nbytes() > tensor.nbytes
     observer.label(f"{kind}|{name}{' and others' if is_part else ''}", tensor)

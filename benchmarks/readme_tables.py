@@ -1,0 +1,77 @@
+"""Write the measured tables of a Markdown file from the newest result of each case.
+
+    python benchmarks/readme_tables.py README.md
+
+replaces what stands between `<!-- table:compare CASE -->` and `<!-- /table -->`; CASE is a name from bench.py, and
+cpu-gpt-26m where it is left out. With --check nothing is written, and the exit code says whether the file is current.
+"""
+
+import re
+import sys
+from pathlib import Path
+
+from shardwise.compare import Comparison, Run, stats
+from shardwise.compare.table import title
+from shardwise.compare.verdict import data_bytes, verdicts
+
+RESULTS = Path(__file__).parent / "results"
+BLOCK = re.compile(r"(<!-- table:compare ?(?P<case>[\w.-]*) -->\n).*?(<!-- /table -->)", re.DOTALL)
+DEFAULT_CASE = "cpu-gpt-26m"
+
+
+def main() -> None:
+    path = Path(sys.argv[1])
+    before = path.read_text()
+    after = BLOCK.sub(lambda match: match[1] + render(newest(match["case"] or DEFAULT_CASE)) + match[3], before)
+    if "--check" in sys.argv:
+        sys.exit(before != after)
+    path.write_text(after)
+
+
+def newest(case: str) -> Path:
+    found = sorted(RESULTS.glob(f"????-??-??-{case}.json"))
+    if not found:
+        sys.exit(f"there is no result of {case}: python benchmarks/bench.py {case}")
+    return found[-1]
+
+
+def render(path: Path) -> str:
+    """A caption, the table and the verdicts."""
+    comparison = Comparison.load(path)
+    reference = comparison.reference
+    head = f"| | peak MB | saved | step ms (95 %) | × {reference.name} | sent MB | / formula |"
+    lines = [head, "|---|---|---|---|---|---|---|", *(row(run, comparison) for run in comparison.runs)]
+    judged = "; ".join(verdict.text for verdict in verdicts(comparison))
+    return "\n".join([caption(comparison, path), "", *lines, "", f"{judged}.", ""])
+
+
+def row(run: Run, comparison: Comparison) -> str:
+    if run.error is not None or run.step_s is None or run.peak is None:
+        return f"| {run.name} | failed: {run.error} | | | | | |"
+    saved, reference = run.saved(comparison.runs[0]), comparison.reference
+    middle, (low, high) = stats.ratio(run.step_s_rounds, reference.step_s_rounds)
+    first, last = (value * 1e3 for value in run.step_s_spread or [0.0, 0.0])
+    cells = [
+        run.name + (" (wrong)" if run.wrong else ""),
+        f"{run.peak / 1e6:.0f}",
+        "" if run is comparison.runs[0] or saved is None else f"{saved:.0%}",
+        f"{run.step_s * 1e3:.0f} ({first:.0f}–{last:.0f})",
+        "1" if run is reference else f"{middle:.2f} ({low:.2f}–{high:.2f})",
+        f"{run.wire_bytes_per_step['total'] / 1e6:.1f}",
+        f"{data_bytes(run) / expected:.2f}" if (expected := run.expected_wire_bytes_per_step) else "",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def caption(comparison: Comparison, path: Path) -> str:
+    made, versions = comparison.made, comparison.versions
+    hardware = ", ".join(str(value) for key, value in made["hardware"].items() if key == "cpu" or "cuda" in key)
+    cores = made["hardware"]["cores"]
+    return (
+        f"{title(comparison)}; {made['date']}, commit {made['commit']}, torch {versions['torch']}, {hardware}, {cores} "
+        f"cores ([{path.name}](benchmarks/results/{path.name}))"
+    )
+
+
+if __name__ == "__main__":
+    main()

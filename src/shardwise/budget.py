@@ -29,9 +29,10 @@ class Flight:
 
 @dataclass(frozen=True)
 class GradSizes:
-    """Bytes of one unit: its full gradients, and the shard held after the reduction."""
+    """Bytes of one unit: its full gradients, its largest parameter's, and the shard held after the reduction."""
 
     full: int
+    largest: int
     held: int
 
 
@@ -48,7 +49,7 @@ def choose_flight(
     `bound_bytes` is the user's upper bound on the buffers of one exchange.
     """
     largest = max((unit.full for unit in units), default=0)
-    limit = replicated_peak(units)
+    limit = replicated_peak(units, accumulates)
     for flight in (*_WHOLE, *_PIECEWISE):
         if bound_bytes is not None and exchange_bytes(largest, flight) > bound_bytes:
             continue
@@ -62,11 +63,18 @@ def exchange_bytes(full: int, flight: Flight) -> int:
     return 2 * -(-full // flight.pieces)
 
 
-def replicated_peak(units: Sequence[GradSizes]) -> int:
+def replicated_peak(units: Sequence[GradSizes], accumulates: bool) -> int:
     """The most that gradients take in a backward where they are replicated and sent from where they are."""
-    resting = sum(unit.full for unit in units)
-    arriving = (unit.full + (later.full if later else 0) for unit, later in _backward(units))
-    return resting + max(arriving, default=0)
+    resting = sum(unit.full for unit in units) if accumulates else 0
+    peak = 0
+    for unit, later in _backward(units):
+        receiving = later.full if later else 0
+        if accumulates:
+            peak = max(peak, resting + unit.largest + receiving, resting + unit.full)
+        else:
+            resting += unit.full
+            peak = max(peak, resting + receiving, resting + unit.full)
+    return peak
 
 
 def sharded_peak(units: Sequence[GradSizes], accumulates: bool, flight: Flight) -> int:

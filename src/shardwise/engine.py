@@ -46,7 +46,7 @@ class Engine(nn.Module):
         trainable = [unit for unit in self._units if unit.grads is not None]
         self._updater = Updater(optimizer, trainable, self._ledger) if optimizer is not None else None
         self._recompute = Recompute(model, self._units if config.checkpointing.enabled else ())
-        self._schedule = Schedule(model, self._units, Ahead.of(config.runtime))
+        self._schedule = Schedule(model, self._units, Ahead.of(config.runtime), self._clock)
         self._schedule.reduces = self._reduces
         self._schedule.on_reduced = self._on_reduced
         self._grad_hooks: list[Callable[[str, torch.Tensor], None]] = []
@@ -232,8 +232,7 @@ class Engine(nn.Module):
         trainable = [unit for unit in schedule.forward_order() if unit.grads is not None]
         if not any(unit.grads.has_gradients for unit in trainable if unit.grads):
             return
-        with self._clock.phase("reduce"):
-            schedule.reduce_all()
+        schedule.reduce_all()
         schedule.release_all()
         with self._clock.phase("norm"):
             shards = [unit.grads.reduced for unit in trainable if unit.grads]

@@ -75,7 +75,9 @@ class Grads:
 
     def sizes(self) -> GradSizes:
         """What the unit's gradients take, for the choice of their flight."""
-        return GradSizes(self._layout.numel * self.policy.grad_dtype.itemsize, self._held.size_bytes)
+        item = self.policy.grad_dtype.itemsize
+        largest = max((slot.span.numel for slot in self._layout.slots), default=0)
+        return GradSizes(self._layout.numel * item, largest * item, self._held.size_bytes)
 
     def open(self) -> None:
         """Gradients are about to arrive."""
@@ -150,7 +152,7 @@ class Grads:
         return full
 
     def clear(self) -> None:
-        """Forget the gradients of this step. Replicated buffers stay, to be filled anew."""
+        """Forget the gradients of this step and free their buffers."""
         self.abandon()
         self.is_reduced = self.has_gradients = False
         self._held.free()
@@ -159,6 +161,8 @@ class Grads:
             self._whole = None
         for param in self._params:
             param.grad = None
+        if self._full is not None:
+            self._full.free()
 
     def abandon(self) -> None:
         """Wait out what is in flight and drop it."""
@@ -168,12 +172,6 @@ class Grads:
         if self._exchange is not None:
             self._exchange.abandon()
             self._exchange = None
-
-    def free(self) -> None:
-        """Drop every buffer."""
-        self.clear()
-        if self._full is not None:
-            self._full.free()
 
     @property
     def _everything(self) -> torch.Tensor:
@@ -360,6 +358,6 @@ def _mean_in_rank_order(parts: torch.Tensor, target: torch.Tensor, add: bool) ->
 
 def _blocks(target: torch.Tensor) -> Iterator[tuple[int, int]]:
     numel = target.numel()
-    block = _BLOCK_NUMEL if target.device.type == "cpu" else max(1 << 20, -(-numel // 16))
+    block = _BLOCK_NUMEL if target.device.type == "cpu" else max(1 << 18, -(-numel // 16))
     for start in range(0, numel, block):
         yield start, min(start + block, numel)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from shardwise.comm import Comm
 from shardwise.memory import Ledger
-from shardwise.sizes import format_bytes
 
 
 class Clock:
@@ -54,12 +53,16 @@ class Report:
 
     def __str__(self) -> str:
         steps = max(1, self.steps)
-        lines = [f"shardwise, this rank, after {self.steps} step(s)", "memory held by the engine    now        peak"]
+        lines = [f"shardwise, this rank, after {self.steps} step(s)", f"{'memory held':<26}{'now':>14}  {'peak':>14}"]
         for kind in sorted(self.memory_bytes.keys() | self.peak_memory_bytes.keys()):
             now, peak = self.memory_bytes.get(kind, 0), self.peak_memory_bytes.get(kind, 0)
-            lines.append(f"  {kind:<24}{format_bytes(now):>10}  {format_bytes(peak):>10}")
+            lines.append(f"  {kind:<24}{_mib(now)}  {_mib(peak)}")
         lines += ["sent per step"]
-        lines += [f"  {kind:<24}{format_bytes(sent // steps):>10}" for kind, sent in sorted(self.sent_bytes.items())]
+        lines += [f"  {kind:<24}{_mib(sent / steps)}" for kind, sent in sorted(self.sent_bytes.items())]
         lines += ["host time per step"]
-        lines += [f"  {name:<24}{seconds / steps * 1e3:>8.2f} ms" for name, seconds in sorted(self.phase_s.items())]
+        lines += [f"  {name:<24}{seconds / steps * 1e3:>11.2f} ms" for name, seconds in sorted(self.phase_s.items())]
         return "\n".join(lines)
+
+
+def _mib(size_bytes: float) -> str:
+    return f"{size_bytes / 2**20:>10.2f} MiB"

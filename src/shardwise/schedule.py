@@ -21,8 +21,10 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.config import Runtime
+from shardwise.report import Clock
 from shardwise.tensors import map_tensors, tensors_in
 from shardwise.unit import Traffic, Unit
+from shardwise.weights import State
 
 
 @dataclass
@@ -67,11 +69,12 @@ class Ahead:
 class Schedule:
     """Drives the units of one model."""
 
-    def __init__(self, model: nn.Module, units: Sequence[Unit], ahead: Ahead) -> None:
+    def __init__(self, model: nn.Module, units: Sequence[Unit], ahead: Ahead, clock: Clock) -> None:
         self.units = list(units)
         self.trainable = [unit for unit in units if unit.grads is not None]
         self.reduces: Callable[[], bool] = lambda: True
         self.on_reduced: Callable[[Unit], None] = lambda unit: None
+        self._clock = clock
         self._in_flight: Unit | None = None
         self._in_backward = False
         self._is_loud = False
@@ -131,7 +134,9 @@ class Schedule:
         unit.weights.gather()
         for other in ahead:
             other.weights.gather()
-        unit.weights.settle()
+        if unit.weights.state is not State.READY:
+            with self._clock.phase("wait for gather"):
+                unit.weights.settle()
 
     def remove(self) -> None:
         """Take the hooks off the model."""
@@ -254,7 +259,8 @@ class Schedule:
         unit, self._in_flight = self._in_flight, None
         if unit is not None:
             assert unit.grads is not None
-            unit.grads.finish_reduce()
+            with self._clock.phase("finish reduce"):
+                unit.grads.finish_reduce()
             self.on_reduced(unit)
 
     def _hook(self, model: nn.Module) -> list[RemovableHandle]:

@@ -70,7 +70,7 @@ class Unit:
     def free(self) -> None:
         """Drop every buffer."""
         if self.grads is not None:
-            self.grads.free()
+            self.grads.clear()
         self.weights.free()
 
 

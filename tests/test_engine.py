@@ -545,6 +545,15 @@ def test_backward_twice_in_one_step_says_what_to_do(rank, world_size):
     engine.destroy()
 
 
+def test_steps_are_logged_when_asked(caplog):
+    engine = start("mlp", {"preset": "zero1", "runtime": {"steps_per_print": 2, "timers": True}})
+    with caplog.at_level("INFO", logger="shardwise"):
+        for step in range(4):
+            train_step(engine, 0, step)
+    assert [record.getMessage().split(",")[0] for record in caplog.records] == ["step 2", "step 4"]
+    engine.destroy()
+
+
 @ranks(2)
 def test_the_report_has_memory_wire_and_time(rank, world_size):
     engine = start("gpt", {"preset": "zero2"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,6 +24,8 @@ from shardwise.schedule import Ahead, Schedule
 from shardwise.tensors import map_tensors
 from shardwise.unit import Unit, layout_for
 
+_LOG = logging.getLogger("shardwise")
+
 
 class Engine(nn.Module):
     """A model under a placement. Call it as you would the model; then `backward(loss)` and `step()`."""
@@ -40,7 +43,7 @@ class Engine(nn.Module):
         self._syncs = True
         self._comm = comm
         self._ledger = Ledger()
-        self._clock = Clock()
+        self._clock = Clock(comm.device if config.runtime.timers else None)
         self._units = self._build_units()
         self._choose_flight()
         trainable = [unit for unit in self._units if unit.grads is not None]
@@ -249,3 +252,7 @@ class Engine(nn.Module):
         self.steps += 1
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
+        every = self.config.runtime.steps_per_print
+        if every and self.steps % every == 0 and self._comm.rank == 0:
+            rates = ", ".join(f"{group['lr']:.3g}" for group in updater.optimizer.param_groups)
+            _LOG.info("step %d, learning rate %s, gradient norm %.4g", self.steps, rates, self.grad_norm.item())

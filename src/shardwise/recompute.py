@@ -1,4 +1,7 @@
-"""Activation checkpointing by configuration: every block's forward is recomputed in its backward."""
+"""Activation checkpointing by configuration: every block's forward is recomputed in its backward.
+
+A single layer (an embedding, a head) is not: it would keep its input all the same.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,9 @@ class Recompute:
         self._wrapped: list[nn.Module] = []
         paths = dict.fromkeys(path for unit in units for path in (unit.spec.runs[:1] or ((),))[0])
         for module in (model.get_submodule(path) for path in paths if path):
-            module.forward = partial(_forward, module.forward)
-            self._wrapped.append(module)
+            if any(True for _ in module.children()):
+                module.forward = partial(_forward, module.forward)
+                self._wrapped.append(module)
 
     def remove(self) -> None:
         for module in self._wrapped:

@@ -8,23 +8,32 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
+
 from shardwise.comm import Comm
 from shardwise.memory import Ledger
 
 
 class Clock:
-    """Host seconds by phase."""
+    """Host seconds by phase; with `device`, each phase waits for it, so that the seconds are the device's too."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = device if device is not None and device.type == "cuda" else None
         self.seconds: defaultdict[str, float] = defaultdict(float)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
+        self._wait()
         start = time.perf_counter()
         try:
             yield
         finally:
+            self._wait()
             self.seconds[name] += time.perf_counter() - start
+
+    def _wait(self) -> None:
+        if self._device is not None:
+            torch.cuda.synchronize(self._device)
 
 
 @dataclass(frozen=True)

@@ -39,12 +39,12 @@ def initialize(
     >>> engine.step()
     """
     _check_model(model)
-    group = _group(mesh)
+    group = _group(mesh, model)
     config = Config.load(config).for_world_size(dist.get_world_size(group))
     _check_supported(config)
     params = [param for param in model.parameters() if param.requires_grad]
     chosen = _optimizer(optimizer, config, params)
-    device = next((param.device for param in model.parameters()), torch.device("cpu"))
+    device = _device(model, config)
     engine = Engine(model, chosen, config, Comm(group, device))
     engine.lr_scheduler = _scheduler(lr_scheduler, config, chosen)
     return engine
@@ -64,19 +64,30 @@ def _scheduler(given: Any, config: Config, optimizer: torch.optim.Optimizer | No
     return given if hasattr(given, "step") else given(optimizer)
 
 
-def _group(mesh: Any) -> dist.ProcessGroup | None:
+def _device(model: nn.Module, config: Config) -> torch.device:
+    """Training happens where the parameters are."""
+    devices = {param.device for param in model.parameters()} or {torch.device("cpu")}
+    if len(devices) > 1:
+        raise ConfigError(f"the parameters are on several devices ({', '.join(map(str, devices))}): move them to one")
+    device = devices.pop()
+    if config.runtime.use_cpu and device.type != "cpu":
+        raise ConfigError(f"runtime.use_cpu is on, but the model is on {device}: call model.cpu() first")
+    return device
+
+
+def _group(mesh: Any, model: nn.Module) -> dist.ProcessGroup | None:
     if mesh is not None:
         if mesh.ndim != 1:
             raise ConfigError(f"the mesh has {mesh.ndim} dimensions: pass the one for data parallelism, mesh['dp']")
         group: dist.ProcessGroup = mesh.get_group()
         return group
     if not dist.is_initialized():
-        _start_process_group()
+        _start_process_group(any(param.is_cuda for param in model.parameters()))
     return None
 
 
-def _start_process_group() -> None:
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+def _start_process_group(on_cuda: bool) -> None:
+    backend = "cpu:gloo,cuda:nccl" if on_cuda else "gloo"
     if "RANK" in os.environ:
         dist.init_process_group(backend)
     else:

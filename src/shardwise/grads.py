@@ -14,6 +14,7 @@ What `p.grad` says is the truth at any time, also if the user changed or replace
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -28,6 +29,7 @@ from shardwise.policy import Policy
 
 _BLOCK_NUMEL = 1 << 15
 """Elements summed at a time on the CPU: 128 KiB of fp32, so that a block stays in the cache."""
+_PADDING_NUMEL = 256
 
 
 class Grads:
@@ -244,20 +246,31 @@ class Strays:
 
 def _pack(target: torch.Tensor, wanted: Span, params: Sequence[nn.Parameter], layout: Layout) -> None:
     """Lay the gradients of `params` that fall into `wanted` of the flat buffer side by side, zeros in between."""
-    zero = target.new_zeros(1)
     row: list[torch.Tensor] = []
     position = wanted.start
     for slot, param in zip(layout.slots, params, strict=True):
         part = slot.span.intersect(wanted)
         if part and param.grad is not None:
             if part.start > position:
-                row.append(zero.expand(part.start - position))
+                row.append(_zeros(part.start - position, target.dtype, target.device))
             grad = param.grad.detach().reshape(-1)
             row.append(grad if part == slot.span else grad[part.shift(-slot.span.start).slice])
             position = part.stop
     if wanted.stop > position:
-        row.append(zero.expand(wanted.stop - position))
+        row.append(_zeros(wanted.stop - position, target.dtype, target.device))
     torch.cat(row, out=target)
+
+
+def _zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Contiguous zeros, which let cat take its fast path; those for padding are made once."""
+    if numel > _PADDING_NUMEL:
+        return torch.zeros(numel, dtype=dtype, device=device)
+    return _padding(dtype, device)[:numel]
+
+
+@cache
+def _padding(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.zeros(_PADDING_NUMEL, dtype=dtype, device=device)
 
 
 class Exchange:
@@ -343,7 +356,7 @@ def _mean_in_rank_order(parts: torch.Tensor, target: torch.Tensor, add: bool) ->
     it to zeros.
     """
     scale = 1.0 / parts.shape[0]
-    for start, stop in _blocks(target):
+    for start, stop in _blocks(target) if len(parts) > 1 else [(0, target.numel())]:
         mean = parts[0, start:stop]
         if len(parts) > 1:
             mean = mean.to(torch.float32, copy=True)

@@ -44,11 +44,7 @@ class Updater:
         """Update the owned elements of `unit` from its reduced gradients, multiplied with `coefficient`."""
         assert unit.grads is not None
         with record_function(f"shardwise::update {unit.name}"):
-            grads = unit.grads.owned()
-            # A fresh tensor only where the dtype differs: fp32 gradients are scaled where they are.
-            grads = grads.to(unit.weights.master.dtype)
-            if coefficient is not None:
-                grads.mul_(coefficient)
+            grads = _scaled(unit.grads.owned(), coefficient)
             for (_, piece), span in zip(unit.weights.pieces, unit.weights.piece_spans, strict=True):
                 piece.grad = grads[span.slice]
             self._step_pieces(unit)
@@ -114,6 +110,16 @@ def group_numbers(optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Para
             + ": add them to a parameter group, or set requires_grad to False"
         )
     return groups
+
+
+def _scaled(grads: torch.Tensor, coefficient: torch.Tensor | None) -> torch.Tensor:
+    """Gradients in fp32, times `coefficient`; where they are, or in one pass from 16 bits."""
+    if coefficient is None:
+        return grads.to(torch.float32)
+    if grads.dtype == torch.float32:
+        return grads.mul_(coefficient)
+    # A tensor with a dimension takes part in promotion: the product is computed and stored in fp32.
+    return torch.mul(grads, coefficient.view(1))
 
 
 def _cut_state(optimizer: torch.optim.Optimizer, unit: Unit, states: Mapping[int, dict[str, Any]]) -> None:

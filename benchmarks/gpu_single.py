@@ -1,0 +1,143 @@
+"""W = 1 over NCCL: tokens/s and peak of each stage beside two plain torch recipes, in one run on one GPU.
+
+    python benchmarks/gpu_single.py --size 1.3b
+
+Rows: `plain_bf16` (bf16 weights, fp32 master copies), `plain_autocast` (fp32 weights), and presets. All with fused
+AdamW, clipping at 1.0 and activation checkpointing of every block.
+"""
+
+import argparse
+import gc
+import json
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+
+import shardwise
+from shardwise.models import GPT
+
+SIZES = {"0.1b": (768, 12, 12), "1.3b": (2048, 24, 16), "7b": (4096, 32, 32)}
+LENGTH, VOCABULARY, WARM_STEPS = 2048, 32000, 3
+
+Step = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Checkpointed(torch.nn.Module):
+    def __init__(self, block: torch.nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.block, x, use_reentrant=False)
+
+
+def build(size: str, dtype: torch.dtype = torch.float32, checkpointed: bool = True) -> GPT:
+    hidden, layers, heads = SIZES[size]
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = GPT(hidden, layers, heads, VOCABULARY, LENGTH + 1).to(dtype)
+    if checkpointed:
+        model.blocks = torch.nn.ModuleList(Checkpointed(block) for block in model.blocks)
+    return model
+
+
+def plain_bf16(size: str) -> Step:
+    model = build(size, torch.bfloat16)
+    params = list(model.parameters())
+    masters = [param.detach().float().requires_grad_() for param in params]
+    optimizer = torch.optim.AdamW(masters, lr=1e-4, fused=True)
+
+    def step(data: torch.Tensor) -> torch.Tensor:
+        loss = model(data)
+        loss.backward()
+        for master, param in zip(masters, params, strict=True):
+            master.grad, param.grad = param.grad.float(), None
+        torch.nn.utils.clip_grad_norm_(masters, 1.0, foreach=True)
+        optimizer.step()
+        optimizer.zero_grad()
+        torch._foreach_copy_([param.data for param in params], masters)
+        return loss
+
+    return step
+
+
+def plain_autocast(size: str) -> Step:
+    model = build(size)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def step(data: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = model(data)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step
+
+
+def ours(size: str, preset: str) -> Step:
+    model = build(size, checkpointed=False)
+    config = {
+        "preset": preset,
+        "precision": {"compute": "bf16"},
+        "gradients": {"clip_norm": 1.0},
+        "checkpointing": {"enabled": True},
+    }
+    engine = shardwise.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-4), config)
+
+    def step(data: torch.Tensor) -> torch.Tensor:
+        loss = engine(data)
+        engine.backward(loss)
+        engine.step()
+        return loss
+
+    return step
+
+
+def measure(row: str, args: argparse.Namespace) -> dict:
+    plain = {"plain_bf16": plain_bf16, "plain_autocast": plain_autocast}
+    step = plain[row](args.size) if row in plain else ours(args.size, row)
+    data = torch.randint(VOCABULARY, (args.batch, LENGTH + 1), device="cuda")
+    for _ in range(WARM_STEPS):
+        step(data)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    started = time.perf_counter()
+    for _ in range(args.steps):
+        loss = step(data)
+    issued = time.perf_counter()
+    torch.cuda.synchronize()
+    ended = time.perf_counter()
+    return {
+        "row": row,
+        "tokens_per_s": round(args.batch * LENGTH * args.steps / (ended - started)),
+        "step_ms": round((ended - started) / args.steps * 1e3, 1),
+        "host_ms": round((issued - started) / args.steps * 1e3, 1),
+        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+        "loss": loss.item(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", choices=SIZES, default="1.3b")
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--rows", default="plain_bf16,plain_autocast,zero0,zero1,zero2,zero3")
+    args = parser.parse_args()
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    for row in args.rows.split(","):
+        print(json.dumps(measure(row, args)), flush=True)
+        gc.collect()
+        torch.cuda.empty_cache()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from shardwise.labelling import KINDS, Labelling, by_kind, label
+from shardwise.labelling import KINDS, Labelling, by_kind
 from shardwise.observe import StorageObserver
 
 if TYPE_CHECKING:
@@ -115,11 +115,11 @@ class MemoryAnalyzer:
         engine = _as_engine(model)
         if engine is not None:
             model, optimizer = engine.module, engine.optimizer
-            engine.register_grad_hook(lambda name, shard: label(self._observer, "grads", name, shard))
+            engine.register_grad_hook(lambda name, shard: self._labelling.label(self._observer, "grads", name, shard))
         is_master = engine is not None and engine.config.precision.weights_dtype != "fp32"
         self._labelling.attach(self._observer, model, optimizer, master=is_master)
         for name, param in model.named_parameters():
-            label(self._observer, "weights", name, param)
+            self._labelling.label(self._observer, "weights", name, param)
 
     def record(self, name: str) -> Point:
         """Note the memory at this moment."""

@@ -12,7 +12,7 @@ Works on any module and any torch optimizer, by hooks alone, so that every train
 | in flight   | what is first seen between forwards: gradients of activations, receive buffers, ... |
 | other       | what was there before anything was attached                                         |
 
-A label is `kind|name`; `by_kind` adds them up.
+A label is `kind|name`, or the kind alone; `by_kind` adds them up.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ KINDS = ("weights", "grads", "master", "moments", "activations", "in flight", "o
 
 
 class Labelling:
-    """Labels for one observer. Pass `label=labelling.first_sight` to the observer, then `attach` what is built.
+    """Labels for one observer, with names or, which costs less, kinds alone.
+
+    Pass `label=labelling.first_sight` to the observer, then `attach` what is built.
 
     >>> labelling = Labelling()
     >>> with StorageObserver(existing=(), label=labelling.first_sight) as memory:
@@ -41,7 +43,8 @@ class Labelling:
     (40, 40)
     """
 
-    def __init__(self) -> None:
+    def __init__(self, names: bool = True) -> None:
+        self._names = names
         self.before_update: Callable[[], None] = lambda: None
         self._depth = 0
         self._handles: list[Any] = []
@@ -49,7 +52,7 @@ class Labelling:
     def first_sight(self, tensor: torch.Tensor) -> str:
         """The label of a storage that nobody has named yet."""
         kind = "activations" if self._depth else "in flight" if self._handles else "other"
-        return f"{kind}|{describe(tensor)}"
+        return f"{kind}|{describe(tensor)}" if self._names else kind
 
     def attach(
         self, observer: StorageObserver, model: nn.Module, optimizer: torch.optim.Optimizer | None, master: bool = False
@@ -60,20 +63,28 @@ class Labelling:
                 self._watch_module(observer, path, module)
         for name, param in model.named_parameters():
             if param.requires_grad and param.is_leaf:
-                handle = param.register_post_accumulate_grad_hook(_grad_labeller(observer, name))  # type: ignore[no-untyped-call]
+                hook = self._grad_labeller(observer, name)
+                handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                 self._handles.append(handle)
         if optimizer is not None:
             names = {id(param): name for name, param in model.named_parameters()}
 
             def pre_hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-                _label_optimizer(observer, optimizer, names, master)
+                self._label_optimizer(observer, optimizer, names, master)
                 self.before_update()
 
             def post_hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-                _label_optimizer(observer, optimizer, names, master)  # the state that this step created
+                self._label_optimizer(observer, optimizer, names, master)  # the state that this step created
 
             self._handles.append(optimizer.register_step_pre_hook(pre_hook))
             self._handles.append(optimizer.register_step_post_hook(post_hook))
+
+    def label(self, observer: StorageObserver, kind: str, name: str, tensor: torch.Tensor) -> None:
+        """Name the storage of `tensor`, and say so where it is larger: many parameters may share a flat buffer."""
+        if hasattr(tensor, "to_local"):  # a DTensor, whose module takes a second to import
+            tensor = tensor.to_local()
+        is_part = tensor.untyped_storage().nbytes() > tensor.nbytes
+        observer.label(f"{kind}|{name}{' and others' if is_part else ''}" if self._names else kind, tensor)
 
     def detach(self) -> None:
         """Take the hooks off."""
@@ -84,7 +95,7 @@ class Labelling:
         def enter(module: nn.Module, args: Any) -> None:
             self._depth += 1
             for name, param in module.named_parameters(path, recurse=False):
-                label(observer, "weights", name, param)
+                self.label(observer, "weights", name, param)
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             self._depth -= 1
@@ -93,13 +104,24 @@ class Labelling:
         # Called after an exception too: a checkpoint that stops its recomputation early leaves by one.
         self._handles.append(module.register_forward_hook(leave, always_call=True))
 
+    def _grad_labeller(self, observer: StorageObserver, name: str) -> Callable[[torch.Tensor], None]:
+        def hook(param: torch.Tensor) -> None:
+            if param.grad is not None:
+                self.label(observer, "grads", name, param.grad)
 
-def label(observer: StorageObserver, kind: str, name: str, tensor: torch.Tensor) -> None:
-    """Name the storage of `tensor`, and say so where it is larger: many parameters may share a flat buffer."""
-    if hasattr(tensor, "to_local"):  # a DTensor, whose module takes a second to import
-        tensor = tensor.to_local()
-    is_part = tensor.untyped_storage().nbytes() > tensor.nbytes
-    observer.label(f"{kind}|{name}{' and others' if is_part else ''}", tensor)
+        return hook
+
+    def _label_optimizer(
+        self, observer: StorageObserver, optimizer: torch.optim.Optimizer, names: Mapping[int, str], master: bool
+    ) -> None:
+        for param in _params(optimizer):
+            name = names.get(id(param)) or f"piece of {describe(param)}"
+            self.label(observer, "master" if master else "weights", name, param)
+            if param.grad is not None:
+                self.label(observer, "grads", name, param.grad)
+            for key, value in optimizer.state.get(param, {}).items():
+                if isinstance(value, torch.Tensor):
+                    self.label(observer, "moments", f"{name}.{key}", value)
 
 
 def by_kind(breakdown: Mapping[str, int]) -> dict[str, int]:
@@ -117,27 +139,6 @@ def describe(tensor: torch.Tensor) -> str:
     '2x3 float32'
     """
     return f"{'x'.join(map(str, tensor.shape)) or 'scalar'} {str(tensor.dtype).removeprefix('torch.')}"
-
-
-def _grad_labeller(observer: StorageObserver, name: str) -> Callable[[torch.Tensor], None]:
-    def hook(param: torch.Tensor) -> None:
-        if param.grad is not None:
-            label(observer, "grads", name, param.grad)
-
-    return hook
-
-
-def _label_optimizer(
-    observer: StorageObserver, optimizer: torch.optim.Optimizer, names: Mapping[int, str], master: bool
-) -> None:
-    for param in _params(optimizer):
-        name = names.get(id(param), f"piece of {describe(param)}")
-        label(observer, "master" if master else "weights", name, param)
-        if param.grad is not None:
-            label(observer, "grads", name, param.grad)
-        for key, value in optimizer.state.get(param, {}).items():
-            if isinstance(value, torch.Tensor):
-                label(observer, "moments", f"{name}.{key}", value)
 
 
 def _params(optimizer: torch.optim.Optimizer) -> Iterable[nn.Parameter]:

@@ -11,7 +11,7 @@ import torch
 
 from shardwise.compare.job import Job
 from shardwise.compare.systems import System, whole_numel
-from shardwise.labelling import Labelling, by_kind, label
+from shardwise.labelling import Labelling, by_kind
 from shardwise.observe import StorageObserver, WireObserver, WireRecord
 
 WARM_STEPS = 2
@@ -24,7 +24,7 @@ WIRE_KINDS = {"gather": ("gather", "send"), "reduce": ("reduce", "all_to_all")}
 
 def observe(job: Job, build: Callable[[], System], train_step: Callable[[System, int], Any]) -> dict[str, Any]:
     """Build a system and train it under both observers; what they saw, as plain data."""
-    labelling = Labelling()
+    labelling = Labelling(names=False)
     with (
         StorageObserver(job.device, label=labelling.first_sight) as memory,
         WireObserver(control=is_control) as wire,
@@ -81,9 +81,9 @@ def merged(split: dict[str, int]) -> dict[str, int]:
 
 def _attach(labelling: Labelling, memory: StorageObserver, system: System) -> None:
     labelling.attach(memory, system.model, system.optimizer, master=system.has_master)
-    system.on_grads(lambda name, shard: label(memory, "grads", name, shard))
+    system.on_grads(lambda name, shard: labelling.label(memory, "grads", name, shard))
     for shard in system.shards():
-        label(memory, "weights", "shard", shard)
+        labelling.label(memory, "weights", "shard", shard)
 
 
 def _note_resting(labelling: Labelling, memory: StorageObserver) -> dict[str, int]:

@@ -44,11 +44,11 @@ class Environment:
         return json.dumps(self.__dict__, indent=1)
 
     def __str__(self) -> str:
-        lines = ["versions", *(f"  {name:<26}{value}" for name, value in self.versions.items())]
-        lines += ["hardware", *(f"  {name:<26}{_shown(value)}" for name, value in self.hardware.items())]
+        lines = ["versions", *(f"  {name:<36}{value}" for name, value in self.versions.items())]
+        lines += ["hardware", *(f"  {name:<36}{_shown(value)}" for name, value in self.hardware.items())]
         for title, rates in (("bandwidth, GB/s", self.bandwidth_gbs), ("links between GPUs, GB/s", self.links_gbs)):
             if rates:
-                lines += [title, *(f"  {name:<26}{rate:.1f}" for name, rate in rates.items())]
+                lines += [title, *(f"  {name:<36}{rate:.1f}" for name, rate in rates.items())]
         return "\n".join([*lines, "notes", *(f"  {note}" for note in self.notes or ["nothing is missing"])])
 
 

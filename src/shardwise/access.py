@@ -129,8 +129,13 @@ class _LoadHook:
         self._engine = engine
         self._begins = begins
 
-    def __call__(self, module: nn.Module, *_: Any) -> None:
+    def __call__(self, module: nn.Module, *details: Any) -> None:
         engine = self._engine()
+        if self._begins and details[2].get("assign_to_params_buffers"):
+            raise ValueError(
+                "load_state_dict(assign=True) would take the parameters out of the engine: leave assign out, and the "
+                "values are copied"
+            )
         for unit in engine.units if engine is not None else ():
             if self._begins:
                 unit.weights.pin()

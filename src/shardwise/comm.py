@@ -55,8 +55,10 @@ class Comm:
         self.world_size = dist.get_world_size(group)
         self.sent_bytes: Counter[str] = Counter()
         ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-        self._gather_group = dist.new_group(ranks)
-        self._reduce_group = dist.new_group(ranks)
+        # Ranks that are part of the world cannot make groups without the others, and those they can make by themselves
+        # cannot be made twice: they share the group they were given.
+        self._own = [dist.new_group(ranks) for _ in range(2)] if len(ranks) == dist.get_world_size() else []
+        self._gather_group, self._reduce_group = self._own or [group, group]
         self._sends_directly = device.type == "cpu" and "gloo" in dist.get_backend(self._gather_group)
 
     def gather(self, full: torch.Tensor, kind: str) -> Handle:
@@ -101,7 +103,7 @@ class Comm:
 
     def close(self) -> None:
         """Give the process groups back."""
-        for group in (self._gather_group, self._reduce_group):
+        for group in self._own:
             if dist.is_initialized():
                 dist.destroy_process_group(group)
 

@@ -41,6 +41,7 @@ class Engine(nn.Module):
         self._micro_step = 0
         self._boundary: bool | None = None
         self._syncs = True
+        self._is_destroyed = False
         self._comm = comm
         self._ledger = Ledger()
         self._clock = Clock(comm.device if config.runtime.timers else None)
@@ -78,6 +79,8 @@ class Engine(nn.Module):
         count = self.config.batch.accumulation
         if scale and count > 1:
             loss = loss * (1.0 / count)
+        if self._schedule.is_stale():
+            self.zero_grad()
         self._schedule.begin_backward()
         try:
             loss.backward()  # type: ignore[no-untyped-call]
@@ -159,11 +162,14 @@ class Engine(nn.Module):
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Load whole values into the model, master copies included. A collective."""
+        """Load whole values into the model, master copies included. A collective. `assign` is refused."""
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
 
     def destroy(self) -> None:
         """Take the engine off the model and free every buffer; the model's parameters are then empty."""
+        if self._is_destroyed:
+            return
+        self._is_destroyed = True
         self._schedule.remove()
         self._recompute.remove()
         self._access.remove()
@@ -224,10 +230,10 @@ class Engine(nn.Module):
         return self.is_boundary and self._syncs and self.config.gradients.reduce_at == "backward"
 
     def _on_reduced(self, unit: Unit) -> None:
-        if self.is_boundary:
+        """Gradients that are final can be on their way to a replicated optimizer; nobody may edit them any more."""
+        final = self.is_boundary and self.config.placement.grads.sharding == "replicated"
+        if final and not self._grad_hooks:
             assert unit.grads is not None
-            for hook in self._grad_hooks:
-                hook(unit.name, unit.grads.reduced)
             unit.grads.start_gather()
 
     def _update(self, updater: Updater) -> None:
@@ -237,6 +243,10 @@ class Engine(nn.Module):
             return
         schedule.reduce_all()
         schedule.release_all()
+        for unit in trainable:
+            for hook in self._grad_hooks:
+                assert unit.grads is not None
+                hook(unit.name, unit.grads.reduced)
         with self._clock.phase("norm"):
             shards = [unit.grads.reduced for unit in trainable if unit.grads]
             self.grad_norm = norm.global_norm(shards, self._comm, exact=self.config.gradients.deterministic)

@@ -3,12 +3,13 @@
 Names, used throughout:
 - *strays*: gradients as autograd itself makes them, in `p.grad`.
 - *full*: where gradients are replicated, the unit's flat gradients of this rank. Strays are moved there when the
-  backward leaves the unit, and `p.grad` is then a view of it, to which later micro-batches add in place.
+  backward leaves the unit, and `p.grad` is then a view of it, to which later micro-batches add in place, until the
+  reduction.
 - *held*: where gradients are sharded, this rank's shard of the reduced gradients. Strays are then packed as they are
   sent, all at once or in pieces (see `budget`), and live for one micro-batch.
 - *reduced*: the mean over the ranks of this rank's shard, wherever it is: `held`, or its slot in `full`.
 
-What `p.grad` says is the truth at any time, also if the user changed or replaced it.
+Until the reduction, what `p.grad` says is the truth, also if the user changed or replaced it; after it, it is None.
 """
 
 from __future__ import annotations
@@ -119,6 +120,8 @@ class Grads:
                 source = Flat(self._full.tensor.view(self._layout.world_size, -1))
             self._exchange = Exchange(source, self._layout, self.policy.reduce_dtype, self.flight.pieces, self._ledger)
             self._exchange.start(self._comm)
+            if self.flight.is_whole or self._full is not None:
+                self._let_go()
 
     def finish_reduce(self) -> None:
         """Hold the mean over the ranks of this rank's shard, added to that of earlier micro-batches."""
@@ -128,6 +131,10 @@ class Grads:
         with record_function(f"shardwise::reduce {self.name}"):
             exchange.finish(self._comm, self._target)
             self.is_reduced = True
+
+    def late_gradient(self) -> bool:
+        """Whether a gradient arrived after the unit was reduced, and so is in nobody's sum."""
+        return self.is_reduced and any(param.grad is not None for param in self._params)
 
     def start_gather(self) -> None:
         """Where the optimizer is replicated: bring the reduced gradients of all ranks to every rank."""
@@ -161,8 +168,7 @@ class Grads:
         if self._whole is not None:
             self._whole.free()
             self._whole = None
-        for param in self._params:
-            param.grad = None
+        self._let_go()
         if self._full is not None:
             self._full.free()
 
@@ -174,6 +180,10 @@ class Grads:
         if self._exchange is not None:
             self._exchange.abandon()
             self._exchange = None
+
+    def _let_go(self) -> None:
+        for param in self._params:
+            param.grad = None
 
     @property
     def _everything(self) -> torch.Tensor:
@@ -258,7 +268,8 @@ def _pack(target: torch.Tensor, wanted: Span, params: Sequence[nn.Parameter], la
             position = part.stop
     if wanted.stop > position:
         row.append(_zeros(wanted.stop - position, target.dtype, target.device))
-    torch.cat(row, out=target)
+    if row:
+        torch.cat(row, out=target)
 
 
 def _zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -133,7 +133,7 @@ def _cut_state(optimizer: torch.optim.Optimizer, unit: Unit, states: Mapping[int
         for slot, param in zip(unit.layout.slots, unit.params, strict=True):
             part = slot.span.intersect(wanted)
             for key, value in states.get(id(param), {}).items() if part else ():
-                if isinstance(value, torch.Tensor) and value.shape == param.shape:
+                if isinstance(value, torch.Tensor) and value.shape == param.shape and key != "step":
                     flat = optimizer.state[piece].setdefault(key, value.new_zeros(span.numel))
                     flat[part.shift(-wanted.start).slice] = value.reshape(-1)[part.shift(-slot.span.start).slice]
                 else:
@@ -149,3 +149,7 @@ def _prefer_fused(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> No
 
 def _use_engine_step(self: torch.optim.Optimizer, closure: Any = None) -> None:
     raise RuntimeError("this optimizer works inside a shardwise engine: call engine.step() instead of optimizer.step()")
+
+
+# What LR schedulers put on the step they wrap; they need not wrap this one, `Updater.finish` tells them of each step.
+_use_engine_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]

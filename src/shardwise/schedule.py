@@ -29,9 +29,13 @@ from shardwise.weights import State
 
 @dataclass
 class Site:
-    """A module with hooks, the units its forward uses, and those among them whose run ends with it."""
+    """A module with hooks, the units its forward uses, and those among them whose run ends with it.
+
+    `depth` counts calls under way: a module may call itself, and only the outermost exit releases.
+    """
 
     is_root: bool
+    depth: int = 0
     units: list[Unit] = field(default_factory=list)
     ends: set[str] = field(default_factory=set)
 
@@ -82,6 +86,7 @@ class Schedule:
         self._entered: list[Unit] = []
         self._order = Order(self.units, ahead)
         self._waiting: list[Unit] = []
+        self._sites: list[Site] = []
         self._handles = self._hook(model)
 
     def end_backward(self) -> None:
@@ -92,6 +97,7 @@ class Schedule:
             self._reduce(unit)
         self._finish_reduce()
         self.rest()
+        self._check_late()
 
     def begin_backward(self) -> None:
         """From here to `end_backward`, gradients arrive."""
@@ -147,10 +153,22 @@ class Schedule:
     def rest(self) -> None:
         """Between passes: sharded weights are released and nothing is entered."""
         self.release_all()
+        for site in self._sites:
+            site.depth = 0
         self._in_backward = False
         self._waiting = []
         for unit in self.units:
             unit.traffic = Traffic()
+
+    def _check_late(self) -> None:
+        late = [unit.name for unit in self.trainable if unit.grads is not None and unit.grads.late_gradient()]
+        if late:
+            self.abandon()
+            raise RuntimeError(
+                f"gradients of {', '.join(late)} arrived after the backward had left the unit, so they are in no "
+                "rank's sum, and this step's gradients were dropped: compute penalties on parameters after the "
+                "forward, not before it, and call backward for each forward before the next one"
+            )
 
     # Forward
 
@@ -158,6 +176,7 @@ class Schedule:
         recompute = _inside_backward()
         if site.is_root and not recompute:
             self._begin_forward()
+        site.depth += not recompute
         index = self._record(site, recompute)
         for unit in site.units:
             self.bring(unit, self._order.behind(unit) if recompute else self._order.ahead(index))
@@ -173,15 +192,18 @@ class Schedule:
 
     def _exit(self, site: Site, module: nn.Module, args: Any, output: Any) -> None:
         if not _inside_backward():
-            for unit in site.units:
+            site.depth -= 1
+            for unit in site.units if not site.depth else ():
                 if unit.name in site.ends and unit.weights.policy.weights_sharded and not self._stays(site, unit):
                     unit.weights.release()
-            if site.is_root:
+            # Evaluation is no teacher: one rank alone may evaluate, and the order must stay the same on all.
+            if site.is_root and self._is_loud:
                 self._order.learn(self._entered)
-        if torch.is_grad_enabled() and site.units:
+        # Also at a root without units: only its outputs tell the outermost backward from those inside checkpoints.
+        if torch.is_grad_enabled() and (site.units or site.is_root):
             visit = Visit(self, site.units)
             for tensor in tensors_in(output):
-                if tensor.requires_grad:
+                if tensor.grad_fn is not None:
                     tensor.register_hook(visit)  # type: ignore[no-untyped-call]
 
     def _begin_forward(self) -> None:
@@ -234,6 +256,8 @@ class Schedule:
                 self._done(unit)
 
     def _done(self, unit: Unit) -> None:
+        if unit.traffic.is_done:
+            return
         unit.traffic.is_done = True
         if unit.weights.policy.weights_sharded:
             unit.weights.release()
@@ -271,6 +295,7 @@ class Schedule:
                     sites.setdefault(path, Site(is_root=False)).units.append(unit)
                 sites[run[-1]].ends.add(unit.name)
         handles: list[RemovableHandle] = []
+        self._sites = list(sites.values())
         for path, site in sites.items():
             module = model.get_submodule(path)
             handles.append(module.register_forward_pre_hook(partial(self._enter, site), with_kwargs=True))
@@ -345,8 +370,12 @@ class _Boundary(torch.autograd.Function):
 
 
 def _mark_inputs(args: Any, kwargs: Any, leave: Callable[[], None]) -> Any:
+    """Have `leave` called when the backward reaches what made the inputs, or else an identity in front of leaves."""
     marked = {id(t): t for t in tensors_in((args, kwargs)) if t.requires_grad}
-    if not marked:
+    made = [tensor for tensor in marked.values() if tensor.grad_fn is not None]
+    for tensor in made:
+        tensor.register_hook(lambda grad: leave())  # type: ignore[no-untyped-call]
+    if made or not marked:
         return None
     outputs = _Boundary.apply(leave, *marked.values())  # type: ignore[no-untyped-call]
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)

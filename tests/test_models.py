@@ -1,0 +1,272 @@
+"""Models and loops that engines stumble over: each works, or stops with an error that says what to do."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+import shardwise
+from shardwise.observe import WireObserver
+from support import ranks
+from support.training import make_batch, make_model, make_sgd, start
+
+STAGES = ["zero0", "zero1", "zero2", "zero3"]
+
+
+def compare_with_plain(build, batch, preset, steps=3):
+    """The engine and plain torch take the same steps on the same data: the same weights, whatever the stage."""
+    torch.manual_seed(5)
+    model = build()
+    torch.manual_seed(5)
+    plain = build()
+    optimizer = make_sgd(plain)
+    engine = shardwise.initialize(model, make_sgd(model), preset)
+    for _ in range(steps):
+        engine.backward(engine(batch).float().square().mean())
+        engine.step()
+        plain(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, param in plain.named_parameters():
+        torch.testing.assert_close(engine.full_param(name), param.detach(), rtol=1e-4, atol=1e-6)
+    engine.destroy()
+
+
+class InPlace(nn.Module):
+    """Blocks that change their input."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(8, 8)) for _ in range(3))
+        self.first = nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Recursive(nn.Module):
+    """A block that calls itself."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(8, 8)
+
+        def forward(self, x, depth=1):
+            x = torch.tanh(self.inner(x))
+            return self(x, depth - 1) + self.inner(x) if depth else x
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Block() for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class ReturnsParameter(nn.Module):
+    """An output that is a parameter itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        self.out = (x, self.scale)
+        return x * self.scale
+
+
+class Shared(nn.Module):
+    """One module called twice, and one unused."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.spare = nn.Linear(8, 8)
+
+    def forward(self, x):
+        for layer in (self.layers[0], self.layers[1], self.layers[0], self.layers[2]):
+            x = torch.tanh(layer(x))
+        return x
+
+
+class Empty(nn.Module):
+    """A unit whose only trainable parameter has no elements."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.layers[0].requires_grad_(False)
+        self.layers[0].extra = nn.Parameter(torch.empty(0, 3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+@ranks(2)
+@pytest.mark.parametrize("preset", STAGES)
+@pytest.mark.parametrize("build", [InPlace, Recursive, ReturnsParameter, Shared, Empty])
+def test_awkward_models_train_as_in_plain_torch(rank, world_size, preset, build):
+    compare_with_plain(build, torch.linspace(-1, 1, 32).view(4, 8), preset)
+
+
+@ranks(4)
+@pytest.mark.parametrize("preset", ["zero1", "zero3"])
+def test_one_axis_of_a_mesh(rank, world_size, preset):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("other", "dp"))
+    model = make_model("mlp")
+    engine = shardwise.initialize(model, make_sgd(model), preset, mesh=mesh["dp"])
+    engine.backward(engine(make_batch(model, rank, 0)))
+    plain = make_model("mlp")
+    for peer in dist.get_process_group_ranks(mesh["dp"].get_group()):
+        (plain(make_batch(plain, peer, 0)) / 2).backward()
+    for name, param in plain.named_parameters():
+        torch.testing.assert_close(engine.full_grad(name), param.grad, rtol=1e-4, atol=1e-7)
+    engine.step()
+    engine.destroy()
+
+
+@ranks(2)
+@pytest.mark.parametrize("preset", STAGES)
+@pytest.mark.parametrize("order", ["local", "sharded"])
+def test_accumulation_in_no_sync_counts_every_backward(rank, world_size, preset, order):
+    engine = start("mlp", {"preset": preset, "gradients": {"order": order}}, make_sgd)
+    plain = make_model("mlp")
+    optimizer = make_sgd(plain)
+    with engine.no_sync():
+        for micro in range(2):
+            engine.backward(engine(make_batch(plain, rank, micro)))
+    engine.backward(engine(make_batch(plain, rank, 2)))
+    engine.step()
+    for peer in range(world_size):
+        for micro in range(3):
+            (plain(make_batch(plain, peer, micro)) / world_size).backward()
+    optimizer.step()
+    for name, param in plain.named_parameters():
+        torch.testing.assert_close(engine.full_param(name), param.detach(), rtol=1e-4, atol=1e-7)
+    engine.destroy()
+
+
+@ranks(2)
+@pytest.mark.parametrize("preset", STAGES)
+def test_a_penalty_made_before_the_forward_is_an_error_and_not_a_wrong_number(rank, world_size, preset):
+    engine = start("mlp", {"preset": preset}, make_sgd)
+    params = [param for param in engine.module.parameters() if param.ndim == 2]
+    with shardwise.gathered(params):
+        penalty = sum(param.square().sum() for param in params)
+        loss = engine(make_batch(engine.module, rank, 0))
+        with pytest.raises(RuntimeError, match="arrived after the backward had left"):
+            engine.backward(loss + penalty)
+    engine.backward(engine(make_batch(engine.module, rank, 0)))
+    engine.step()
+    assert engine.steps == 1
+    engine.destroy()
+
+
+class Reentrant(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=True)
+        return x.square().mean()
+
+
+@ranks(2)
+@pytest.mark.parametrize("preset", STAGES)
+def test_a_plain_backward_through_reentrant_checkpoints_ends_once(rank, world_size, preset):
+    sent = []
+    for plain in (False, True):
+        model = Reentrant()
+        engine = shardwise.initialize(model, make_sgd(model), preset)
+        for _ in range(2):
+            with WireObserver() as wire:
+                loss = engine(torch.ones(2, 8, requires_grad=True))
+                loss.backward() if plain else engine.backward(loss)
+                engine.step()
+        sent.append(wire.sent_bytes)
+        engine.destroy()
+    assert sent[0] == sent[1]
+
+
+class EvaluatesInAnotherOrder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x):
+        for index in (0, 1, 2, 3) if self.training else (1, 0, 2, 3):
+            x = torch.tanh(self.layers[index](x))
+        return x.square().mean()
+
+
+@ranks(2)
+@pytest.mark.parametrize("preset", ["zero0", "zero1", "zero2"])
+def test_one_rank_evaluating_between_forward_and_backward_changes_no_order(rank, world_size, preset):
+    grads = []
+    for alone in (False, True):
+        torch.manual_seed(0)
+        model = EvaluatesInAnotherOrder()
+        engine = shardwise.initialize(model, make_sgd(model), preset)
+        x = torch.linspace(-1, 1, 16).view(2, 8) * (rank + 1)
+        loss = engine(x)
+        if alone and rank == 1:
+            with torch.no_grad():
+                model.eval()(x)
+                model.train()
+        engine.backward(loss)
+        grads.append(engine.full_grad("layers.0.weight"))
+        engine.destroy()
+    assert torch.equal(grads[0], grads[1])
+
+
+@pytest.mark.parametrize("optimizer", ["Adagrad", "AdamW"])
+def test_scalar_parameters_with_state_made_before(optimizer):
+    model = make_model("odd")
+    params = [param for param in model.parameters() if param.requires_grad]
+    built = getattr(torch.optim, optimizer)(params, lr=0.01)
+    model(make_batch(model, 0, 0)).backward()
+    built.step()
+    built.zero_grad()
+    engine = shardwise.initialize(model, built, "zero3")
+    engine.backward(engine(make_batch(model, 0, 1)))
+    engine.step()
+    assert engine.full_state("scale")["step"].item() == 2
+    engine.destroy()
+
+
+@pytest.mark.parametrize("preset", STAGES)
+def test_assigning_a_state_dict_is_refused(preset):
+    engine = start("mlp", {"preset": preset})
+    for target in (engine, engine.module):
+        with pytest.raises(ValueError, match="leave assign out"):
+            target.load_state_dict(make_model("mlp").state_dict(), assign=True)
+    engine.destroy()
+    engine.destroy()
+
+
+@ranks(2)
+@pytest.mark.parametrize("preset", STAGES)
+def test_gradient_hooks_run_once_a_step(rank, world_size, preset):
+    engine = start("mlp", {"preset": preset, "batch": {"accumulation": 2}})
+    calls = []
+    engine.register_grad_hook(lambda unit, shard: calls.append(unit))
+    for micro in range(2):
+        engine.backward(engine(make_batch(engine.module, rank, micro)))
+        engine.step()
+    assert sorted(calls) == sorted(unit.name for unit in engine.units)
+    engine.destroy()

@@ -27,7 +27,8 @@ def gathered(
 
     `params` is one tensor or any iterable of tensors and None, in any order, with duplicates; what no engine manages
     (buffers, other tensors) is passed over. With `write`, what was written into them is kept, master copy included:
-    all ranks must have written the same, or `source` names the rank whose values everyone takes.
+    all ranks must have written the same, or `source` names the rank whose values everyone takes. Without it, do not
+    write: whether the values stay depends on the precision.
 
     >>> import torch, shardwise
     >>> model = torch.nn.Linear(4, 2)

@@ -223,7 +223,7 @@ def _tensors_in(things: Iterable[Watchable]) -> Iterator[torch.Tensor]:
         elif hasattr(thing, "__tensor_flatten__"):
             names, _ = thing.__tensor_flatten__()
             yield from _tensors_in(getattr(thing, name) for name in names)
-        else:
+        elif isinstance(thing, torch.Tensor):  # a DTensor also names its mesh among its parts
             yield thing
 
 

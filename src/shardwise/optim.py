@@ -34,8 +34,11 @@ class Updater:
         optimizer.state.clear()
         for unit in units:
             _cut_state(optimizer, unit, states)
+        self._counted: set[str] = set()
+        count = len(optimizer.param_groups)
+        self._pieces = {unit.name: [_in_group(unit, index) for index in range(count)] for unit in units}
         for index, group in enumerate(optimizer.param_groups):
-            group["params"] = [piece for unit in units for number, piece in unit.weights.pieces if number == index]
+            group["params"] = [piece for pieces in self._pieces.values() for piece in pieces[index]]
             _prefer_fused(optimizer, group)
         # A bound method: LR schedulers look for the function behind it.
         optimizer.step = MethodType(_use_engine_step, optimizer)  # type: ignore[method-assign]
@@ -60,8 +63,8 @@ class Updater:
         groups = self.optimizer.param_groups
         everything = [group["params"] for group in groups]
         try:
-            for index, group in enumerate(groups):
-                group["params"] = [piece for number, piece in unit.weights.pieces if number == index]
+            for group, pieces in zip(groups, self._pieces[unit.name], strict=True):
+                group["params"] = pieces
             self.optimizer.param_groups = [group for group in groups if group["params"]]
             self._step()
         finally:
@@ -70,6 +73,10 @@ class Updater:
                 group["params"] = params
 
     def _settle_ledger(self, unit: Unit) -> None:
+        """Account for the state that the optimizer makes in its first step."""
+        if unit.name in self._counted:
+            return
+        self._counted.add(unit.name)
         held = sum(
             value.numel() * value.element_size()
             for _, piece in unit.weights.pieces
@@ -110,6 +117,10 @@ def group_numbers(optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Para
             + ": add them to a parameter group, or set requires_grad to False"
         )
     return groups
+
+
+def _in_group(unit: Unit, index: int) -> list[nn.Parameter]:
+    return [piece for number, piece in unit.weights.pieces if number == index]
 
 
 def _scaled(grads: torch.Tensor, coefficient: torch.Tensor | None) -> torch.Tensor:

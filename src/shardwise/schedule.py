@@ -57,11 +57,12 @@ class Ahead:
         chosen: list[Unit] = []
         total = 0
         for other in dict.fromkeys(following):
+            if other is unit:
+                continue
             total += other.weights.full_bytes
             if len(chosen) == self.units or not self._allows(total, unit.weights.full_bytes):
                 break
-            if other is not unit:
-                chosen.append(other)
+            chosen.append(other)
         return chosen
 
     def _allows(self, ahead: int, current: int) -> bool:
@@ -309,13 +310,17 @@ class Order:
     def __init__(self, units: Sequence[Unit], ahead: Ahead) -> None:
         self._all = list(units)
         self._choice = ahead
+        self._entered: list[Unit] = []
+        self.forward: list[Unit] = []
+        self.backward: list[Unit] = []
+        self._ahead: list[list[Unit]] = []
+        self._behind: dict[str, list[Unit]] = {}
         self.learn(self._all)
 
     def learn(self, entered: Sequence[Unit]) -> None:
         """Adopt the entries of a forward, in order and with repetitions."""
-        if [unit.name for unit in entered] == getattr(self, "_names", None):
+        if self._entered == list(entered):
             return
-        self._names = [unit.name for unit in entered]
         self._entered = list(entered)
         seen = list(dict.fromkeys(entered))
         self.forward = seen + [unit for unit in self._all if unit not in seen]

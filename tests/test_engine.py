@@ -524,6 +524,8 @@ def test_deleting_the_engine_frees_everything(rank, world_size, preset):
     # A first engine leaves constants that serve the whole process: one NaN for all stand-ins, zeros for padding.
     train("gpt", config, rank, steps=1)
     gc.collect()
+    # Gloo's threads may hold what they sent for a moment longer, here and at the end.
+    time.sleep(0.2)
     with StorageObserver() as observer:
         before = observer.current_bytes
         engine = start("gpt", config)
@@ -533,11 +535,10 @@ def test_deleting_the_engine_frees_everything(rank, world_size, preset):
         del engine
         gc.collect()
         assert reference() is None
-        # Gloo's threads may hold what they sent for a moment longer.
         deadline = time.monotonic() + 5
         while observer.current_bytes > before and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert observer.current_bytes == before
+        assert observer.current_bytes <= before
 
 
 @ranks(2)

@@ -521,12 +521,12 @@ def fail_once(engine, where, batch):
 @pytest.mark.parametrize("preset", STAGES)
 def test_deleting_the_engine_frees_everything(rank, world_size, preset):
     config = {"preset": preset, "precision": {"compute": "bf16"}}
-    # A first engine leaves constants that serve the whole process: one NaN for all stand-ins, zeros for padding.
-    train("gpt", config, rank, steps=1)
-    gc.collect()
-    # Gloo's threads may hold what they sent for a moment longer, here and at the end.
-    time.sleep(0.2)
     with StorageObserver() as observer:
+        # A first engine shows the observer the constants that serve the whole process: one NaN for all stand-ins,
+        # zeros for padding. Gloo's threads may hold what they sent for a moment longer, here and at the end.
+        train("gpt", config, rank, steps=1)
+        gc.collect()
+        time.sleep(0.2)
         before = observer.current_bytes
         engine = start("gpt", config)
         train_step(engine, rank, 0)

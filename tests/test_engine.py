@@ -397,6 +397,60 @@ def test_local_gradients_can_be_read_and_edited_before_step(rank, world_size, pr
     engine.destroy()
 
 
+@ranks(2)
+@pytest.mark.parametrize("preset", STAGES)
+def test_p_grad_is_as_the_documentation_says(rank, world_size, preset):
+    engine = start("mlp", {"preset": preset, "batch": {"accumulation": 2}})
+    engine.backward(engine(make_batch(engine.module, rank, 0)))
+    engine.step()
+    plain = make_model("mlp")
+    (plain(make_batch(plain, rank, 0)) / 2).backward()
+    for param, expected in zip(engine.module.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(param.grad, expected.grad) if preset in ("zero0", "zero1") else param.grad is None
+    engine.backward(engine(make_batch(engine.module, rank, 1)))
+    assert all(param.grad is None for param in engine.module.parameters())
+    engine.step()
+    assert all(param.grad is None for param in engine.module.parameters())
+    engine.destroy()
+
+
+@pytest.mark.parametrize("preset", ["zero2", "zero3"])
+def test_sharded_gradients_cannot_wait_for_step(preset):
+    with pytest.raises(shardwise.ConfigError, match="reduce_at"):
+        start("mlp", {"preset": preset, "gradients": {"reduce_at": "step"}})
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize("preset", STAGES)
+def test_full_state_where_groups_keep_different_state(rank, world_size, preset):
+    """SGD keeps momentum for one group only: some ranks own none of it, and must still take part."""
+    model = make_model("mlp")
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim == 2], "momentum": 0.9},
+        {"params": [p for p in model.parameters() if p.ndim == 1], "momentum": 0.0},
+    ]
+    engine = shardwise.initialize(model, torch.optim.SGD(groups, lr=0.1), preset)
+    train_step(engine, rank, 0)
+    assert engine.full_state("layers.0.weight")["momentum_buffer"].shape == (40, 40)
+    assert engine.full_state("layers.0.bias") == {}
+    engine.destroy()
+
+
+@ranks(2)
+def test_state_that_is_one_number_stays_one(rank, world_size):
+    model = make_model("mlp")
+    engine = shardwise.initialize(model, torch.optim.NAdam(model.parameters()), "zero3")
+    train_step(engine, rank, 0)
+    state = engine.full_state("layers.2.weight")
+    assert {key: tuple(value.shape) for key, value in state.items()} == {
+        "exp_avg": (40, 40),
+        "exp_avg_sq": (40, 40),
+        "mu_product": (),
+        "step": (),
+    }
+    engine.destroy()
+
+
 @ranks(2, 3)
 @pytest.mark.parametrize("preset", STAGES)
 @pytest.mark.parametrize("accumulation", [1, 2])

@@ -25,19 +25,18 @@ def sent_in_a_step(engine, rank, step=1):
 def expected_bytes(engine, preset, order, accumulation, item, world_size):
     """(K+1) or 2 times the trainable weights; stage 3: 3K times, plus frozen, less re-gathers.
 
-    The units that end the forward (the last one and the root) are not gathered again; one that no forward enters is
-    never gathered.
+    What the backward begins with (the last unit, the one gathered ahead beside it, the root) is not gathered again;
+    a unit that no forward enters is never gathered.
     """
     share = (world_size - 1) / world_size
     trainable = sum(unit.layout.numel for unit in engine.units if unit.grads is not None)
-    frozen = sum(unit.layout.numel for unit in engine.units if unit.grads is None)
     held = 4 if accumulation > 1 else item
     if preset == "zero3":
-        last = engine.units[-1].layout.numel
-        root = sum(unit.layout.numel for unit in engine.units if unit.spec.runs[0] == ("",))
-        idle = sum(unit.layout.numel for unit in engine.units if unit.name == "unused")
+        entered = [unit for unit in engine.units if unit.name != "unused"]
+        inside = [unit for unit in entered if unit.spec.runs[0] != ("",)]
+        gathers = sum(unit.layout.numel for unit in entered) + sum(unit.layout.numel for unit in inside[:-2])
         reduced = trainable * (accumulation * item if order == "sharded" else held)
-        return (reduced + accumulation * item * (2 * (trainable + frozen - idle) - last - root)) * share
+        return (reduced + accumulation * item * gathers) * share
     reduced = accumulation * item if order == "sharded" else held
     # Stage 0 brings the reduced gradients to all ranks as they are held, the others the updated weights.
     gathered = held if preset == "zero0" else item

@@ -73,10 +73,17 @@ def full_state(engine: Engine, name: str) -> dict[str, torch.Tensor]:
     unit = _find(engine, name)
     if engine.optimizer is None or unit.grads is None:
         raise ValueError(f"parameter {name!r} is not trained by this engine and has no optimizer state")
+    mine = _owned_state(engine.optimizer, unit, name)
+    # Ranks own different parts, some of them none: what there is to gather is agreed upon first.
+    told = {key: value.dtype if value.ndim else value.cpu() for key, value in mine.items()}
+    everyone = {key: kind for one in reversed(unit.comm.share_object(told)) for key, kind in one.items()}
     state: dict[str, torch.Tensor] = {}
-    for key, flat in _owned_state(engine.optimizer, unit).items():
-        whole = unit.view(unit.weights.whole(flat), name)
-        state[key] = whole.flatten()[0].clone() if key == "step" and whole.numel() else whole.clone()
+    for key, kind in sorted(everyone.items()):
+        if isinstance(kind, torch.Tensor):
+            state[key] = kind.clone()
+            continue
+        flat = torch.zeros(unit.weights.owned.numel, dtype=kind, device=unit.weights.master.device)
+        state[key] = unit.view(unit.weights.whole(mine.get(key, flat)), name).clone()
     return state
 
 
@@ -90,9 +97,9 @@ class Access:
             for param in unit.params:
                 param._shardwise_unit = weakref.ref(unit)  # type: ignore[attr-defined]
         self._handles = [
-            model.register_state_dict_post_hook(_StateDictHook(reference)),  # type: ignore[no-untyped-call]
-            model.register_load_state_dict_pre_hook(_LoadHook(reference, begins=True)),  # type: ignore[no-untyped-call]
-            model.register_load_state_dict_post_hook(_LoadHook(reference, begins=False)),  # type: ignore[no-untyped-call]
+            model.register_state_dict_post_hook(_StateDictHook(reference)),
+            model.register_load_state_dict_pre_hook(_LoadHook(reference, begins=True)),
+            model.register_load_state_dict_post_hook(_LoadHook(reference, begins=False)),
         ]
 
     def remove(self) -> None:
@@ -173,17 +180,18 @@ def _find(engine: Engine, name: str) -> Unit:
     raise KeyError(f"the model has no parameter {name!r}; names are those of model.named_parameters()")
 
 
-def _owned_state(optimizer: torch.optim.Optimizer, unit: Unit) -> dict[str, torch.Tensor]:
-    """The optimizer state of a unit's owned elements as flat tensors; one value per piece is spread over the piece."""
-    flats: dict[str, torch.Tensor] = {}
-    weights = unit.weights
+def _owned_state(optimizer: torch.optim.Optimizer, unit: Unit, name: str) -> dict[str, torch.Tensor]:
+    """The optimizer state of the pieces that hold some of a parameter: one value each, or flat over what is owned."""
+    weights, slot = unit.weights, unit.layout.slot(name).span
+    state: dict[str, torch.Tensor] = {}
     for (_, piece), span in zip(weights.pieces, weights.piece_spans, strict=True):
-        for key, value in sorted(optimizer.state.get(piece, {}).items()):
-            if value is None:
+        if not slot.intersect(span.shift(weights.owned.start)):
+            continue
+        for key, value in optimizer.state.get(piece, {}).items():
+            value = torch.as_tensor(value) if value is not None else torch.empty(0)
+            if value.shape != piece.shape:
+                state.update({key: value} if value.ndim == 0 else {})
                 continue
-            value = torch.as_tensor(value)
-            flat = flats.setdefault(
-                key, torch.zeros(weights.owned.numel, dtype=value.dtype, device=weights.master.device)
-            )
+            flat = state.setdefault(key, value.new_zeros(weights.owned.numel))
             flat[span.slice] = value
-    return flats
+    return state

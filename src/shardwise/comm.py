@@ -96,6 +96,13 @@ class Comm:
         getattr(dist, _GATHER)(everyone.view(-1), values.contiguous().view(-1), group=self._reduce_group)
         return everyone
 
+    def share_object(self, value: Any) -> list[Any]:
+        """A small picklable value of every rank, on every rank. For looks inside, not in a step."""
+        everyone = [value] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(everyone, value, group=self._reduce_group)
+        return everyone
+
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         """Rank `source`'s values for everyone, at once. Used at start-up and by writes, not in a step."""
         if self.world_size > 1 and tensor.numel():

@@ -83,7 +83,7 @@ class Engine(nn.Module):
             self.zero_grad()
         self._schedule.begin_backward()
         try:
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
         except BaseException:
             self.zero_grad()
             raise

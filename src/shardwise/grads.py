@@ -57,6 +57,7 @@ class Grads:
         self._shard = layout.shard(comm.rank)
         self._gathering: Handle | None = None
         self._exchange: Exchange | None = None
+        self._strays = Entry(Kind.GRADS, f"{name} (local)", Tier.DEVICE)
         entry = Entry(Kind.GRADS, name, Tier.DEVICE)
         self._held = Buffer(ledger, entry, layout.shard_numel, policy.accumulate_dtype, comm.device)
         self._full: Buffer | None = None
@@ -83,7 +84,19 @@ class Grads:
         return GradSizes(self._layout.numel * item, largest * item, self._held.size_bytes)
 
     def open(self) -> None:
-        """Gradients are about to arrive."""
+        """The backward reaches the unit: gradients are about to arrive."""
+        self._begin()
+        self._ledger.settle(self._strays, self._arriving_bytes())
+
+    def _arriving_bytes(self) -> int:
+        """What autograd makes: all gradients of the unit, or, to add to those that are there, one at a time."""
+        sizes, weights, grads = self.sizes(), self.policy.weight_dtype, self.policy.grad_dtype
+        if self._full is None or not self._full.live:
+            return sizes.full
+        cast = sizes.largest // grads.itemsize * weights.itemsize if weights != grads else 0
+        return sizes.largest + cast
+
+    def _begin(self) -> None:
         self.has_gradients = True
         if self.is_reduced and self._full is not None:
             raise RuntimeError(
@@ -109,13 +122,14 @@ class Grads:
                     view.copy_(param.grad.detach())
         for param, view in zip(params, views, strict=True):
             param.grad = view
+        self._ledger.settle(self._strays, 0)
 
     def start_reduce(self) -> None:
         """Send every rank its part. `finish_reduce` waits for ours and adds it up."""
         with record_function(f"shardwise::reduce {self.name}"):
-            self.open()
+            self._begin()
             self.collect()
-            source: Source = Strays(self._params, self._layout)
+            source: Source = Strays(self._params, self._layout, self._let_go)
             if self._full is not None:
                 source = Flat(self._full.tensor.view(self._layout.world_size, -1))
             self._exchange = Exchange(source, self._layout, self.policy.reduce_dtype, self.flight.pieces, self._ledger)
@@ -184,6 +198,7 @@ class Grads:
     def _let_go(self) -> None:
         for param in self._params:
             param.grad = None
+        self._ledger.settle(self._strays, 0)
 
     @property
     def _everything(self) -> torch.Tensor:
@@ -238,9 +253,10 @@ class Strays:
 
     whole = None
 
-    def __init__(self, params: Sequence[nn.Parameter], layout: Layout) -> None:
+    def __init__(self, params: Sequence[nn.Parameter], layout: Layout, free: Callable[[], None]) -> None:
         self._params = params
         self._layout = layout
+        self.free = free
 
     def pack(self, sent: torch.Tensor, start: int, stop: int) -> None:
         if stop - start == self._layout.shard_numel:
@@ -248,10 +264,6 @@ class Strays:
             return
         for rank, row in enumerate(sent):
             _pack(row, Span(start, stop).shift(rank * self._layout.shard_numel), self._params, self._layout)
-
-    def free(self) -> None:
-        for param in self._params:
-            param.grad = None
 
 
 def _pack(target: torch.Tensor, wanted: Span, params: Sequence[nn.Parameter], layout: Layout) -> None:
@@ -321,7 +333,8 @@ class Exchange:
             if self._received is not None:
                 self._drop_sent()
             tensor, adds = place = place or target()
-            _mean_in_rank_order(self._parts, tensor[start:stop], adds)
+            with self._ledger.passing("exchange", Tier.DEVICE, _mean_bytes(self._parts)):
+                _mean_in_rank_order(self._parts, tensor[start:stop], adds)
             self.abandon()
         if place is None:
             target()
@@ -380,8 +393,16 @@ def _mean_in_rank_order(parts: torch.Tensor, target: torch.Tensor, add: bool) ->
             torch.add(mean, 0.0, out=target[start:stop])
 
 
+def _mean_bytes(parts: torch.Tensor) -> int:
+    """The fp32 block in which the mean is made."""
+    return min(parts.shape[1], _block_numel(parts[0])) * torch.float32.itemsize if len(parts) > 1 else 0
+
+
+def _block_numel(target: torch.Tensor) -> int:
+    return _BLOCK_NUMEL if target.device.type == "cpu" else max(1 << 18, -(-target.numel() // 16))
+
+
 def _blocks(target: torch.Tensor) -> Iterator[tuple[int, int]]:
-    numel = target.numel()
-    block = _BLOCK_NUMEL if target.device.type == "cpu" else max(1 << 18, -(-numel // 16))
+    numel, block = target.numel(), _block_numel(target)
     for start in range(0, numel, block):
         yield start, min(start + block, numel)

@@ -64,7 +64,7 @@ class Labelling:
         for name, param in model.named_parameters():
             if param.requires_grad and param.is_leaf:
                 hook = self._grad_labeller(observer, name)
-                handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                handle = param.register_post_accumulate_grad_hook(hook)
                 self._handles.append(handle)
         if optimizer is not None:
             names = {id(param): name for name, param in model.named_parameters()}

@@ -11,8 +11,10 @@ engine goes through it; tests compare it with an observer outside.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 from collections import Counter
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -74,6 +76,16 @@ class Ledger:
         self.live[entry] -= size_bytes
         self.total_bytes -= size_bytes
         assert self.live[entry] >= 0, f"more of {entry} freed than was allocated"
+
+    @contextlib.contextmanager
+    def passing(self, unit: str, tier: Tier, size_bytes: int) -> Iterator[None]:
+        """Within it, `size_bytes` of work: for what torch's operations allocate for us."""
+        entry = Entry(Kind.WORK, unit, tier)
+        self.add(entry, size_bytes)
+        try:
+            yield
+        finally:
+            self.remove(entry, size_bytes)
 
     def settle(self, entry: Entry, size_bytes: int) -> None:
         """Bring an entry to `size_bytes`: for state that torch's optimizers allocate themselves."""

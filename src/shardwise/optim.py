@@ -47,13 +47,16 @@ class Updater:
         """Update the owned elements of `unit` from its reduced gradients, multiplied with `coefficient`."""
         assert unit.grads is not None
         with record_function(f"shardwise::update {unit.name}"):
-            grads = _scaled(unit.grads.owned(), coefficient)
-            for (_, piece), span in zip(unit.weights.pieces, unit.weights.piece_spans, strict=True):
-                piece.grad = grads[span.slice]
-            self._step_pieces(unit)
-            for _, piece in unit.weights.pieces:
-                piece.grad = None
-            self._settle_ledger(unit)
+            reduced = unit.grads.owned()
+            cast_bytes = 0 if reduced.dtype == torch.float32 else reduced.numel() * torch.float32.itemsize
+            with self._ledger.passing(unit.name, Tier.DEVICE, cast_bytes):
+                grads = _scaled(reduced, coefficient)
+                for (_, piece), span in zip(unit.weights.pieces, unit.weights.piece_spans, strict=True):
+                    piece.grad = grads[span.slice]
+                self._step_pieces(unit)
+                for _, piece in unit.weights.pieces:
+                    piece.grad = None
+                self._settle_ledger(unit)
 
     def finish(self) -> None:
         """Tell LR schedulers that a step was taken."""

@@ -75,4 +75,4 @@ def _react(cls: type, func: Callable[..., Any], types: Any, args: Any = (), kwar
 def _reduce_ex(self: torch.Tensor, protocol: int) -> Any:
     """Pickle the values alone: neither the class, which only exists here, nor what ties it to an engine."""
     plain = torch.nn.Parameter(self.detach().clone(), requires_grad=self.requires_grad)
-    return plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+    return plain.__reduce_ex__(protocol)

@@ -205,7 +205,7 @@ class Schedule:
             visit = Visit(self, site.units)
             for tensor in tensors_in(output):
                 if tensor.grad_fn is not None:
-                    tensor.register_hook(visit)  # type: ignore[no-untyped-call]
+                    tensor.register_hook(visit)
 
     def _begin_forward(self) -> None:
         if self.is_stale():
@@ -219,8 +219,10 @@ class Schedule:
         return len(self._entered) - 1
 
     def _stays(self, site: Site, unit: Unit) -> bool:
-        """A unit that the backward needs first is not released just to be gathered again."""
-        return torch.is_grad_enabled() and (site.is_root or self._order.is_last(unit))
+        """A unit that is gathered when the backward begins is not released just to be gathered again."""
+        # A re-entrant checkpoint turns gradients off inside a forward that has them on.
+        has_backward = torch.is_grad_enabled() or (self._is_loud and self._sites[0].depth > 0)
+        return has_backward and (site.is_root or self._order.is_needed_next(unit, len(self._entered)))
 
     def _count_quiet(self, site: Site, recompute: bool) -> None:
         if self._is_loud and not recompute:
@@ -315,6 +317,7 @@ class Order:
         self.backward: list[Unit] = []
         self._ahead: list[list[Unit]] = []
         self._behind: dict[str, list[Unit]] = {}
+        self._stays_from: dict[str, int] = {}
         self.learn(self._all)
 
     def learn(self, entered: Sequence[Unit]) -> None:
@@ -328,6 +331,9 @@ class Order:
         self._ahead = [self._choice.choose(unit, entered[index + 1 :]) for index, unit in enumerate(entered)]
         first = {unit.name: index for index, unit in reversed(list(enumerate(entered)))}
         self._behind = {unit.name: self._choice.choose(unit, entered[: first[unit.name]][::-1]) for unit in seen}
+        last = {unit.name: index for index, unit in enumerate(entered)}
+        end = list(entered[-1:])
+        self._stays_from = {unit.name: last[unit.name] for unit in end + [u for e in end for u in self.behind(e)]}
 
     def ahead(self, index: int) -> Sequence[Unit]:
         """The units to gather while the one entered at `index` computes its forward."""
@@ -339,8 +345,10 @@ class Order:
         """The units to gather while `unit` computes its backward."""
         return self._behind.get(unit.name, ())
 
-    def is_last(self, unit: Unit) -> bool:
-        return bool(self._entered) and self._entered[-1] is unit
+    def is_needed_next(self, unit: Unit, entered: int) -> bool:
+        """Whether the backward begins with `unit`, or gathers it ahead at once, and `entered` entries bring no more
+        of it: then it is in memory at the peak anyway, and releasing it would only send it once more."""
+        return entered > self._stays_from.get(unit.name, entered)
 
 
 class Visit:
@@ -379,7 +387,7 @@ def _mark_inputs(args: Any, kwargs: Any, leave: Callable[[], None]) -> Any:
     marked = {id(t): t for t in tensors_in((args, kwargs)) if t.requires_grad}
     made = [tensor for tensor in marked.values() if tensor.grad_fn is not None]
     for tensor in made:
-        tensor.register_hook(lambda grad: leave())  # type: ignore[no-untyped-call]
+        tensor.register_hook(lambda grad: leave())
     if made or not marked:
         return None
     outputs = _Boundary.apply(leave, *marked.values())  # type: ignore[no-untyped-call]

@@ -53,6 +53,7 @@ class Unit:
         self.number = next(_NUMBERS)
         self.spec = spec
         self.layout = layout
+        self.comm = comm
         self.names = [slot.spec.name for slot in layout.slots]
         self.params = [params[name] for name in self.names]
         self.traffic = Traffic()

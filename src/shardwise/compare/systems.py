@@ -47,7 +47,7 @@ class System:
             return loss_of(self.wrapped(**batch))
 
     def backward(self, loss: torch.Tensor, is_last: bool) -> None:
-        self.scaler.scale(loss / self.job.settings.accumulate).backward()  # type: ignore[no-untyped-call]
+        self.scaler.scale(loss / self.job.settings.accumulate).backward()
 
     def update(self) -> None:
         limit = self.job.settings.clip_norm

@@ -109,7 +109,7 @@ class Clock:
 
     def tick(self) -> None:
         if self._is_cuda:
-            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event = torch.cuda.Event(enable_timing=True)
             event.record()
             self._ticks.append(event)
         else:

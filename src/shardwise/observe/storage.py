@@ -38,7 +38,7 @@ class _Entry(weakref.ref):  # type: ignore[type-arg]
     label: str
 
 
-class StorageObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class StorageObserver(TorchDispatchMode):
     """Peak and current bytes of live tensor storage on `device` while the context is active.
 
     `existing`: tensors, modules and optimizers that are alive already and count from the start; by default all that

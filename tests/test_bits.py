@@ -8,13 +8,17 @@ from support.training import digest, make_batch, make_model, make_optimizer, mak
 
 STAGES = ["zero0", "zero1", "zero2", "zero3"]
 ORDER = {"zero0": "local", "zero1": "local", "zero2": "sharded", "zero3": "sharded"}
+# A scale with which these models do not overflow.
+PRECISIONS = {name: {"compute": name} for name in ("fp32", "bf16")} | {
+    "fp16": {"compute": "fp16", "loss_scale": {"initial": 256.0}}
+}
 
 
 def config(preset, precision="fp32", accumulation=1, order=None, prefetch=1, clip=None, **more):
     gradients = {"clip_norm": clip, **({"order": order} if order else {}), **more}
     return {
         "preset": preset,
-        "precision": {"compute": precision},
+        "precision": PRECISIONS[precision],
         "batch": {"accumulation": accumulation},
         "gradients": gradients,
         "runtime": {"prefetch": prefetch},
@@ -24,7 +28,7 @@ def config(preset, precision="fp32", accumulation=1, order=None, prefetch=1, cli
 @matrix(
     {
         "preset": STAGES,
-        "precision": ["fp32", "bf16"],
+        "precision": list(PRECISIONS),
         "accumulation": [1, 3],
         "order": ["local", "sharded"],
         "world_size": [1, 2, 3, 4],

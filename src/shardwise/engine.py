@@ -20,6 +20,7 @@ from shardwise.optim import Updater, group_numbers
 from shardwise.policy import DTYPES, policy_for
 from shardwise.recompute import Recompute
 from shardwise.report import Clock, Report
+from shardwise.scaling import Outcome, Scaler
 from shardwise.schedule import Ahead, Schedule
 from shardwise.tensors import map_tensors
 from shardwise.unit import Unit, layout_for
@@ -38,11 +39,15 @@ class Engine(nn.Module):
         self.lr_scheduler: Any = None
         self.grad_norm: torch.Tensor | None = None
         self.steps = 0
+        self._skipped_steps = 0
         self._micro_step = 0
         self._boundary: bool | None = None
         self._syncs = True
         self._is_destroyed = False
         self._comm = comm
+        self._scaler = Scaler.of(config.precision, comm.device)
+        self._outcome: Outcome | None = None
+        self._was_skipped = False
         self._ledger = Ledger()
         self._clock = Clock(comm.device if config.runtime.timers else None)
         self._units = self._build_units()
@@ -53,6 +58,7 @@ class Engine(nn.Module):
         self._schedule = Schedule(model, self._units, Ahead.of(config.runtime), self._clock)
         self._schedule.reduces = self._reduces
         self._schedule.on_reduced = self._on_reduced
+        self._schedule.on_plain_backward = self._check_plain_backward
         self._grad_hooks: list[Callable[[str, torch.Tensor], None]] = []
         self._access = access.Access(self)
 
@@ -74,11 +80,13 @@ class Engine(nn.Module):
     def backward(self, loss: torch.Tensor, scale: bool = True) -> None:
         """Gradients of `loss`, divided by the number of micro-batches (unless `scale` is False), and reduced.
 
-        A plain `loss.backward()` does the same without the division.
+        A plain `loss.backward()` does the same without the division; not in fp16, where the loss has to be scaled.
         """
         count = self.config.batch.accumulation
         if scale and count > 1:
             loss = loss * (1.0 / count)
+        if self._scaler is not None:
+            loss = loss.float() * self._scaler.scale
         if self._schedule.is_stale():
             self.zero_grad()
         self._schedule.begin_backward()
@@ -110,6 +118,23 @@ class Engine(nn.Module):
         """Drop the gradients accumulated so far and start a new accumulation. `step()` does it by itself."""
         self._schedule.abandon()
         self._micro_step = 0
+
+    @property
+    def loss_scale(self) -> float:
+        """What the next loss is multiplied with; 1.0 but in fp16. Waits for the device."""
+        return self._scaler.scale.item() if self._scaler is not None else 1.0
+
+    @property
+    def was_skipped(self) -> bool:
+        """Whether the last update was skipped because gradients overflowed in fp16. Waits for the device."""
+        self._learn_outcome()
+        return self._was_skipped
+
+    @property
+    def skipped_steps(self) -> int:
+        """How many of `steps` were skipped. Waits for the device."""
+        self._learn_outcome()
+        return self._skipped_steps
 
     @property
     def is_boundary(self) -> bool:
@@ -229,12 +254,39 @@ class Engine(nn.Module):
             return True
         return self.is_boundary and self._syncs and self.config.gradients.reduce_at == "backward"
 
+    def _check_plain_backward(self) -> None:
+        if self._scaler is not None:
+            raise RuntimeError("in fp16 the loss has to be scaled: call engine.backward(loss), not loss.backward()")
+
     def _on_reduced(self, unit: Unit) -> None:
         """Gradients that are final can be on their way to a replicated optimizer; nobody may edit them any more."""
         final = self.is_boundary and self.config.placement.grads.sharding == "replicated"
         if final and not self._grad_hooks:
             assert unit.grads is not None
             unit.grads.start_gather()
+
+    def _unscale(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Whether gradients overflowed, and what they are multiplied with: 1/scale and clipping in one number."""
+        assert self.grad_norm is not None
+        overflow = None
+        if self._scaler is not None:
+            overflow = ~self.grad_norm.isfinite()
+            self.grad_norm = self.grad_norm / self._scaler.scale
+        limit = self.config.gradients.clip_norm
+        coefficient = norm.clip_coefficient(self.grad_norm, limit) if limit else None
+        if self._scaler is not None:
+            coefficient = (1.0 if coefficient is None else coefficient) / self._scaler.scale
+        return overflow, coefficient
+
+    def _learn_outcome(self) -> None:
+        """What the host does once it knows how the last step in fp16 ended: count, and step the LR scheduler."""
+        outcome, self._outcome = self._outcome, None
+        if outcome is None:
+            return
+        self._was_skipped = outcome.was_skipped()
+        self._skipped_steps += self._was_skipped
+        if self.lr_scheduler is not None and not self._was_skipped:
+            self.lr_scheduler.step()
 
     def _update(self, updater: Updater) -> None:
         schedule = self._schedule
@@ -247,20 +299,25 @@ class Engine(nn.Module):
             for hook in self._grad_hooks:
                 assert unit.grads is not None
                 hook(unit.name, unit.grads.reduced)
+        self._learn_outcome()
         with self._clock.phase("norm"):
             shards = [unit.grads.reduced for unit in trainable if unit.grads]
             self.grad_norm = norm.global_norm(shards, self._comm, exact=self.config.gradients.deterministic)
-        limit = self.config.gradients.clip_norm
-        coefficient = norm.clip_coefficient(self.grad_norm, limit) if limit else None
+        overflow, coefficient = self._unscale()
         with self._clock.phase("update"):
+            skips = updater.begin(overflow)
             for unit in trainable:
                 assert unit.grads is not None
-                updater.update(unit, coefficient)
+                if not skips:
+                    updater.update(unit, coefficient)
                 unit.grads.clear()
-                unit.weights.refresh()
+                if not skips:
+                    unit.weights.refresh()
         updater.finish()
         self.steps += 1
-        if self.lr_scheduler is not None:
+        if self._scaler is not None and overflow is not None:
+            self._outcome = Outcome(overflow, self._scaler.update(overflow))
+        elif self.lr_scheduler is not None:
             self.lr_scheduler.step()
         every = self.config.runtime.steps_per_print
         if every and self.steps % every == 0 and self._comm.rank == 0:

@@ -40,8 +40,22 @@ class Updater:
         for index, group in enumerate(optimizer.param_groups):
             group["params"] = [piece for pieces in self._pieces.values() for piece in pieces[index]]
             _prefer_fused(optimizer, group)
+        self._skips_itself = all(group.get("fused") for group in optimizer.param_groups)
         # A bound method: LR schedulers look for the function behind it.
         optimizer.step = MethodType(_use_engine_step, optimizer)  # type: ignore[method-assign]
+
+    def begin(self, overflow: torch.Tensor | None) -> bool:
+        """Before the units of a step; says whether to skip it.
+
+        Fused kernels skip by themselves where `overflow` holds on the device. Others, and the first step, which makes
+        the state, are skipped here, which waits for the device.
+        """
+        if overflow is None:
+            return False
+        if self._skips_itself and self._counted:
+            self.optimizer.found_inf = overflow.to(torch.float32)  # type: ignore[attr-defined]
+            return False
+        return bool(overflow.item())
 
     def update(self, unit: Unit, coefficient: torch.Tensor | None) -> None:
         """Update the owned elements of `unit` from its reduced gradients, multiplied with `coefficient`."""

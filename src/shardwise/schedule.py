@@ -79,6 +79,7 @@ class Schedule:
         self.trainable = [unit for unit in units if unit.grads is not None]
         self.reduces: Callable[[], bool] = lambda: True
         self.on_reduced: Callable[[Unit], None] = lambda unit: None
+        self.on_plain_backward: Callable[[], None] = lambda: None
         self._clock = clock
         self._in_flight: Unit | None = None
         self._in_backward = False
@@ -234,6 +235,7 @@ class Schedule:
     def reach(self, units: Sequence[Unit], generations: Sequence[int]) -> None:
         """The backward reaches a site: its units' weights are needed, and their gradients will arrive."""
         if not self._in_backward:
+            self.on_plain_backward()
             self.begin_backward()
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
         for unit, generation in zip(units, generations, strict=True):

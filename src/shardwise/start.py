@@ -103,8 +103,6 @@ def _check_supported(config: Config) -> None:
                 f"placement.{kind}.tier is {tier!r}: this version keeps everything on the device; "
                 "take the preset without _offload or _nvme"
             )
-    if config.precision.compute == "fp16" and not config.precision.autocast:
-        raise ConfigError('precision.compute is "fp16": loss scaling is not built yet; use "bf16"')
     if config.checkpointing.offload:
         raise ConfigError("checkpointing.offload is on: activations cannot be kept in host memory yet; turn it off")
 

@@ -1,0 +1,70 @@
+"""Loss scaling: keeps fp16 gradients in range, decided on the device so that the host never waits for a step.
+
+The loss is multiplied with the scale before the backward, the reduced gradients divided by it before the update. If
+their norm is not finite, a gradient overflowed: all ranks see the same norm, so all skip the same step and no state
+changes. A dynamic scale halves after `hysteresis` overflows and doubles after `window` good steps in a row.
+
+What the host learns of a step (`was_skipped`) is a copy on its way; asking for it waits.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from shardwise.config import LossScale, Precision
+
+_FACTOR = 2.0
+
+
+class Scaler:
+    """The loss scale and its counters, on the device."""
+
+    def __init__(self, settings: LossScale, device: torch.device) -> None:
+        self._settings = settings
+        self.scale = torch.tensor(settings.initial, dtype=torch.float32, device=device)
+        self._good_steps = torch.zeros((), dtype=torch.int32, device=device)
+        self._patience = torch.tensor(settings.hysteresis, dtype=torch.int32, device=device)
+
+    @classmethod
+    def of(cls, precision: Precision, device: torch.device) -> Scaler | None:
+        """A scaler where the precision needs one."""
+        return cls(precision.loss_scale, device) if precision.compute == "fp16" else None
+
+    def update(self, overflow: torch.Tensor) -> torch.Tensor:
+        """Take notice of one step; says whether the scale would have to fall below its minimum."""
+        if not self._settings.dynamic:
+            return torch.zeros_like(overflow)
+        settings, patience = self._settings, self._patience
+        shrinks = overflow & (patience == 1)
+        at_minimum = shrinks & (self.scale <= settings.minimum)
+        self._good_steps = torch.where(overflow, 0, self._good_steps + 1)
+        grows = ~overflow & (self._good_steps % settings.window == 0)
+        recovers = ~overflow if settings.consecutive_hysteresis else grows
+        self._patience = torch.where(recovers, settings.hysteresis, patience - (overflow & ~shrinks).to(patience.dtype))
+        smaller = (self.scale / _FACTOR).clamp(min=settings.minimum)
+        self.scale = torch.where(shrinks, smaller, torch.where(grows, self.scale * _FACTOR, self.scale))
+        return at_minimum
+
+
+class Outcome:
+    """What became of one step: known on the device at once, on the host when the copy has arrived."""
+
+    def __init__(self, overflow: torch.Tensor, at_minimum: torch.Tensor) -> None:
+        flags = torch.stack([overflow, at_minimum])
+        self._event = torch.cuda.Event() if flags.is_cuda else None
+        self._flags = torch.empty(2, dtype=torch.bool, pin_memory=flags.is_cuda)
+        self._flags.copy_(flags, non_blocking=True)
+        if self._event is not None:
+            self._event.record()
+
+    def was_skipped(self) -> bool:
+        """Whether the step was skipped. Waits for the device."""
+        if self._event is not None:
+            self._event.synchronize()
+        overflow, at_minimum = self._flags.tolist()
+        if at_minimum:
+            raise FloatingPointError(
+                "gradients overflow in fp16 even at the smallest loss scale (precision.loss_scale.minimum): the model "
+                "diverges, or its values do not fit fp16; lower the learning rate, or compute in bf16"
+            )
+        return bool(overflow)

@@ -20,17 +20,19 @@ from typing import Protocol
 
 import torch
 from torch import nn
-from torch.profiler import record_function
 
 from shardwise.budget import Flight, GradSizes
 from shardwise.comm import DONE, Comm, Handle
 from shardwise.layout import Layout, Span
+from shardwise.marks import mark
 from shardwise.memory import Buffer, Entry, Kind, Ledger, Tier
 from shardwise.policy import Policy
 
 _BLOCK_NUMEL = 1 << 15
 """Elements summed at a time on the CPU: 128 KiB of fp32, so that a block stays in the cache."""
 _PADDING_NUMEL = 256
+# Released parameters are watched (see `pending`), which costs a call into Python for each look at `grad`.
+_PLAINLY = torch._C.DisableTorchFunctionSubclass
 
 
 class Grads:
@@ -126,7 +128,7 @@ class Grads:
 
     def start_reduce(self) -> None:
         """Send every rank its part. `finish_reduce` waits for ours and adds it up."""
-        with record_function(f"shardwise::reduce {self.name}"):
+        with mark("reduce", self.name):
             self._begin()
             self.collect()
             source: Source = Strays(self._params, self._layout, self._let_go)
@@ -134,7 +136,7 @@ class Grads:
                 source = Flat(self._full.tensor.view(self._layout.world_size, -1))
             self._exchange = Exchange(source, self._layout, self.policy.reduce_dtype, self.flight.pieces, self._ledger)
             self._exchange.start(self._comm)
-            if self.flight.is_whole or self._full is not None:
+            if self._full is not None:
                 self._let_go()
 
     def finish_reduce(self) -> None:
@@ -142,13 +144,14 @@ class Grads:
         exchange, self._exchange = self._exchange, None
         if exchange is None:
             return
-        with record_function(f"shardwise::reduce {self.name}"):
+        with mark("reduce", self.name):
             exchange.finish(self._comm, self._target)
             self.is_reduced = True
 
     def late_gradient(self) -> bool:
         """Whether a gradient arrived after the unit was reduced, and so is in nobody's sum."""
-        return self.is_reduced and any(param.grad is not None for param in self._params)
+        with _PLAINLY():
+            return self.is_reduced and any(param.grad is not None for param in self._params)
 
     def start_gather(self) -> None:
         """Where the optimizer is replicated: bring the reduced gradients of all ranks to every rank."""
@@ -196,8 +199,9 @@ class Grads:
             self._exchange = None
 
     def _let_go(self) -> None:
-        for param in self._params:
-            param.grad = None
+        with _PLAINLY():
+            for param in self._params:
+                param.grad = None
         self._ledger.settle(self._strays, 0)
 
     @property
@@ -270,14 +274,16 @@ def _pack(target: torch.Tensor, wanted: Span, params: Sequence[nn.Parameter], la
     """Lay the gradients of `params` that fall into `wanted` of the flat buffer side by side, zeros in between."""
     row: list[torch.Tensor] = []
     position = wanted.start
-    for slot, param in zip(layout.slots, params, strict=True):
-        part = slot.span.intersect(wanted)
-        if part and param.grad is not None:
-            if part.start > position:
-                row.append(_zeros(part.start - position, target.dtype, target.device))
-            grad = param.grad.detach().reshape(-1)
-            row.append(grad if part == slot.span else grad[part.shift(-slot.span.start).slice])
-            position = part.stop
+    with _PLAINLY():
+        for slot, param in zip(layout.slots, params, strict=True):
+            span, grad = slot.span, param.grad
+            start, stop = max(span.start, wanted.start), min(span.stop, wanted.stop)
+            if start < stop and grad is not None:
+                if start > position:
+                    row.append(_zeros(start - position, target.dtype, target.device))
+                flat = grad.detach().reshape(-1)
+                row.append(flat if stop - start == span.numel else flat[start - span.start : stop - span.start])
+                position = stop
     if wanted.stop > position:
         row.append(_zeros(wanted.stop - position, target.dtype, target.device))
     if row:
@@ -286,14 +292,13 @@ def _pack(target: torch.Tensor, wanted: Span, params: Sequence[nn.Parameter], la
 
 def _zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Contiguous zeros, which let cat take its fast path; those for padding are made once."""
-    if numel > _PADDING_NUMEL:
-        return torch.zeros(numel, dtype=dtype, device=device)
-    return _padding(dtype, device)[:numel]
+    make = _padding if numel <= _PADDING_NUMEL else _padding.__wrapped__
+    return make(numel, dtype, device)
 
 
 @cache
-def _padding(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.zeros(_PADDING_NUMEL, dtype=dtype, device=device)
+def _padding(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.zeros(numel, dtype=dtype, device=device)
 
 
 class Exchange:

@@ -33,6 +33,8 @@ class Kind(enum.Enum):
     OPTIM = "optim"
     WORK = "work"
 
+    __hash__ = object.__hash__  # members are one object each; Enum's own hash is in Python, and the ledger asks often
+
 
 class Tier(enum.Enum):
     """Where a buffer rests."""
@@ -40,6 +42,8 @@ class Tier(enum.Enum):
     DEVICE = "device"
     HOST = "host"
     DISK = "disk"
+
+    __hash__ = object.__hash__
 
 
 class Entry(NamedTuple):

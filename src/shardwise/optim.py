@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.profiler import record_function
 
 from shardwise.errors import ConfigError
+from shardwise.marks import mark
 from shardwise.memory import Entry, Kind, Ledger, Tier
 from shardwise.unit import Unit
 
@@ -60,7 +60,7 @@ class Updater:
     def update(self, unit: Unit, coefficient: torch.Tensor | None) -> None:
         """Update the owned elements of `unit` from its reduced gradients, multiplied with `coefficient`."""
         assert unit.grads is not None
-        with record_function(f"shardwise::update {unit.name}"):
+        with mark("update", unit.name):
             reduced = unit.grads.owned()
             cast_bytes = 0 if reduced.dtype == torch.float32 else reduced.numel() * torch.float32.itemsize
             with self._ledger.passing(unit.name, Tier.DEVICE, cast_bytes):

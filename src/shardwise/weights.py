@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.profiler import record_function
 
 from shardwise import pending
 from shardwise.comm import DONE, Comm, Handle
 from shardwise.layout import Layout, Span
+from shardwise.marks import mark
 from shardwise.memory import Buffer, Entry, Kind, Ledger, Tier
 from shardwise.policy import Policy
 
@@ -115,7 +115,7 @@ class Weights:
     def gather(self) -> None:
         """Start to bring the current values into `full`; `settle` waits for them."""
         if self.state is State.RELEASED:
-            with record_function(f"shardwise::gather {self.name}"):
+            with mark("gather", self.name):
                 self._full.allocate()
                 pending.unwatch(self.params)
                 self._bind(self._views)
@@ -125,7 +125,7 @@ class Weights:
         """After an update of the master: bring the new values to whoever holds the weights."""
         self.generation += 1
         if self.state is not State.RELEASED:
-            with record_function(f"shardwise::gather {self.name}"):
+            with mark("gather", self.name):
                 self.settle()
                 self._publish()
 
@@ -142,7 +142,7 @@ class Weights:
         if self.state is State.RELEASED or self._pins:
             return
         self.settle()
-        with record_function(f"shardwise::release {self.name}"):
+        with mark("release", self.name):
             self._bind(self._stand_ins)
             pending.watch(self.params, self._refuse_writes)
             if self._one_storage:

@@ -1,0 +1,110 @@
+"""What the engine costs the host, per unit and pass: a deep GPT of tiny layers, beside the same loop in plain torch.
+
+    python benchmarks/host_cost.py --device cuda
+
+The layers are so small that the host is the bottleneck; passes are forward, backward and update. Seconds are of the
+host alone: on CUDA the device is waited for between steps, outside the clock. One JSON line per row.
+"""
+
+import argparse
+import cProfile
+import json
+import pstats
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+import shardwise
+from shardwise.models import GPT
+
+LAYERS, WARM_STEPS = 48, 10
+
+Step = Callable[[], None]
+
+
+def build(device: str) -> GPT:
+    torch.manual_seed(0)
+    return GPT(hidden=64, layers=LAYERS, heads=2, vocabulary=64, length=9).to(device)
+
+
+def plain(device: str, data: torch.Tensor, precision: str) -> tuple[Step, int]:
+    model = build(device)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+    def step() -> None:
+        model(data).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step, 1
+
+
+def ours(device: str, data: torch.Tensor, precision: str, preset: str) -> tuple[Step, int]:
+    model = build(device)
+    config = {
+        "preset": preset,
+        "precision": {"compute": precision},
+        "gradients": {"clip_norm": 1.0},
+        "runtime": {"min_unit_bytes": 1},
+    }
+    engine = shardwise.initialize(model, torch.optim.AdamW(model.parameters()), config)
+
+    def step() -> None:
+        engine.backward(engine(data))
+        engine.step()
+
+    return step, len(engine.units)
+
+
+def seconds(step: Step, device: str, steps: int) -> float:
+    times = []
+    for index in range(WARM_STEPS + steps):
+        started = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - started)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        if index < WARM_STEPS:
+            times.clear()
+    return statistics.median(times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--precision", default="fp32")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--profile", action="store_true", help="print where the time goes")
+    parser.add_argument("--presets", default="zero0,zero1,zero2,zero3")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    backend = "nccl" if args.device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    data = torch.randint(64, (1, 9), device=args.device)
+    step, _ = plain(args.device, data, args.precision)
+    base = seconds(step, args.device, args.steps)
+    print(json.dumps({"row": "plain", "host_ms": round(base * 1e3, 2)}), flush=True)
+    for preset in args.presets.split(","):
+        step, units = ours(args.device, data, args.precision, preset)
+        taken = seconds(step, args.device, args.steps)
+        cost = (taken - base) / units / 3
+        row = {
+            "row": preset,
+            "host_ms": round(taken * 1e3, 2),
+            "units": units,
+            "us_per_unit_and_pass": round(cost * 1e6),
+        }
+        print(json.dumps(row), flush=True)
+        if args.profile:
+            profile = cProfile.Profile()
+            profile.runcall(lambda step=step: [step() for _ in range(10)])
+            pstats.Stats(profile).sort_stats("tottime").print_stats(40)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

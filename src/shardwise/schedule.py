@@ -300,11 +300,12 @@ class Schedule:
                     sites.setdefault(path, Site(is_root=False)).units.append(unit)
                 sites[run[-1]].ends.add(unit.name)
         handles: list[RemovableHandle] = []
+        untraced = torch._dynamo.disable
         self._sites = list(sites.values())
         for path, site in sites.items():
             module = model.get_submodule(path)
-            handles.append(module.register_forward_pre_hook(partial(self._enter, site), with_kwargs=True))
-            handles.append(module.register_forward_hook(partial(self._exit, site)))
+            handles.append(module.register_forward_pre_hook(untraced(partial(self._enter, site)), with_kwargs=True))
+            handles.append(module.register_forward_hook(untraced(partial(self._exit, site))))
         return handles
 
 

@@ -109,5 +109,5 @@ def digest(engine: shardwise.Engine) -> str:
             tensors += [value for _, value in sorted(engine.full_state(name).items())]
         for tensor in tensors:
             assert not tensor.isnan().any(), f"{name} has NaN"
-            sha.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+            sha.update(tensor.contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes())
     return sha.hexdigest()

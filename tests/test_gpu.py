@@ -1,0 +1,172 @@
+"""The contracts on CUDA. Run on a machine with a GPU: `pytest -m gpu tests/test_gpu.py`.
+
+Ranks share one GPU over Gloo (NCCL refuses two ranks on one); what needs no second rank runs alone over NCCL.
+"""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardwise
+from shardwise import memory
+from shardwise.models import GPT, MLP
+from support import run_ranks
+from support.training import digest, make_optimizer
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic products; read when CUDA starts
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+STAGES = ["zero0", "zero1", "zero2", "zero3"]
+PRECISIONS = {
+    "fp32": {"compute": "fp32"},
+    "bf16": {"compute": "bf16"},
+    "fp16": {"compute": "fp16", "loss_scale": {"initial": 256.0}},
+}
+
+
+def make_engine(preset, precision="bf16", model=None, **more):
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = GPT(256, 4, 4, 1000, 128) if model is None else model()
+    config = {"preset": preset, "precision": PRECISIONS[precision], "gradients": {"clip_norm": 1.0}, **more}
+    return shardwise.initialize(model, make_optimizer(model), config)
+
+
+def tokens(seed):
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    return torch.randint(1000, (4, 128), device="cuda", generator=generator)
+
+
+def train_step(engine, rank, step):
+    count = engine.config.batch.accumulation
+    for micro in range(count):
+        loss = engine(tokens(1000 * rank + step * count + micro))
+        engine.backward(loss)
+        engine.step()
+    return loss
+
+
+def same_bits(rank, world_size, precision, accumulation, presets):
+    torch.cuda.set_device(0)
+    torch.use_deterministic_algorithms(True)
+    memory.POISON = True
+    hashes = {}
+    for preset, prefetch in presets:
+        engine = make_engine(
+            preset,
+            precision,
+            batch={"accumulation": accumulation},
+            gradients={"clip_norm": 1.0, **({"order": "sharded"} if accumulation > 1 else {})},
+            runtime={"prefetch": prefetch},
+        )
+        seen = []
+        for step in range(4):
+            train_step(engine, rank, step)
+            seen.append(digest(engine))
+        engine.destroy()
+        assert len(set(seen)) == len(seen), "training did not change the weights"
+        hashes[preset, prefetch] = tuple(seen)
+    assert len(set(hashes.values())) == 1, hashes
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("precision", list(PRECISIONS))
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_stages_and_prefetch_give_the_same_bits(world_size, precision, accumulation):
+    presets = [(preset, 1) for preset in STAGES] + [("zero3", 0), ("zero3", 2)]
+    run_ranks(same_bits, world_size, precision, accumulation, presets, timeout=200)
+
+
+@pytest.fixture(scope="module")
+def nccl():
+    torch.cuda.set_device(0)
+    if not dist.is_initialized():
+        dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("nccl")
+@pytest.mark.parametrize("preset", STAGES)
+@pytest.mark.parametrize("precision", list(PRECISIONS))
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_host_never_waits(preset, precision, accumulation):
+    engine = make_engine(preset, precision, batch={"accumulation": accumulation})
+    data = tokens(0)
+
+    def step():
+        for _ in range(accumulation):
+            engine.backward(engine(data))
+            engine.step()
+
+    for _ in range(3):
+        step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    engine.destroy()
+
+
+@pytest.mark.usefixtures("nccl")
+def test_an_overflow_on_the_device_leaves_no_trace():
+    engine = make_engine("zero3", "fp16")
+    train_step(engine, 0, 0)
+    before = digest(engine)
+    handle = engine.module.head.weight.register_hook(lambda grad: grad * torch.inf)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        engine.backward(engine(torch.zeros(4, 128, dtype=torch.int64, device="cuda")))
+        engine.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    handle.remove()
+    assert engine.was_skipped
+    assert digest(engine) == before
+    train_step(engine, 0, 1)
+    assert not engine.was_skipped
+    assert digest(engine) != before
+    engine.destroy()
+
+
+@pytest.mark.usefixtures("nccl")
+@pytest.mark.parametrize("preset", STAGES)
+def test_reserved_memory_stays_close_to_allocated_and_does_not_grow(preset):
+    torch.cuda.empty_cache()
+    engine = make_engine(preset, "bf16", lambda: MLP(2048, 16))
+    data = torch.randn(16, 2048, device="cuda")
+    reserved = []
+    for step in range(200):
+        if step == 2:
+            torch.cuda.reset_peak_memory_stats()
+        engine.backward(engine(data))
+        engine.step()
+        reserved.append(torch.cuda.memory_reserved())
+        if step == 21:
+            assert torch.cuda.max_memory_reserved() <= 1.1 * torch.cuda.max_memory_allocated()
+    assert reserved[-1] == reserved[21]
+    engine.destroy()
+
+
+@pytest.mark.usefixtures("nccl")
+@pytest.mark.parametrize("preset", ["zero2", "zero3"])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_compiled_blocks(preset, checkpointed):
+    losses = {}
+    for compiled in (False, True):
+        engine = make_engine(preset, checkpointing={"enabled": checkpointed})
+        if compiled:
+            for block in engine.module.blocks:
+                block.compile()
+        losses[compiled] = [train_step(engine, 0, step).item() for step in range(4)]
+        engine.destroy()
+    assert losses[True] == pytest.approx(losses[False], rel=2e-2)

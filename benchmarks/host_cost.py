@@ -20,7 +20,7 @@ import torch.distributed as dist
 import shardwise
 from shardwise.models import GPT
 
-LAYERS, WARM_STEPS = 48, 10
+LAYERS, PASSES, WARM_STEPS = 48, 3, 10
 
 Step = Callable[[], None]
 
@@ -30,7 +30,7 @@ def build(device: str) -> GPT:
     return GPT(hidden=64, layers=LAYERS, heads=2, vocabulary=64, length=9).to(device)
 
 
-def plain(device: str, data: torch.Tensor, precision: str) -> tuple[Step, int]:
+def plain(device: str, data: torch.Tensor) -> tuple[Step, int]:
     model = build(device)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 
@@ -60,17 +60,13 @@ def ours(device: str, data: torch.Tensor, precision: str, preset: str) -> tuple[
     return step, len(engine.units)
 
 
-def seconds(step: Step, device: str, steps: int) -> float:
-    times = []
-    for index in range(WARM_STEPS + steps):
-        started = time.perf_counter()
-        step()
-        times.append(time.perf_counter() - started)
-        if device == "cuda":
-            torch.cuda.synchronize()
-        if index < WARM_STEPS:
-            times.clear()
-    return statistics.median(times)
+def seconds(step: Step, device: str) -> float:
+    started = time.perf_counter()
+    step()
+    taken = time.perf_counter() - started
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return taken
 
 
 def main() -> None:
@@ -85,20 +81,18 @@ def main() -> None:
     backend = "nccl" if args.device == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     data = torch.randint(64, (1, 9), device=args.device)
-    step, _ = plain(args.device, data, args.precision)
-    base = seconds(step, args.device, args.steps)
-    print(json.dumps({"row": "plain", "host_ms": round(base * 1e3, 2)}), flush=True)
-    for preset in args.presets.split(","):
-        step, units = ours(args.device, data, args.precision, preset)
-        taken = seconds(step, args.device, args.steps)
-        cost = (taken - base) / units / 3
-        row = {
-            "row": preset,
-            "host_ms": round(taken * 1e3, 2),
-            "units": units,
-            "us_per_unit_and_pass": round(cost * 1e6),
-        }
-        print(json.dumps(row), flush=True)
+    made = {"plain": plain(args.device, data)}
+    made |= {preset: ours(args.device, data, args.precision, preset) for preset in args.presets.split(",")}
+    times: dict[str, list[float]] = {row: [] for row in made}
+    for _ in range(WARM_STEPS + args.steps):  # in turn, so that noise hits all alike
+        for row, (step, _) in made.items():
+            times[row].append(seconds(step, args.device))
+    taken = {row: statistics.median(values[WARM_STEPS:]) for row, values in times.items()}
+    for row, (step, units) in made.items():
+        cost = (taken[row] - taken["plain"]) / units / PASSES
+        print(
+            json.dumps({"row": row, "host_ms": round(taken[row] * 1e3, 2), "us_per_unit_and_pass": round(cost * 1e6)})
+        )
         if args.profile:
             profile = cProfile.Profile()
             profile.runcall(lambda step=step: [step() for _ in range(10)])

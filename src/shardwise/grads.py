@@ -14,25 +14,18 @@ Until the reduction, what `p.grad` says is the truth, also if the user changed o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache
-from typing import Protocol
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from shardwise.budget import Flight, GradSizes
-from shardwise.comm import DONE, Comm, Handle
-from shardwise.layout import Layout, Span
+from shardwise.comm import Comm, Handle
+from shardwise.exchange import PLAINLY, Exchange, Flat, Packing, Source, Strays
+from shardwise.layout import Layout
 from shardwise.marks import mark
 from shardwise.memory import Buffer, Entry, Kind, Ledger, Tier
 from shardwise.policy import Policy
-
-_BLOCK_NUMEL = 1 << 15
-"""Elements summed at a time on the CPU: 128 KiB of fp32, so that a block stays in the cache."""
-_PADDING_NUMEL = 256
-# Released parameters are watched (see `pending`), which costs a call into Python for each look at `grad`.
-_PLAINLY = torch._C.DisableTorchFunctionSubclass
 
 
 class Grads:
@@ -64,10 +57,16 @@ class Grads:
         self._held = Buffer(ledger, entry, layout.shard_numel, policy.accumulate_dtype, comm.device)
         self._full: Buffer | None = None
         self._whole: Buffer | None = None
-        self._views: list[torch.Tensor] = []
+        # At W = 1 there is nobody to send to: gradients go straight to where they are held.
+        self._is_alone = comm.world_size == 1 and policy.reduce_dtype == policy.grad_dtype
         if not policy.grads_sharded:
             self._full = Buffer(ledger, entry, layout.numel, policy.grad_dtype, comm.device)
-            self._views = self._full.views(layout)
+            self._packing = Packing(self._full, layout)
+        elif self._is_alone:
+            self._packing = Packing(self._held, layout)
+        else:
+            work = Entry(Kind.WORK, name, Tier.DEVICE)
+            self._packing = Packing(Buffer(ledger, work, layout.numel, policy.reduce_dtype, comm.device), layout)
         for param in self._params:
             param.grad = None
             # Lets an fp32 view collect the gradients of a 16-bit parameter.
@@ -113,9 +112,9 @@ class Grads:
             return
         if not self._full.live:
             self._full.allocate()
-        views, params = self._views, self._params
+        views, params = self._packing.views, self._params
         if not any(param.grad is view for param, view in zip(params, views, strict=True)):
-            _pack(self._full.tensor, Span(0, self._layout.numel), params, self._layout)
+            self._packing.fill(params)
         else:
             for param, view in zip(params, views, strict=True):
                 if param.grad is None:
@@ -131,13 +130,26 @@ class Grads:
         with mark("reduce", self.name):
             self._begin()
             self.collect()
-            source: Source = Strays(self._params, self._layout, self._let_go)
+            if self._is_alone:
+                self._keep()
+                return
+            source: Source = Strays(self._params, self._layout, self._packing, self._let_go)
             if self._full is not None:
                 source = Flat(self._full.tensor.view(self._layout.world_size, -1))
             self._exchange = Exchange(source, self._layout, self.policy.reduce_dtype, self.flight.pieces, self._ledger)
             self._exchange.start(self._comm)
             if self._full is not None:
                 self._let_go()
+
+    def _keep(self) -> None:
+        """One rank's gradients are the sum over all ranks."""
+        if self._full is None and self._held.live:
+            self._packing.add(self._params)
+        elif self._full is None:
+            self._held.allocate()
+            self._packing.fill(self._params)
+        self._let_go()
+        self.is_reduced = True
 
     def finish_reduce(self) -> None:
         """Hold the mean over the ranks of this rank's shard, added to that of earlier micro-batches."""
@@ -150,7 +162,7 @@ class Grads:
 
     def late_gradient(self) -> bool:
         """Whether a gradient arrived after the unit was reduced, and so is in nobody's sum."""
-        with _PLAINLY():
+        with PLAINLY():
             return self.is_reduced and any(param.grad is not None for param in self._params)
 
     def start_gather(self) -> None:
@@ -199,7 +211,7 @@ class Grads:
             self._exchange = None
 
     def _let_go(self) -> None:
-        with _PLAINLY():
+        with PLAINLY():
             for param in self._params:
                 param.grad = None
         self._ledger.settle(self._strays, 0)
@@ -223,191 +235,3 @@ class Grads:
         if self._held.live:
             return self._held.tensor, True
         return self._held.allocate(), False
-
-
-class Source(Protocol):
-    """Gradients to send, seen as [W, shard]."""
-
-    @property
-    def whole(self) -> torch.Tensor | None:
-        """All of them in one tensor, if they are in one."""
-
-    def pack(self, sent: torch.Tensor, start: int, stop: int) -> None:
-        """Copy the columns from `start` to `stop` of every shard."""
-
-    def free(self) -> None:
-        """All is packed: let go of what is not needed any more."""
-
-
-class Flat:
-    """Gradients in the unit's flat buffer."""
-
-    def __init__(self, shards: torch.Tensor) -> None:
-        self.whole = shards
-
-    def pack(self, sent: torch.Tensor, start: int, stop: int) -> None:
-        sent.copy_(self.whole[:, start:stop])
-
-    def free(self) -> None:
-        pass
-
-
-class Strays:
-    """Gradients as autograd keeps them, each in its parameter's `grad`."""
-
-    whole = None
-
-    def __init__(self, params: Sequence[nn.Parameter], layout: Layout, free: Callable[[], None]) -> None:
-        self._params = params
-        self._layout = layout
-        self.free = free
-
-    def pack(self, sent: torch.Tensor, start: int, stop: int) -> None:
-        if stop - start == self._layout.shard_numel:
-            _pack(sent.view(-1), Span(0, self._layout.numel), self._params, self._layout)
-            return
-        for rank, row in enumerate(sent):
-            _pack(row, Span(start, stop).shift(rank * self._layout.shard_numel), self._params, self._layout)
-
-
-def _pack(target: torch.Tensor, wanted: Span, params: Sequence[nn.Parameter], layout: Layout) -> None:
-    """Lay the gradients of `params` that fall into `wanted` of the flat buffer side by side, zeros in between."""
-    row: list[torch.Tensor] = []
-    position = wanted.start
-    with _PLAINLY():
-        for slot, param in zip(layout.slots, params, strict=True):
-            span, grad = slot.span, param.grad
-            start, stop = max(span.start, wanted.start), min(span.stop, wanted.stop)
-            if start < stop and grad is not None:
-                if start > position:
-                    row.append(_zeros(start - position, target.dtype, target.device))
-                flat = grad.detach().reshape(-1)
-                row.append(flat if stop - start == span.numel else flat[start - span.start : stop - span.start])
-                position = stop
-    if wanted.stop > position:
-        row.append(_zeros(wanted.stop - position, target.dtype, target.device))
-    if row:
-        torch.cat(row, out=target)
-
-
-def _zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Contiguous zeros, which let cat take its fast path; those for padding are made once."""
-    make = _padding if numel <= _PADDING_NUMEL else _padding.__wrapped__
-    return make(numel, dtype, device)
-
-
-@cache
-def _padding(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.zeros(numel, dtype=dtype, device=device)
-
-
-class Exchange:
-    """One reduction in flight: parts out to their owners, parts in from every rank, added up in rank order.
-
-    Gradients that lie in one flat buffer are sent from there; others are packed first, all at once or in pieces.
-    """
-
-    def __init__(self, source: Source, layout: Layout, dtype: torch.dtype, pieces: int, ledger: Ledger) -> None:
-        self._source = source
-        self._world_size = layout.world_size
-        self._dtype = dtype
-        self._ledger = ledger
-        self._handle: Handle = DONE
-        self._sent: Buffer | None = None
-        self._received: Buffer | None = None
-        self._parts: torch.Tensor
-        step = max(1, -(-layout.shard_numel // pieces))
-        self._cuts = [(start, min(start + step, layout.shard_numel)) for start in range(0, layout.shard_numel, step)]
-
-    def start(self, comm: Comm) -> None:
-        """Issue the first piece."""
-        if self._cuts:
-            self._issue(comm, *self._cuts[0])
-
-    def finish(self, comm: Comm, target: Callable[[], tuple[torch.Tensor, bool]]) -> None:
-        """Wait for each piece, write its mean to `target` (or add it), and issue the next.
-
-        The target is asked for once the first piece has arrived and its send buffer is gone, so that a shard to be
-        held takes that buffer's place: test_memory's one-unit models would be upside down otherwise.
-        """
-        place: tuple[torch.Tensor, bool] | None = None
-        for index, (start, stop) in enumerate(self._cuts):
-            if index:
-                self._issue(comm, start, stop)
-            self._handle.wait()
-            if self._received is not None:
-                self._drop_sent()
-            tensor, adds = place = place or target()
-            with self._ledger.passing("exchange", Tier.DEVICE, _mean_bytes(self._parts)):
-                _mean_in_rank_order(self._parts, tensor[start:stop], adds)
-            self.abandon()
-        if place is None:
-            target()
-
-    def abandon(self) -> None:
-        """Wait, and free the buffers."""
-        self._handle.wait()
-        self._handle = DONE
-        self._drop_sent()
-        if self._received is not None:
-            self._received.free()
-            self._received = None
-
-    def _issue(self, comm: Comm, start: int, stop: int) -> None:
-        whole, shape = self._source.whole, (self._world_size, stop - start)
-        if len(self._cuts) == 1 and whole is not None and whole.dtype == self._dtype:
-            self._parts = whole
-        else:
-            self._sent = self._buffer(comm, shape)
-            self._parts = self._sent.allocate().view(shape)
-            self._source.pack(self._parts, start, stop)
-        if stop == self._cuts[-1][1]:
-            self._source.free()
-        if self._world_size > 1:
-            self._received = self._buffer(comm, shape)
-            sent, self._parts = self._parts, self._received.allocate().view(shape)
-            self._handle = comm.exchange(self._parts.view(-1), sent.view(-1), "reduce")
-
-    def _buffer(self, comm: Comm, shape: tuple[int, int]) -> Buffer:
-        entry = Entry(Kind.WORK, "exchange", Tier.DEVICE)
-        return Buffer(self._ledger, entry, shape[0] * shape[1], self._dtype, comm.device)
-
-    def _drop_sent(self) -> None:
-        if self._sent is not None:
-            self._sent.free()
-            self._sent = None
-
-
-def _mean_in_rank_order(parts: torch.Tensor, target: torch.Tensor, add: bool) -> None:
-    """target (+)= (parts[0] + parts[1] + ...) / W, in fp32 whatever the dtypes, rounded once.
-
-    Adding 0.0 at the end turns -0.0 into 0.0, so that it does not matter whether autograd copied a gradient or added
-    it to zeros.
-    """
-    scale = 1.0 / parts.shape[0]
-    for start, stop in _blocks(target) if len(parts) > 1 else [(0, target.numel())]:
-        mean = parts[0, start:stop]
-        if len(parts) > 1:
-            mean = mean.to(torch.float32, copy=True)
-            for part in parts[1:, start:stop]:
-                mean.add_(part)
-            mean.mul_(scale)
-        if add:
-            target[start:stop].add_(mean)
-        else:
-            torch.add(mean, 0.0, out=target[start:stop])
-
-
-def _mean_bytes(parts: torch.Tensor) -> int:
-    """The fp32 block in which the mean is made."""
-    return min(parts.shape[1], _block_numel(parts[0])) * torch.float32.itemsize if len(parts) > 1 else 0
-
-
-def _block_numel(target: torch.Tensor) -> int:
-    return _BLOCK_NUMEL if target.device.type == "cpu" else max(1 << 18, -(-target.numel() // 16))
-
-
-def _blocks(target: torch.Tensor) -> Iterator[tuple[int, int]]:
-    numel, block = target.numel(), _block_numel(target)
-    for start in range(0, numel, block):
-        yield start, min(start + block, numel)

@@ -160,6 +160,13 @@ class Layout:
     def padding_numel(self) -> int:
         return self.numel - self.used_numel
 
+    @cached_property
+    def gaps(self) -> tuple[Span, ...]:
+        """The padding: what lies between the slots and behind the last."""
+        stops = [0, *(slot.span.stop for slot in self.slots)]
+        starts = [*(slot.span.start for slot in self.slots), self.numel]
+        return tuple(Span(stop, start) for stop, start in zip(stops, starts, strict=True) if start > stop)
+
     def slot(self, name: str) -> Slot:
         return self._by_name[name]
 

@@ -12,6 +12,6 @@ _NOTHING = contextlib.nullcontext()
 
 def mark(verb: str, unit: str) -> contextlib.AbstractContextManager[object]:
     """Mark what happens within it, if a profiler is looking: a mark costs microseconds, several times a unit."""
-    if torch.autograd._profiler_enabled():
+    if torch._C._autograd._profiler_enabled():
         return record_function(f"shardwise::{verb} {unit}")
     return _NOTHING

@@ -120,19 +120,22 @@ class Buffer:
         self.live = False
         self._ledger = ledger
         self._entry = entry
+        self.gaps: list[torch.Tensor] = []
         self._views: list[torch.Tensor] = []
         self._storage = self.tensor.untyped_storage()
         self._storage.resize_(0)
 
     def views(self, layout: Layout) -> list[torch.Tensor]:
-        """The tensors of a layout as views that stay valid from one `allocate` to the next."""
+        """The tensors of a layout as views that stay valid from one `allocate` to the next; `gaps` are the rest."""
         # torch refuses to make a view beyond its storage, so there must be one for a moment.
         if not self.live:
             self._storage.resize_(self.size_bytes)
-        self._views = [self.tensor[slot.span.slice].view(slot.spec.shape) for slot in layout.slots]
+        views = [self.tensor[slot.span.slice].view(slot.spec.shape) for slot in layout.slots]
+        self.gaps = [self.tensor[gap.slice] for gap in layout.gaps]
+        self._views = views + self.gaps
         if not self.live:
             self._storage.resize_(0)
-        return self._views
+        return views
 
     def allocate(self) -> torch.Tensor:
         """Give the tensor its storage; its content is undefined."""

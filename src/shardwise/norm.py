@@ -11,7 +11,6 @@ Both ways start from the reduced shards, which every placement has, and never wa
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -19,7 +18,6 @@ import torch
 from shardwise.comm import Comm
 
 _BLOCK_NUMEL = 1 << 15
-_ROW_NUMEL = 4096
 _BITS, _PARTS = 16, 4
 
 
@@ -36,17 +34,17 @@ def clip_coefficient(norm: torch.Tensor, limit: float) -> torch.Tensor:
 
 
 def _ordinary_norm(shards: Sequence[torch.Tensor], comm: Comm) -> torch.Tensor:
-    sums = torch.stack([_sum_of_squares(shard) for shard in shards])
+    if shards[0].device.type == "cpu":
+        sums = torch.stack([_sum_of_squares(shard) for shard in shards])
+    else:
+        # One launch for all. Shards are of one dtype and aligned alike under every placement, so the bits are too.
+        norms = torch._foreach_norm(list(shards), 2, dtype=torch.float32)
+        sums = torch.stack(norms).to(torch.float64).square()
     norm: torch.Tensor = comm.share(sums).sum().sqrt()
     return norm
 
 
 def _sum_of_squares(shard: torch.Tensor) -> torch.Tensor:
-    if shard.device.type != "cpu":
-        # Asked for fp64, the kernel would copy the whole shard first; short rows in fp32 lose nothing that counts.
-        row_numel = math.gcd(shard.numel(), _ROW_NUMEL) or 1
-        rows: torch.Tensor = torch.linalg.vector_norm(shard.view(-1, row_numel), dim=1, dtype=torch.float32)
-        return rows.to(torch.float64).square().sum()
     total = torch.zeros((), dtype=torch.float64)
     for block in _blocks(shard):
         total.add_(torch.dot(block, block))

@@ -10,10 +10,11 @@ import copy
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from shardwise.errors import ConfigError
 from shardwise.marks import mark
@@ -29,7 +30,7 @@ class Updater:
     def __init__(self, optimizer: torch.optim.Optimizer, units: Sequence[Unit], ledger: Ledger) -> None:
         self.optimizer = optimizer
         self._ledger = ledger
-        self._step = optimizer.step
+        self._step = _bare_step(optimizer)
         states = {id(param): state for param, state in optimizer.state.items()}
         optimizer.state.clear()
         for unit in units:
@@ -50,6 +51,8 @@ class Updater:
         Fused kernels skip by themselves where `overflow` holds on the device. Others, and the first step, which makes
         the state, are skipped here, which waits for the device.
         """
+        for hook in (*_global_optimizer_pre_hooks.values(), *self.optimizer._optimizer_step_pre_hooks.values()):
+            hook(self.optimizer, (), {})
         if overflow is None:
             return False
         if self._skips_itself and self._counted:
@@ -73,7 +76,9 @@ class Updater:
                 self._settle_ledger(unit)
 
     def finish(self) -> None:
-        """Tell LR schedulers that a step was taken."""
+        """Tell hooks and LR schedulers that a step was taken."""
+        for hook in (*self.optimizer._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values()):
+            hook(self.optimizer, (), {})
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def _step_pieces(self, unit: Unit) -> None:
@@ -166,6 +171,16 @@ def _cut_state(optimizer: torch.optim.Optimizer, unit: Unit, states: Mapping[int
                     flat[part.shift(-wanted.start).slice] = value.reshape(-1)[part.shift(-slot.span.start).slice]
                 else:
                     optimizer.state[piece].setdefault(key, copy.deepcopy(value))
+
+
+def _bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
+    """The optimizer's step without what torch wraps around it, hooks and a profiler's mark: once a step, not a unit."""
+    own = optimizer.__dict__.get("step")
+    if own is not None and not getattr(own, "_wrapped_by_lr_sched", False):
+        return cast(Callable[[], Any], own)
+    step: Any = type(optimizer).step
+    bare = step.__wrapped__ if getattr(step, "hooked", False) else step
+    return MethodType(bare, optimizer)
 
 
 def _prefer_fused(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:

@@ -138,8 +138,9 @@ class Weights:
             self.state = State.READY
 
     def release(self) -> None:
-        """Free `full`; the parameters become stand-ins. Not while they are pinned."""
-        if self.state is State.RELEASED or self._pins:
+        """Free `full`; the parameters become stand-ins. Not while they are pinned, nor where it would free nothing:
+        one rank in one dtype holds in `full` just what would rest."""
+        if self.state is State.RELEASED or self._pins or (self._one_storage and self.is_whole):
             return
         self.settle()
         with mark("release", self.name):

@@ -1,0 +1,230 @@
+"""A reduction in flight: parts out to their owners, parts in from every rank, added up in rank order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from shardwise.comm import DONE, Comm, Handle
+from shardwise.layout import Layout, Span
+from shardwise.memory import Buffer, Entry, Kind, Ledger, Tier
+
+_BLOCK_NUMEL = 1 << 15
+"""Elements summed at a time on the CPU: 128 KiB of fp32, so that a block stays in the cache."""
+
+PLAINLY = torch._C.DisableTorchFunctionSubclass
+"""Within it, watched parameters (see `pending`) are plain: their `grad` is looked at without a call into Python."""
+
+
+class Packing:
+    """A buffer laid out as the unit is, into which the gradients of its parameters are copied in one operation."""
+
+    def __init__(self, buffer: Buffer, layout: Layout) -> None:
+        self.buffer = buffer
+        self.views = buffer.views(layout)
+
+    def fill(self, params: Sequence[nn.Parameter]) -> None:
+        """Copy every gradient into place; zeros where there is none, and in between."""
+        with torch.no_grad(), PLAINLY():
+            grads = [param.grad for param in params]
+            places, blanks = self.views, self.buffer.gaps
+            if any(grad is None for grad in grads):
+                blanks = blanks + [view for view, grad in zip(places, grads, strict=True) if grad is None]
+                places = [view for view, grad in zip(places, grads, strict=True) if grad is not None]
+            present = [grad for grad in grads if grad is not None]
+            if present:
+                torch._foreach_copy_(places, present)
+            if blanks:
+                torch._foreach_zero_(blanks)
+
+    def add(self, params: Sequence[nn.Parameter]) -> None:
+        """Add every gradient in place."""
+        with torch.no_grad(), PLAINLY():
+            pairs = [(v, p.grad) for v, p in zip(self.views, params, strict=True) if p.grad is not None]
+            if pairs:
+                torch._foreach_add_([view for view, _ in pairs], [grad for _, grad in pairs])
+
+
+class Source(Protocol):
+    """Gradients to send, seen as [W, shard]."""
+
+    def whole(self, dtype: torch.dtype) -> torch.Tensor | None:
+        """All of them in one tensor, if they can be had so."""
+
+    def pack(self, sent: torch.Tensor, start: int, stop: int) -> None:
+        """Copy the columns from `start` to `stop` of every shard."""
+
+    def packed(self) -> None:
+        """Everything is in buffers: let go of what is not needed any more."""
+
+    def sent(self) -> None:
+        """Everything is sent: free what `whole` gave."""
+
+
+class Flat:
+    """Gradients in the unit's flat buffer."""
+
+    def __init__(self, shards: torch.Tensor) -> None:
+        self._shards = shards
+
+    def whole(self, dtype: torch.dtype) -> torch.Tensor | None:
+        return self._shards if self._shards.dtype == dtype else None
+
+    def pack(self, sent: torch.Tensor, start: int, stop: int) -> None:
+        sent.copy_(self._shards[:, start:stop])
+
+    def packed(self) -> None:
+        pass
+
+    def sent(self) -> None:
+        pass
+
+
+class Strays:
+    """Gradients as autograd keeps them, each in its parameter's `grad`; `packing` is where they are laid out."""
+
+    def __init__(
+        self, params: Sequence[nn.Parameter], layout: Layout, packing: Packing, let_go: Callable[[], None]
+    ) -> None:
+        self._params = params
+        self._layout = layout
+        self._packing = packing
+        self.packed = let_go
+
+    def whole(self, dtype: torch.dtype) -> torch.Tensor | None:
+        flat = self._packing.buffer.allocate()
+        self._packing.fill(self._params)
+        return flat.view(self._layout.world_size, -1)
+
+    def pack(self, sent: torch.Tensor, start: int, stop: int) -> None:
+        for rank, row in enumerate(sent):
+            _lay_out(row, Span(start, stop).shift(rank * self._layout.shard_numel), self._params, self._layout)
+
+    def sent(self) -> None:
+        self._packing.buffer.free()
+
+
+def _lay_out(target: torch.Tensor, wanted: Span, params: Sequence[nn.Parameter], layout: Layout) -> None:
+    """Lay the gradients of `params` that fall into `wanted` of the flat buffer side by side, zeros in between."""
+    target.zero_()
+    for slot, param in zip(layout.slots, params, strict=True):
+        part = slot.span.intersect(wanted)
+        if part and param.grad is not None:
+            flat = param.grad.detach().reshape(-1)
+            target[part.shift(-wanted.start).slice] = flat[part.shift(-slot.span.start).slice]
+
+
+class Exchange:
+    """One reduction in flight: parts out to their owners, parts in from every rank, added up in rank order.
+
+    Gradients that lie in one flat buffer are sent from there; others are packed first, all at once or in pieces.
+    """
+
+    def __init__(self, source: Source, layout: Layout, dtype: torch.dtype, pieces: int, ledger: Ledger) -> None:
+        self._source = source
+        self._world_size = layout.world_size
+        self._dtype = dtype
+        self._ledger = ledger
+        self._handle: Handle = DONE
+        self._sent: Buffer | None = None
+        self._received: Buffer | None = None
+        self._parts: torch.Tensor
+        step = max(1, -(-layout.shard_numel // pieces))
+        self._cuts = [(start, min(start + step, layout.shard_numel)) for start in range(0, layout.shard_numel, step)]
+
+    def start(self, comm: Comm) -> None:
+        """Issue the first piece."""
+        if self._cuts:
+            self._issue(comm, *self._cuts[0])
+
+    def finish(self, comm: Comm, target: Callable[[], tuple[torch.Tensor, bool]]) -> None:
+        """Wait for each piece, write its mean to `target` (or add it), and issue the next.
+
+        The target is asked for once the first piece has arrived and its send buffer is gone, so that a shard to be
+        held takes that buffer's place: test_memory's one-unit models would be upside down otherwise.
+        """
+        place: tuple[torch.Tensor, bool] | None = None
+        for index, (start, stop) in enumerate(self._cuts):
+            if index:
+                self._issue(comm, start, stop)
+            self._handle.wait()
+            if self._received is not None:
+                self._drop_sent()
+            tensor, adds = place = place or target()
+            with self._ledger.passing("exchange", Tier.DEVICE, _mean_bytes(self._parts)):
+                _mean_in_rank_order(self._parts, tensor[start:stop], adds)
+            self.abandon()
+        if place is None:
+            target()
+
+    def abandon(self) -> None:
+        """Wait, and free the buffers."""
+        self._handle.wait()
+        self._handle = DONE
+        self._drop_sent()
+        if self._received is not None:
+            self._received.free()
+            self._received = None
+
+    def _issue(self, comm: Comm, start: int, stop: int) -> None:
+        shape = (self._world_size, stop - start)
+        parts = self._source.whole(self._dtype) if len(self._cuts) == 1 else None
+        if parts is None:
+            self._sent = self._buffer(comm, shape)
+            parts = self._sent.allocate().view(shape)
+            self._source.pack(parts, start, stop)
+        self._parts = parts
+        if stop == self._cuts[-1][1]:
+            self._source.packed()
+        if self._world_size > 1:
+            self._received = self._buffer(comm, shape)
+            sent, self._parts = self._parts, self._received.allocate().view(shape)
+            self._handle = comm.exchange(self._parts.view(-1), sent.view(-1), "reduce")
+
+    def _buffer(self, comm: Comm, shape: tuple[int, int]) -> Buffer:
+        entry = Entry(Kind.WORK, "exchange", Tier.DEVICE)
+        return Buffer(self._ledger, entry, shape[0] * shape[1], self._dtype, comm.device)
+
+    def _drop_sent(self) -> None:
+        self._source.sent()
+        if self._sent is not None:
+            self._sent.free()
+            self._sent = None
+
+
+def _mean_in_rank_order(parts: torch.Tensor, target: torch.Tensor, add: bool) -> None:
+    """target (+)= (parts[0] + parts[1] + ...) / W, in fp32 whatever the dtypes, rounded once.
+
+    Adding 0.0 at the end turns -0.0 into 0.0, so that it does not matter whether autograd copied a gradient or added
+    it to zeros.
+    """
+    scale = 1.0 / parts.shape[0]
+    for start, stop in _blocks(target) if len(parts) > 1 else [(0, target.numel())]:
+        mean = parts[0, start:stop]
+        if len(parts) > 1:
+            mean = mean.to(torch.float32, copy=True)
+            for part in parts[1:, start:stop]:
+                mean.add_(part)
+            mean.mul_(scale)
+        if add:
+            target[start:stop].add_(mean)
+        else:
+            torch.add(mean, 0.0, out=target[start:stop])
+
+
+def _mean_bytes(parts: torch.Tensor) -> int:
+    """The fp32 block in which the mean is made."""
+    return min(parts.shape[1], _block_numel(parts[0])) * torch.float32.itemsize if len(parts) > 1 else 0
+
+
+def _block_numel(target: torch.Tensor) -> int:
+    return _BLOCK_NUMEL if target.device.type == "cpu" else max(1 << 18, -(-target.numel() // 16))
+
+
+def _blocks(target: torch.Tensor) -> Iterator[tuple[int, int]]:
+    numel, block = target.numel(), _block_numel(target)
+    for start in range(0, numel, block):
+        yield start, min(start + block, numel)

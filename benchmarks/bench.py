@@ -21,6 +21,7 @@ CASES = {
     "cpu-small-2000": (Settings("small-2000", 2, steps=40), "zero0,zero3", "ddp,deepspeed-zero3"),
     "cpu-mlp-33m": (Settings("mlp-33m", 2, steps=20), STAGES, "ddp,fsdp2,deepspeed"),
     "gpu-mlp-0.5b": (Settings("mlp-0.5b", 2, "bf16", "cuda", steps=8), STAGES, "fsdp2,deepspeed"),
+    "gpu-mlp-0.5b-fp16": (Settings("mlp-0.5b", 2, "fp16", "cuda", steps=8), STAGES, "fsdp2,deepspeed"),
     "gpu-gpt-1.3b": (Settings("gpt-1.3b", 1, "bf16", "cuda", steps=12), STAGES, "ddp,fsdp2,deepspeed"),
 }
 

@@ -47,6 +47,9 @@ def initialize(
     device = _device(model, config)
     engine = Engine(model, chosen, config, Comm(group, device))
     engine.lr_scheduler = _scheduler(lr_scheduler, config, chosen)
+    if device.type == "cuda":
+        # The model as it was built lay in blocks of other sizes, which would stay reserved and of no use.
+        torch.cuda.empty_cache()
     return engine
 
 

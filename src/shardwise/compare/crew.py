@@ -136,7 +136,7 @@ def _environment(job: Job) -> dict[str, str]:
     settings = job.settings
     added = {
         "RANK": str(job.rank),
-        "LOCAL_RANK": str(job.rank),
+        "LOCAL_RANK": str(job.device.index or 0) if settings.device == "cuda" else str(job.rank),
         "WORLD_SIZE": str(settings.world_size),
         "LOCAL_WORLD_SIZE": str(settings.world_size),
         "MASTER_ADDR": "127.0.0.1",  # read by DeepSpeed; the ranks meet through the store

@@ -1,0 +1,62 @@
+"""The GPU measurements that `compare` does not make, each a script of its own, kept as dated results.
+
+    python benchmarks/gpu.py single overlap host
+
+writes benchmarks/results/DATE-gpu-PART.json: the JSON lines of the scripts, with commit, versions and hardware.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from shardwise import env
+
+HERE = Path(__file__).parent
+PARTS = {
+    "single": [
+        "gpu_single.py --size 0.1b --batch 4 --steps 20",
+        "gpu_single.py --size 0.1b --batch 16 --steps 10",
+        "gpu_single.py --size 1.3b --batch 4 --steps 8",
+    ],
+    "7b": ["gpu_single.py --size 7b --batch 2 --steps 5"],
+    "overlap": [f"gpu_overlap.py --preset {preset}" for preset in ("zero1", "zero2", "zero3")],
+    "host": ["host_cost.py --device cuda --precision bf16"],
+    "stages": [
+        "gpu_stages.py --precision bf16 --steps 22",
+        "gpu_stages.py --precision fp16 --steps 22",
+    ],
+}
+
+
+def main() -> None:
+    if not sys.argv[1:] or not set(sys.argv[1:]) <= set(PARTS):
+        sys.exit(f"usage: python benchmarks/gpu.py PART..., where PART is one of {', '.join(PARTS)}")
+    results = Path(os.environ.get("OUT", HERE / "results"))
+    for part in sys.argv[1:]:
+        kept = {**env.made(), "versions": env.versions(), "runs": []}
+        for line in PARTS[part]:
+            rows = run(line)
+            kept["runs"].append({"command": f"python benchmarks/{line}", "rows": rows})
+            (results / f"{kept['date']}-gpu-{part}.json").write_text(json.dumps(kept, indent=1) + "\n")
+
+
+def run(line: str) -> list[dict]:
+    print(f"== {line}", flush=True)
+    script, *arguments = line.split()
+    rows = []
+    with subprocess.Popen(
+        [sys.executable, str(HERE / script), *arguments], stdout=subprocess.PIPE, text=True
+    ) as process:
+        for text in process.stdout:
+            print(text, end="", flush=True)
+            if text.startswith("{"):
+                rows.append(json.loads(text))
+    if process.returncode:
+        rows.append({"error": f"exit code {process.returncode}"})
+    return rows
+
+
+if __name__ == "__main__":
+    main()

@@ -22,10 +22,10 @@ PARTS = {
     ],
     "7b": ["gpu_single.py --size 7b --batch 2 --steps 5"],
     "overlap": [f"gpu_overlap.py --preset {preset}" for preset in ("zero1", "zero2", "zero3")],
-    "host": ["host_cost.py --device cuda --precision bf16"],
+    "host": ["host_cost.py --device cuda --precision bf16 --steps 20"],
     "stages": [
-        "gpu_stages.py --precision bf16 --steps 22",
-        "gpu_stages.py --precision fp16 --steps 22",
+        "gpu_stages.py --precision bf16 --peers fsdp2,deepspeed",
+        "gpu_stages.py --precision fp16 --peers fsdp2,deepspeed",
     ],
 }
 

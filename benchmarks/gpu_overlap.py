@@ -22,7 +22,7 @@ from shardwise.models import GPT
 
 LINK_BYTES_PER_S = 400e9 / 8
 LATENCY_S = 20e-6
-WORLD_SIZE, LENGTH, VOCABULARY, WARM_STEPS, STEPS = 8, 2048, 32000, 3, 3
+WORLD_SIZE, LENGTH, WARM_STEPS, STEPS = 8, 2048, 3, 3
 
 
 class Delay:
@@ -87,7 +87,7 @@ def intervals(events, is_delay: bool) -> list[tuple[float, float]]:
         and not event.name.startswith(("shardwise::", "Mem", "ProfilerStep"))
         and ("spin_kernel" in event.name) == is_delay
     )
-    return merged(found) if not is_delay else found
+    return found if is_delay else merged(found)
 
 
 def merged(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -110,13 +110,14 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--vocabulary", type=int, default=4000)
     parser.add_argument("--trace", help="write the trace here, for chrome://tracing")
     args = parser.parse_args()
     torch.cuda.set_device(0)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD_SIZE)
     torch.manual_seed(0)
     with torch.device("cuda"):
-        model = GPT(args.hidden, args.layers, args.hidden // 128, VOCABULARY, LENGTH)
+        model = GPT(args.hidden, args.layers, args.hidden // 128, args.vocabulary, LENGTH)
     config = Config.load(
         {
             "preset": args.preset,
@@ -127,7 +128,7 @@ def main() -> None:
     )
     comm = DelayedComm(torch.device("cuda", 0), cycles_per_second())
     engine = Engine(model, torch.optim.AdamW(model.parameters(), lr=1e-4), config, comm)
-    data = torch.randint(VOCABULARY, (args.batch, LENGTH), device="cuda")
+    data = torch.randint(args.vocabulary, (args.batch, LENGTH), device="cuda")
 
     def steps(count: int) -> float:
         torch.cuda.synchronize()
@@ -150,6 +151,7 @@ def main() -> None:
     events = profile.events()
     delays, computing = intervals(events, True), intervals(events, False)
     total = sum(end - start for start, end in delays)
+    exposed = [end - start - covered([(start, end)], computing) for start, end in delays]
     comm._cycles_per_s = 0.0
     steps(1)
     print(
@@ -159,12 +161,14 @@ def main() -> None:
                 "world_size": WORLD_SIZE,
                 "layers": args.layers,
                 "hidden": args.hidden,
+                "vocabulary": args.vocabulary,
                 "tokens": args.batch * LENGTH,
                 "step_ms": round(step_s * 1e3, 1),
                 "step_ms_without_delays": round(steps(STEPS) * 1e3, 1),
                 "communication_ms": round(delay_s * 1e3, 1),
                 "communication_ms_in_trace": round(total / 1e3 / STEPS, 1),
-                "hidden_share": round(covered(delays, computing) / total, 4),
+                "hidden_share": round(1 - sum(exposed) / total, 4),
+                "most_exposed_ms": [round(value / 1e3, 2) for value in sorted(exposed, reverse=True)[: 4 * STEPS]],
             }
         ),
         flush=True,

@@ -1,10 +1,11 @@
-"""Several ranks on one GPU over Gloo: the peak of every stage, and whether the stages agree in bits.
+"""Several ranks on one GPU over Gloo: the peak and the step of every stage, with the peers in the same run.
 
-    python benchmarks/gpu_stages.py                                             # 0.5 B MLP, two ranks, bf16
-    CUBLAS_WORKSPACE_CONFIG=:4096:8 python benchmarks/gpu_stages.py --model gpt --nproc 3 --bits
+    python benchmarks/gpu_stages.py --precision fp16 --peers fsdp2,deepspeed
+    CUBLAS_WORKSPACE_CONFIG=:4096:8 python benchmarks/gpu_stages.py --model gpt-1m --nproc 3 --bits
 
-One JSON line per stage: peak allocated and reserved MiB of rank 0 from the third step on, seconds per step, losses, and
-with --bits a hash over master weights and moments (torch's deterministic algorithms on, fresh buffers poisoned).
+One JSON line per row: peak allocated and reserved MiB of rank 0 over all steps, seconds per step after the warm ones,
+losses, and with --bits a hash over master weights and moments of ours (torch's deterministic algorithms on, fresh
+buffers poisoned). The rows run one after the other in the same processes.
 """
 
 import argparse
@@ -21,17 +22,12 @@ import torch.multiprocessing as mp
 
 import shardwise
 from shardwise import memory
-from shardwise.models import GPT, MLP
+from shardwise.compare import Settings, workload
+from shardwise.compare.job import SEED, Job
+from shardwise.compare.rows import Row, parse_rows
+from shardwise.compare.systems import make_system
 
 WARM_STEPS = 2
-
-
-def build(name: str):
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        if name == "mlp":
-            return MLP(4096, 32), lambda: torch.randn(16, 4096, device="cuda")
-        return GPT(256, 4, 4, 1000, 128), lambda: torch.randint(1000, (4, 128), device="cuda")
 
 
 def digest(engine: shardwise.Engine) -> str:
@@ -43,60 +39,63 @@ def digest(engine: shardwise.Engine) -> str:
     return sha.hexdigest()[:16]
 
 
-def measure(preset: str, rank: int, args: argparse.Namespace) -> dict:
-    model, make_batch = build(args.model)
-    config = {
-        "preset": preset,
-        "precision": {"compute": args.precision},
-        "batch": {"accumulation": args.accumulate},
-        "gradients": {"clip_norm": 1.0},
-    }
-    engine = shardwise.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-4), config)
+def measure(row: Row, rank: int, args: argparse.Namespace) -> dict:
+    settings = Settings(args.model, args.nproc, args.precision, "cuda", args.accumulate, steps=args.steps)
+    torch.manual_seed(SEED)
+    model, make_batch = workload.load(args.model, "cuda:0")
+    system = make_system(Job(settings, row, rank, store="", threads=8), model)
+    batches = [
+        {key: value.cuda() for key, value in make_batch(rank, index).items()} for index in range(args.accumulate)
+    ]
     losses, started = [], 0.0
+    torch.cuda.reset_peak_memory_stats()
     for step in range(args.steps):
         if step == WARM_STEPS:
             torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
             started = time.perf_counter()
-        torch.manual_seed(1000 * step + rank)
-        for _ in range(args.accumulate):
-            loss = engine(make_batch())
-            engine.backward(loss)
-            engine.step()
+        for micro, batch in enumerate(batches):
+            is_last = micro == args.accumulate - 1
+            loss = system.forward(batch, is_last)
+            system.backward(loss, is_last)
+        system.update()
         losses.append(loss.detach())
     torch.cuda.synchronize()
-    row = {
-        "preset": preset,
+    seen = {
+        "row": row.name,
         "world_size": args.nproc,
+        "precision": args.precision,
         "peak_mib": round(torch.cuda.max_memory_allocated() / 2**20, 1),
         "reserved_mib": round(torch.cuda.max_memory_reserved() / 2**20, 1),
         "step_s": round((time.perf_counter() - started) / (args.steps - WARM_STEPS), 4),
         "losses": [loss.item() for loss in losses],
-        "sha256": digest(engine) if args.bits else None,
+        "sha256": digest(system.wrapped) if args.bits and row.peer is None else None,
     }
-    engine.destroy()
-    return row
+    if row.peer is None:
+        system.wrapped.destroy()
+    return seen
 
 
 def worker(rank: int, args: argparse.Namespace, store: str) -> None:
+    os.environ |= {"LOCAL_RANK": "0", "RANK": str(rank), "WORLD_SIZE": str(args.nproc)}
     torch.cuda.set_device(0)
     dist.init_process_group("gloo", store=dist.FileStore(store, args.nproc), rank=rank, world_size=args.nproc)
     torch.use_deterministic_algorithms(args.bits)
     memory.POISON = args.bits
-    for preset in args.presets.split(","):
-        row = measure(preset, rank, args)
+    for row in parse_rows(args.presets, args.peers):
+        seen = measure(row, rank, args)
         if rank == 0:
-            print(json.dumps(row), flush=True)
+            print(json.dumps(seen), flush=True)
         gc.collect()
         torch.cuda.empty_cache()
-    dist.destroy_process_group()
+    os._exit(0)  # a peer's threads may not end
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=["mlp", "gpt"], default="mlp")
+    parser.add_argument("--model", default="mlp-0.5b")
     parser.add_argument("--nproc", type=int, default=2)
     parser.add_argument("--presets", default="zero0,zero1,zero2,zero3")
+    parser.add_argument("--peers", default="")
     parser.add_argument("--precision", default="bf16")
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--steps", type=int, default=6)

@@ -24,8 +24,8 @@ PARTS = {
     "overlap": [f"gpu_overlap.py --preset {preset}" for preset in ("zero1", "zero2", "zero3")],
     "host": ["host_cost.py --device cuda --precision bf16 --steps 20"],
     "stages": [
-        "gpu_stages.py --precision bf16 --peers fsdp2,deepspeed",
-        "gpu_stages.py --precision fp16 --peers fsdp2,deepspeed",
+        "gpu_stages.py --precision fp16 --peers fsdp2,deepspeed --steps 5",
+        "gpu_stages.py --precision bf16 --peers fsdp2,deepspeed --steps 5",
     ],
 }
 

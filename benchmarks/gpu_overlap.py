@@ -10,6 +10,7 @@ which part of the delays ran while kernels of the computation ran too. One JSON 
 import argparse
 import json
 import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -26,11 +27,12 @@ WORLD_SIZE, LENGTH, WARM_STEPS, STEPS = 8, 2048, 3, 3
 
 
 class Delay:
-    """A collective that takes its time on a stream and moves nothing."""
+    """A collective that takes its time on a stream; `fill` puts numbers where others' would arrive."""
 
-    def __init__(self, stream: torch.cuda.Stream, cycles: int) -> None:
+    def __init__(self, stream: torch.cuda.Stream, cycles: int, fill: Callable[[], object] = lambda: None) -> None:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
+            fill()  # products of zeros or of NaN would take less power and so less time than real ones
             torch.cuda._sleep(cycles)
         self._event = stream.record_event()
 
@@ -47,17 +49,17 @@ class DelayedComm(Comm):
         self._gathers, self._reductions = torch.cuda.Stream(), torch.cuda.Stream()
         self.delay_s = 0.0
 
-    def _delay(self, stream: torch.cuda.Stream, size_bytes: float) -> Delay:
+    def _delay(self, stream: torch.cuda.Stream, size_bytes: float, fill: Callable[[], object] = lambda: None) -> Delay:
         seconds = LATENCY_S + size_bytes * (self.world_size - 1) / self.world_size / LINK_BYTES_PER_S
         self.delay_s += seconds
-        return Delay(stream, int(seconds * self._cycles_per_s))
+        return Delay(stream, int(seconds * self._cycles_per_s), fill)
 
     def gather(self, full: torch.Tensor, kind: str) -> Delay:
-        return self._delay(self._gathers, full.numel() * full.element_size())
+        parts = full.view(self.world_size, -1)
+        return self._delay(self._gathers, full.numel() * full.element_size(), lambda: parts[1:].copy_(parts[:1]))
 
     def exchange(self, received: torch.Tensor, sent: torch.Tensor, kind: str) -> Delay:
-        received.zero_()  # what the optimizer sees must be numbers
-        return self._delay(self._reductions, sent.numel() * sent.element_size())
+        return self._delay(self._reductions, sent.numel() * sent.element_size(), lambda: received.copy_(sent))
 
     def share(self, values: torch.Tensor) -> torch.Tensor:
         self._delay(self._reductions, 0).wait()
@@ -109,7 +111,7 @@ def main() -> None:
     parser.add_argument("--preset", default="zero3")
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--hidden", type=int, default=2048)
-    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--vocabulary", type=int, default=4000)
     parser.add_argument("--trace", help="write the trace here, for chrome://tracing")
     args = parser.parse_args()

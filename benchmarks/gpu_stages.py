@@ -5,11 +5,10 @@
 
 One JSON line per row: peak allocated and reserved MiB of rank 0 over all steps, seconds per step after the warm ones,
 losses, and with --bits a hash over master weights and moments of ours (torch's deterministic algorithms on, fresh
-buffers poisoned). The rows run one after the other in the same processes.
+buffers poisoned). Each row runs in processes of its own: peers leave things behind.
 """
 
 import argparse
-import gc
 import hashlib
 import json
 import os
@@ -75,18 +74,15 @@ def measure(row: Row, rank: int, args: argparse.Namespace) -> dict:
     return seen
 
 
-def worker(rank: int, args: argparse.Namespace, store: str) -> None:
+def worker(rank: int, row: Row, args: argparse.Namespace, store: str) -> None:
     os.environ |= {"LOCAL_RANK": "0", "RANK": str(rank), "WORLD_SIZE": str(args.nproc)}
     torch.cuda.set_device(0)
     dist.init_process_group("gloo", store=dist.FileStore(store, args.nproc), rank=rank, world_size=args.nproc)
     torch.use_deterministic_algorithms(args.bits)
     memory.POISON = args.bits
-    for row in parse_rows(args.presets, args.peers):
-        seen = measure(row, rank, args)
-        if rank == 0:
-            print(json.dumps(seen), flush=True)
-        gc.collect()
-        torch.cuda.empty_cache()
+    seen = measure(row, rank, args)
+    if rank == 0:
+        print(json.dumps(seen), flush=True)
     os._exit(0)  # a peer's threads may not end
 
 
@@ -101,8 +97,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--bits", action="store_true")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(worker, (args, os.path.join(folder, "store")), nprocs=args.nproc)
+    for row in parse_rows(args.presets, args.peers):
+        with tempfile.TemporaryDirectory() as folder:
+            mp.spawn(worker, (row, args, os.path.join(folder, "store")), nprocs=args.nproc)
 
 
 if __name__ == "__main__":

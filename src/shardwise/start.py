@@ -85,7 +85,8 @@ def _let_segments_grow() -> None:
     """
     if not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & os.environ.keys():
         torch.cuda.empty_cache()
-        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+        settings = getattr(torch._C, "_accelerator_setAllocatorSettings", torch.cuda.memory._set_allocator_settings)
+        settings("expandable_segments:True")
 
 
 def _group(mesh: Any, model: nn.Module) -> dist.ProcessGroup | None:

@@ -58,8 +58,9 @@ class DelayedComm(Comm):
         parts = full.view(self.world_size, -1)
         return self._delay(self._gathers, full.numel() * full.element_size(), lambda: parts[1:].copy_(parts[:1]))
 
-    def exchange(self, received: torch.Tensor, sent: torch.Tensor, kind: str) -> Delay:
-        return self._delay(self._reductions, sent.numel() * sent.element_size(), lambda: received.copy_(sent))
+    def exchange(self, received: torch.Tensor, sent: torch.Tensor, kind: str) -> tuple[Delay, list[torch.Tensor]]:
+        delay = self._delay(self._reductions, sent.numel() * sent.element_size(), lambda: received.copy_(sent))
+        return delay, list(received)
 
     def share(self, values: torch.Tensor) -> torch.Tensor:
         self._delay(self._reductions, 0).wait()

@@ -29,11 +29,19 @@ class Flight:
 
 @dataclass(frozen=True)
 class GradSizes:
-    """Bytes of one unit: its full gradients, its largest parameter's, and the shard held after the reduction."""
+    """Bytes of one unit: its full gradients, its largest parameter's, the shard held after the reduction; what is
+    received for it (the parts of all ranks, or of all others, where our own is taken from what we send). Elements of
+    its shard, and of the fp32 block in which parts are added up."""
 
     full: int
     largest: int
     held: int
+    received: int
+    shard_numel: int
+    block_numel: int
+
+    def summing(self, pieces: int) -> int:
+        return 4 * min(self.block_numel, -(-self.shard_numel // pieces))
 
 
 _WHOLE = (Flight(1, overlap=True), Flight(1, overlap=False))
@@ -48,19 +56,19 @@ def choose_flight(
     `units` are in forward order; `accumulates` says that shards are held from one micro-batch to the next.
     `bound_bytes` is the user's upper bound on the buffers of one exchange.
     """
-    largest = max((unit.full for unit in units), default=0)
+    largest = max(units, key=lambda unit: unit.full, default=None)
     limit = replicated_peak(units, accumulates)
     for flight in (*_WHOLE, *_PIECEWISE):
-        if bound_bytes is not None and exchange_bytes(largest, flight) > bound_bytes:
+        if bound_bytes is not None and largest is not None and exchange_bytes(largest, flight) > bound_bytes:
             continue
         if not is_sharded or sharded_peak(units, accumulates, flight) <= limit:
             return flight
     return _PIECEWISE[-1]
 
 
-def exchange_bytes(full: int, flight: Flight) -> int:
+def exchange_bytes(unit: GradSizes, flight: Flight) -> int:
     """The buffers of one exchange of packed gradients: one to send from, one to receive into."""
-    return 2 * -(-full // flight.pieces)
+    return -(-(unit.full + unit.received) // flight.pieces)
 
 
 def replicated_peak(units: Sequence[GradSizes], accumulates: bool) -> int:
@@ -68,12 +76,12 @@ def replicated_peak(units: Sequence[GradSizes], accumulates: bool) -> int:
     resting = sum(unit.full for unit in units) if accumulates else 0
     peak = 0
     for unit, later in _backward(units):
-        receiving = later.full if later else 0
+        receiving = later.received if later else 0
         if accumulates:
-            peak = max(peak, resting + unit.largest + receiving, resting + unit.full)
+            peak = max(peak, resting + unit.largest + receiving, resting + unit.received)
         else:
             resting += unit.full
-            peak = max(peak, resting + receiving, resting + unit.full)
+            peak = max(peak, resting + receiving, resting + unit.full, resting + unit.received)
     return peak
 
 
@@ -82,17 +90,23 @@ def sharded_peak(units: Sequence[GradSizes], accumulates: bool, flight: Flight) 
     held = sum(unit.held for unit in units) if accumulates else 0
     peak = 0
     for unit, later in _backward(units):
-        in_flight = exchange_bytes(later.full, flight) if later and flight.overlap else 0
+        in_flight = _exchange_peak(later, accumulates, flight) if later and flight.overlap else 0
         arriving = held + unit.full + in_flight
         if later and not accumulates:
             held += later.held
-        if flight.is_whole:
-            # What is packed is let go before the receive buffer is there; a shard to hold replaces the send buffer.
-            reducing = held + 2 * unit.full
-        else:
-            reducing = held + unit.full + exchange_bytes(unit.full, flight) + (0 if accumulates else unit.held)
+        # What is packed as a whole is let go before the receive buffer is there.
+        reducing = held + _exchange_peak(unit, accumulates, flight) + (0 if flight.is_whole else unit.full)
         peak = max(peak, arriving, reducing)
     return peak
+
+
+def _exchange_peak(unit: GradSizes, accumulates: bool, flight: Flight) -> int:
+    """The buffers of an exchange, and what it makes."""
+    made = (0 if accumulates else unit.held) + unit.summing(flight.pieces)
+    if flight.is_whole and unit.received == unit.full:
+        # The send buffer goes before the shard to hold is there.
+        return max(exchange_bytes(unit, flight), unit.received + made)
+    return exchange_bytes(unit, flight) + made
 
 
 def _backward(units: Sequence[GradSizes]) -> Iterator[tuple[GradSizes, GradSizes | None]]:

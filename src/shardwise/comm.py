@@ -11,7 +11,7 @@ is an all-reduce in disguise: twice the bytes, and from W = 3 on its bits depend
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -75,17 +75,36 @@ class Comm:
     def _gather_directly(self, parts: torch.Tensor) -> Handle:
         """Every rank sends its part to each other, into place. Gloo's own all-gather does so through a second buffer
         of the whole size, which no ledger sees, and takes twice as long."""
-        others = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
-        group = self._gather_group
-        receives = [dist.irecv(parts[other], group=group, group_src=other) for other in reversed(others)]
-        sends = [dist.isend(parts[self.rank], group=group, group_dst=other) for other in others]
-        return _All([work for work in (*receives, *sends) if work is not None])
+        mine = dict.fromkeys(range(self.world_size), parts[self.rank])
+        return self._send_directly(mine, dict(enumerate(parts)), self._gather_group)
 
-    def exchange(self, received: torch.Tensor, sent: torch.Tensor, kind: str) -> Handle:
-        """Send the w-th part of `sent` to rank w; `received` holds the parts from all ranks, in rank order."""
+    @property
+    def rows_received(self) -> int:
+        """How many parts `exchange` receives: those of all ranks, or of all others."""
+        return self.world_size - self._sends_directly
+
+    def exchange(self, received: torch.Tensor, sent: torch.Tensor, kind: str) -> tuple[Handle, list[torch.Tensor]]:
+        """Send the w-th row of `sent` to rank w; every rank's row for us, in rank order, once the handle is done.
+
+        `received` has `rows_received` rows. Where it is one less than ranks, our own row is that of `sent`.
+        """
         self._count(kind, sent)
-        work: Handle = dist.all_to_all_single(received, sent, group=self._reduce_group, async_op=True)
-        return work
+        if not self._sends_directly:
+            work: Handle = dist.all_to_all_single(
+                received.view(-1), sent.view(-1), group=self._reduce_group, async_op=True
+            )
+            return work, list(received)
+        rows = [*received[: self.rank], sent[self.rank], *received[self.rank :]]
+        return self._send_directly(dict(enumerate(sent)), dict(enumerate(rows)), self._reduce_group), rows
+
+    def _send_directly(
+        self, sent: Mapping[int, torch.Tensor], received: Mapping[int, torch.Tensor], group: dist.ProcessGroup | None
+    ) -> Handle:
+        """`sent[w]` to each other rank w, and from it into `received[w]`."""
+        others = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
+        receives = [dist.irecv(received[other], group=group, group_src=other) for other in reversed(others)]
+        sends = [dist.isend(sent[other], group=group, group_dst=other) for other in others]
+        return _All([work for work in (*receives, *sends) if work is not None])
 
     def share(self, values: torch.Tensor) -> torch.Tensor:
         """A few values of every rank, on every rank: shape [W, *values.shape]. A control message."""

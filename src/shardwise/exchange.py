@@ -131,7 +131,7 @@ class Exchange:
         self._handle: Handle = DONE
         self._sent: Buffer | None = None
         self._received: Buffer | None = None
-        self._parts: torch.Tensor
+        self._parts: Sequence[torch.Tensor] = ()
         step = max(1, -(-layout.shard_numel // pieces))
         self._cuts = [(start, min(start + step, layout.shard_numel)) for start in range(0, layout.shard_numel, step)]
 
@@ -151,11 +151,13 @@ class Exchange:
             if index:
                 self._issue(comm, start, stop)
             self._handle.wait()
-            if self._received is not None:
+            if self._received is not None and comm.rows_received == self._world_size:
                 self._drop_sent()
             tensor, adds = place = place or target()
-            with self._ledger.passing("exchange", Tier.DEVICE, _mean_bytes(self._parts)):
-                _mean_in_rank_order(self._parts, tensor[start:stop], adds)
+            piece = tensor[start:stop]
+            block_bytes = 0 if _sums_in_place(self._parts, piece, adds) else _sum_bytes(piece)
+            with self._ledger.passing("exchange", Tier.DEVICE, block_bytes):
+                _mean_in_rank_order(self._parts, piece, adds)
             self.abandon()
         if place is None:
             target()
@@ -164,6 +166,7 @@ class Exchange:
         """Wait, and free the buffers."""
         self._handle.wait()
         self._handle = DONE
+        self._parts = ()
         self._drop_sent()
         if self._received is not None:
             self._received.free()
@@ -176,13 +179,13 @@ class Exchange:
             self._sent = self._buffer(comm, shape)
             parts = self._sent.allocate().view(shape)
             self._source.pack(parts, start, stop)
-        self._parts = parts
+        self._parts = list(parts)
         if stop == self._cuts[-1][1]:
             self._source.packed()
         if self._world_size > 1:
+            shape = (comm.rows_received, stop - start)
             self._received = self._buffer(comm, shape)
-            sent, self._parts = self._parts, self._received.allocate().view(shape)
-            self._handle = comm.exchange(self._parts.view(-1), sent.view(-1), "reduce")
+            self._handle, self._parts = comm.exchange(self._received.allocate().view(shape), parts, "reduce")
 
     def _buffer(self, comm: Comm, shape: tuple[int, int]) -> Buffer:
         entry = Entry(Kind.WORK, "exchange", Tier.DEVICE)
@@ -195,36 +198,42 @@ class Exchange:
             self._sent = None
 
 
-def _mean_in_rank_order(parts: torch.Tensor, target: torch.Tensor, add: bool) -> None:
-    """target (+)= (parts[0] + parts[1] + ...) / W, in fp32 whatever the dtypes, rounded once.
-
-    Adding 0.0 at the end turns -0.0 into 0.0, so that it does not matter whether autograd copied a gradient or added
-    it to zeros.
-    """
-    scale = 1.0 / parts.shape[0]
-    for start, stop in _blocks(target) if len(parts) > 1 else [(0, target.numel())]:
-        mean = parts[0, start:stop]
-        if len(parts) > 1:
-            mean = mean.to(torch.float32, copy=True)
-            for part in parts[1:, start:stop]:
-                mean.add_(part)
-            mean.mul_(scale)
-        if add:
-            target[start:stop].add_(mean)
+def _mean_in_rank_order(parts: Sequence[torch.Tensor], target: torch.Tensor, add: bool) -> None:
+    """target (+)= (parts[0] + parts[1] + ...) / W, in fp32 whatever the dtypes, rounded once."""
+    scale, in_place = 1.0 / len(parts), _sums_in_place(parts, target, add)
+    block = target if in_place else target.new_empty(_sum_bytes(target) // 4, dtype=torch.float32)
+    for start, stop in _blocks(target):
+        place, rows = target[start:stop], [part[start:stop] for part in parts]
+        mean = place if in_place else block[: stop - start]
+        if in_place and len(rows) > 1:
+            torch.add(rows[0], rows[1], out=mean)
         else:
-            torch.add(mean, 0.0, out=target[start:stop])
+            mean.copy_(rows[0])
+        for row in rows[2:] if in_place else rows[1:]:
+            mean.add_(row)
+        mean.mul_(scale)
+        if not in_place:
+            place.add_(mean) if add else place.copy_(mean)
 
 
-def _mean_bytes(parts: torch.Tensor) -> int:
-    """The fp32 block in which the mean is made."""
-    return min(parts.shape[1], _block_numel(parts[0])) * torch.float32.itemsize if len(parts) > 1 else 0
+def _sums_in_place(parts: Sequence[torch.Tensor], target: torch.Tensor, add: bool) -> bool:
+    """Whether the sum can grow where it belongs: that may be where one of its first two parts lies, not a later one."""
+    later = {part.data_ptr() for part in parts[2:]}
+    is_exact = all(tensor.dtype == torch.float32 for tensor in (parts[0], target))
+    return is_exact and not add and target.data_ptr() not in later
 
 
-def _block_numel(target: torch.Tensor) -> int:
+def _sum_bytes(shard: torch.Tensor) -> int:
+    """The fp32 block in which a mean is made that cannot be made in place."""
+    return min(shard.numel(), block_numel(shard)) * torch.float32.itemsize
+
+
+def block_numel(target: torch.Tensor) -> int:
+    """How many elements of a shard are added up at a time."""
     return _BLOCK_NUMEL if target.device.type == "cpu" else max(1 << 18, -(-target.numel() // 16))
 
 
 def _blocks(target: torch.Tensor) -> Iterator[tuple[int, int]]:
-    numel, block = target.numel(), _block_numel(target)
+    numel, block = target.numel(), block_numel(target)
     for start in range(0, numel, block):
         yield start, min(start + block, numel)

@@ -21,7 +21,7 @@ from torch import nn
 
 from shardwise.budget import Flight, GradSizes
 from shardwise.comm import Comm, Handle
-from shardwise.exchange import PLAINLY, Exchange, Flat, Packing, Source, Strays
+from shardwise.exchange import PLAINLY, Exchange, Flat, Packing, Source, Strays, block_numel
 from shardwise.layout import Layout
 from shardwise.marks import mark
 from shardwise.memory import Buffer, Entry, Kind, Ledger, Tier
@@ -82,7 +82,15 @@ class Grads:
         """What the unit's gradients take, for the choice of their flight."""
         item = self.policy.grad_dtype.itemsize
         largest = max((slot.span.numel for slot in self._layout.slots), default=0)
-        return GradSizes(self._layout.numel * item, largest * item, self._held.size_bytes)
+        received = self._layout.shard_numel * self._comm.rows_received * self.policy.reduce_dtype.itemsize
+        return GradSizes(
+            full=self._layout.numel * item,
+            largest=largest * item,
+            held=self._held.size_bytes,
+            received=received,
+            shard_numel=self._layout.shard_numel,
+            block_numel=block_numel(self._held.tensor),
+        )
 
     def open(self) -> None:
         """The backward reaches the unit: gradients are about to arrive."""

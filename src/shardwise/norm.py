@@ -45,10 +45,10 @@ def _ordinary_norm(shards: Sequence[torch.Tensor], comm: Comm) -> torch.Tensor:
 
 
 def _sum_of_squares(shard: torch.Tensor) -> torch.Tensor:
-    total = torch.zeros((), dtype=torch.float64)
-    for block in _blocks(shard):
-        total.add_(torch.dot(block, block))
-    return total
+    """Blocks in fp32, their sums in fp64."""
+    blocks = (block.to(torch.float32) for block in shard.split(_BLOCK_NUMEL))
+    sums = [torch.dot(block, block) for block in blocks]
+    return torch.stack(sums).to(torch.float64).sum() if sums else torch.zeros((), dtype=torch.float64)
 
 
 def _exact_norm(shards: Sequence[torch.Tensor], comm: Comm) -> torch.Tensor:

@@ -145,6 +145,7 @@ def _environment(job: Job) -> dict[str, str]:
         "DS_ACCELERATOR": settings.device,
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     }
-    if settings.device == "cpu" and settings.precision != "fp32":
-        added |= launch.matmul_environment()
+    if settings.device == "cpu":
+        added |= launch.heap_environment()  # for all rows alike
+        added |= launch.matmul_environment() if settings.precision != "fp32" else {}
     return {**os.environ, **added}

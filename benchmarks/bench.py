@@ -17,7 +17,7 @@ from shardwise.compare.rows import parse_rows
 RESULTS = Path(__file__).parent / "results"
 STAGES = "zero0,zero1,zero2,zero3"
 CASES = {
-    "cpu-gpt-26m": (Settings("gpt-26m", 2, steps=60), STAGES, "ddp,fsdp2,deepspeed"),
+    "cpu-gpt-26m": (Settings("gpt-26m", 2, steps=48), STAGES, "ddp,fsdp2,deepspeed"),
     "cpu-small-2000": (Settings("small-2000", 2, steps=40), "zero0,zero3", "ddp,deepspeed-zero3"),
     "cpu-mlp-33m": (Settings("mlp-33m", 2, steps=20), STAGES, "ddp,fsdp2,deepspeed"),
     "gpu-mlp-0.5b": (Settings("mlp-0.5b", 2, "bf16", "cuda", steps=8), STAGES, "fsdp2,deepspeed"),

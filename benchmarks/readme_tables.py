@@ -3,9 +3,11 @@
     python benchmarks/readme_tables.py README.md
 
 replaces what stands between `<!-- table:compare CASE -->` and `<!-- /table -->`; CASE is a name from bench.py, and
-cpu-gpt-26m where it is left out. With --check nothing is written, and the exit code says whether the file is current.
+cpu-gpt-26m where it is left out. `<!-- table:single -->` and `<!-- table:stages -->` are what gpu.py measured. With
+--check nothing is written, and the exit code says whether the file is current.
 """
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -15,17 +17,65 @@ from shardwise.compare.table import title
 from shardwise.compare.verdict import data_bytes, verdicts
 
 RESULTS = Path(__file__).parent / "results"
-BLOCK = re.compile(r"(<!-- table:compare ?(?P<case>[\w.-]*) -->\n).*?(<!-- /table -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- table:(?P<kind>\w+) ?(?P<case>[\w.-]*) -->\n).*?(<!-- /table -->)", re.DOTALL)
 DEFAULT_CASE = "cpu-gpt-26m"
 
 
 def main() -> None:
     path = Path(sys.argv[1])
     before = path.read_text()
-    after = BLOCK.sub(lambda match: match[1] + render(newest(match["case"] or DEFAULT_CASE)) + match[3], before)
+    after = BLOCK.sub(lambda match: match[1] + table(match["kind"], match["case"]) + match[4], before)
     if "--check" in sys.argv:
         sys.exit(before != after)
     path.write_text(after)
+
+
+def table(kind: str, case: str) -> str:
+    if kind == "compare":
+        return render(newest(case or DEFAULT_CASE))
+    return {"single": single, "stages": stages}[kind]()
+
+
+def single() -> str:
+    """Tokens/s of GPTs on one GPU, as shares of the best plain recipe of the same run."""
+    files = [newest("gpu-single"), newest("gpu-7b")]
+    lines = [
+        f"{gpu_caption(files)}:",
+        "",
+        "| GPT, tokens a step | best plain torch | zero0 | zero1 | zero2 | zero3 | peak |",
+    ]
+    lines.append("|---|---|---|---|---|---|---|")
+    for command, rows in (run for path in files for run in runs(path)):
+        size, batch = re.search(r"--size (\S+) --batch (\d+)", command).groups()
+        plain = max(row["tokens_per_s"] for row in rows.values() if row["row"].startswith("plain"))
+        shares = [f"{rows[f'zero{stage}']['tokens_per_s'] / plain:.3f}" for stage in range(4)]
+        peaks = " / ".join(f"{rows[name]['peak_gib']:.1f}" for name in ("plain_bf16", "zero1", "zero3"))
+        cells = [f"{size.replace('b', ' B')}, {batch} x 2048", f"{plain}/s", *shares, f"{peaks} GiB"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
+
+
+def stages() -> str:
+    """Peak and step of two ranks that share one GPU."""
+    path = newest("gpu-stages")
+    lines = [f"{gpu_caption([path])}:", "", "| | peak MiB | reserved MiB | step s |", "|---|---|---|---|"]
+    for _, rows in runs(path):
+        for row in rows.values():
+            peak, reserved = (f"{row[key]:.0f}" if row[key] else "not measured" for key in ("peak_mib", "reserved_mib"))
+            lines.append(f"| {row['row']}, {row['precision']} | {peak} | {reserved} | {row['step_s']:.2f} |")
+    return "\n".join([*lines, ""])
+
+
+def runs(path: Path) -> list[tuple[str, dict[str, dict]]]:
+    """The command of each run in a result of gpu.py, and its rows by name."""
+    return [(run["command"], {row["row"]: row for row in run["rows"]}) for run in json.loads(path.read_text())["runs"]]
+
+
+def gpu_caption(paths: list[Path]) -> str:
+    made = json.loads(paths[0].read_text())
+    links = ", ".join(f"[{path.name}](benchmarks/results/{path.name})" for path in paths)
+    hardware = made["hardware"]["cuda:0"].split(",")[0]
+    return f"{made['date']}, commit {made['commit']}, torch {made['versions']['torch']}, one {hardware} ({links})"
 
 
 def newest(case: str) -> Path:

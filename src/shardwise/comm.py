@@ -57,7 +57,8 @@ class Comm:
         ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
         # Ranks that are part of the world cannot make groups without the others, and those they can make by themselves
         # cannot be made twice: they share the group they were given.
-        self._own = [dist.new_group(ranks) for _ in range(2)] if len(ranks) == dist.get_world_size() else []
+        is_world = len(ranks) == dist.get_world_size()
+        self._own = [dist.new_group(ranks, group_desc=name) for name in ("gather", "reduce")] if is_world else []
         self._gather_group, self._reduce_group = self._own or [group, group]
         self._sends_directly = device.type == "cpu" and "gloo" in dist.get_backend(self._gather_group)
 

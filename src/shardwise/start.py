@@ -49,6 +49,8 @@ def initialize(
         _let_segments_grow()
     engine = Engine(model, chosen, config, Comm(group, device))
     engine.lr_scheduler = _scheduler(lr_scheduler, config, chosen)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # the blocks that the model as it was built lay in
     return engine
 
 

@@ -19,7 +19,7 @@ WARM_STEPS = 2
 STEPS = 2
 
 
-WIRE_KINDS = {"gather": ("gather", "send"), "reduce": ("reduce", "all_to_all")}
+WIRE_KINDS = {"gather": ("gather",), "reduce": ("reduce", "all_to_all")}
 
 
 def observe(job: Job, build: Callable[[], System], train_step: Callable[[System, int], Any]) -> dict[str, Any]:
@@ -61,12 +61,15 @@ def is_control(record: WireRecord) -> bool:
 
 
 def wire_by_kind(wire: WireObserver) -> dict[str, int]:
-    """Bytes sent: gathers (by sends too), reductions (an all-reduce is one), and all else, control included."""
+    """Bytes sent: gathers, reductions (an all-reduce is one), and all else, control included.
+
+    A plain send is what its group is called after, and a gather where that says nothing.
+    """
     totals: Counter[str] = Counter(gather=0, reduce=0, other=wire.control_sent_bytes)
-    for op, sent_bytes in wire.by_op().items():
-        totals[next((kind for kind, words in WIRE_KINDS.items() if any(word in op for word in words)), "other")] += (
-            sent_bytes
-        )
+    for record in wire.data:
+        name = (record.group if "reduce" in record.group else "gather") if "send" in record.op else record.op
+        kinds = (kind for kind, words in WIRE_KINDS.items() if any(word in name for word in words))
+        totals[next(kinds, "other")] += record.sent_bytes
     return {**totals, "total": sum(totals.values())}
 
 

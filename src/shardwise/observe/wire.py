@@ -32,13 +32,15 @@ from torch.distributed import distributed_c10d as c10d
 
 @dataclass(frozen=True)
 class WireRecord:
-    """One call: the bytes of its buffer, what this rank sends of them, and to how many it could."""
+    """One call: the bytes of its buffer, what this rank sends of them, to how many it could, and what its group is
+    called (the `group_desc` it was made with)."""
 
     op: str
     payload_bytes: int
     sent_bytes: int
     dtype: torch.dtype | None
     group_size: int
+    group: str = ""
 
 
 @dataclass(frozen=True)
@@ -208,7 +210,10 @@ class WireObserver:
         if rank >= 0:  # else this rank is not in the group and the call does nothing
             call = _Call(arguments, rank, dist.get_world_size(group))
             payload_bytes, sent_bytes = formula(call)
-            self.records.append(WireRecord(name, payload_bytes, sent_bytes, _dtype_of(arguments), call.world_size))
+            described = getattr(group, "group_desc", "") or ""
+            self.records.append(
+                WireRecord(name, payload_bytes, sent_bytes, _dtype_of(arguments), call.world_size, described)
+            )
 
     def _teach_p2p_op(self) -> None:
         """`P2POp` accepts only torch's own isend and irecv: hand it the function behind the wrapper."""

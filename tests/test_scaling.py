@@ -162,8 +162,31 @@ def test_overflow_at_the_smallest_scale_is_an_error():
     engine = start("mlp", fp16("zero1", initial=1.0, minimum=1.0, hysteresis=1))
     engine.module.layers[2].weight.register_hook(lambda grad: grad * torch.inf)
     train_step(engine, 0, 0)
-    with pytest.raises(FloatingPointError, match="smallest loss scale"):
-        train_step(engine, 0, 1)
+    assert engine.skipped_steps == 1  # a look does not raise: one rank alone may look
+    for step in (1, 2):
+        with pytest.raises(FloatingPointError, match="smallest loss scale"):
+            train_step(engine, 0, step)
+    engine.destroy()
+
+
+class OwnStep(torch.optim.AdamW):
+    """Has a step of its own, which knows nothing of `found_inf`."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                param -= group["lr"] * param.grad
+
+
+def test_an_optimizer_with_a_step_of_its_own_is_skipped_by_the_host():
+    engine = start("mlp", fp16("zero1"), lambda model: OwnStep(model.parameters(), lr=0.01))
+    train_step(engine, 0, 0)
+    before = digest(engine)
+    engine.module.layers[2].weight.register_hook(lambda grad: grad * torch.inf)
+    train_step(engine, 0, 1)
+    assert engine.was_skipped
+    assert digest(engine) == before
     engine.destroy()
 
 

@@ -1,6 +1,7 @@
 """Looking at whole values and writing them: `gathered`, `full_*`, and state_dict over sharded weights.
 
-Everything here is a collective unless the weights are replicated: all ranks call it, with the same parameters.
+Everything here is a collective unless the weights are replicated, and `full_state` always: all ranks call it, with the
+same parameters.
 """
 
 from __future__ import annotations

@@ -29,13 +29,14 @@ class Flight:
 
 @dataclass(frozen=True)
 class GradSizes:
-    """Bytes of one unit: its full gradients, its largest parameter's, the shard held after the reduction; what is
-    received for it (the parts of all ranks, or of all others, where our own is taken from what we send). Elements of
-    its shard, and of the fp32 block in which parts are added up."""
+    """Bytes of one unit: its full gradients, its largest parameter's, the shard held after the reduction; what is sent
+    for it (the same in the wire's dtype) and received (the parts of all ranks, or of all others, where our own is taken
+    from what we send). Elements of its shard, and of the fp32 block in which parts are added up."""
 
     full: int
     largest: int
     held: int
+    sent: int
     received: int
     shard_numel: int
     block_numel: int
@@ -68,7 +69,7 @@ def choose_flight(
 
 def exchange_bytes(unit: GradSizes, flight: Flight) -> int:
     """The buffers of one exchange of packed gradients: one to send from, one to receive into."""
-    return -(-(unit.full + unit.received) // flight.pieces)
+    return -(-(unit.sent + unit.received) // flight.pieces)
 
 
 def replicated_peak(units: Sequence[GradSizes], accumulates: bool) -> int:
@@ -94,8 +95,9 @@ def sharded_peak(units: Sequence[GradSizes], accumulates: bool, flight: Flight) 
         arriving = held + unit.full + in_flight
         if later and not accumulates:
             held += later.held
-        # What is packed as a whole is let go before the receive buffer is there.
-        reducing = held + _exchange_peak(unit, accumulates, flight) + (0 if flight.is_whole else unit.full)
+        # What is packed as a whole is let go when it is, before the receive buffer is there.
+        exchange = _exchange_peak(unit, accumulates, flight)
+        reducing = held + (max(exchange, unit.full + unit.sent) if flight.is_whole else exchange + unit.full)
         peak = max(peak, arriving, reducing)
     return peak
 
@@ -103,7 +105,7 @@ def sharded_peak(units: Sequence[GradSizes], accumulates: bool, flight: Flight) 
 def _exchange_peak(unit: GradSizes, accumulates: bool, flight: Flight) -> int:
     """The buffers of an exchange, and what it makes."""
     made = (0 if accumulates else unit.held) + unit.summing(flight.pieces)
-    if flight.is_whole and unit.received == unit.full:
+    if flight.is_whole and unit.received == unit.sent:
         # The send buffer goes before the shard to hold is there.
         return max(exchange_bytes(unit, flight), unit.received + made)
     return exchange_bytes(unit, flight) + made

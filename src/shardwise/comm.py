@@ -10,6 +10,7 @@ is an all-reduce in disguise: twice the bytes, and from W = 3 on its bits depend
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -19,6 +20,7 @@ import torch.distributed as dist
 
 # Renamed in torch 2.13, where the old name warns.
 _GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+_GATHER_TAG, _REDUCE_TAG = 0, 1
 
 
 class Handle(Protocol):
@@ -77,7 +79,7 @@ class Comm:
         """Every rank sends its part to each other, into place. Gloo's own all-gather does so through a second buffer
         of the whole size, which no ledger sees, and takes twice as long."""
         mine = dict.fromkeys(range(self.world_size), parts[self.rank])
-        return self._send_directly(mine, dict(enumerate(parts)), self._gather_group)
+        return self._send_directly(mine, dict(enumerate(parts)), _GATHER_TAG)
 
     @property
     def rows_received(self) -> int:
@@ -96,15 +98,16 @@ class Comm:
             )
             return work, list(received)
         rows = [*received[: self.rank], sent[self.rank], *received[self.rank :]]
-        return self._send_directly(dict(enumerate(sent)), dict(enumerate(rows)), self._reduce_group), rows
+        return self._send_directly(dict(enumerate(sent)), dict(enumerate(rows)), _REDUCE_TAG), rows
 
     def _send_directly(
-        self, sent: Mapping[int, torch.Tensor], received: Mapping[int, torch.Tensor], group: dist.ProcessGroup | None
+        self, sent: Mapping[int, torch.Tensor], received: Mapping[int, torch.Tensor], tag: int
     ) -> Handle:
-        """`sent[w]` to each other rank w, and from it into `received[w]`."""
+        """`sent[w]` to each other rank w, and from it into `received[w]`; tags keep kinds apart in one group."""
+        group = self._gather_group if tag == _GATHER_TAG else self._reduce_group
         others = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
-        receives = [dist.irecv(received[other], group=group, group_src=other) for other in reversed(others)]
-        sends = [dist.isend(sent[other], group=group, group_dst=other) for other in others]
+        receives = [dist.irecv(received[other], group=group, group_src=other, tag=tag) for other in reversed(others)]
+        sends = [dist.isend(sent[other], group=group, group_dst=other, tag=tag) for other in others]
         return _All([work for work in (*receives, *sends) if work is not None])
 
     def share(self, values: torch.Tensor) -> torch.Tensor:
@@ -120,7 +123,8 @@ class Comm:
         """A small picklable value of every rank, on every rank. For looks inside, not in a step."""
         everyone = [value] * self.world_size
         if self.world_size > 1:
-            dist.all_gather_object(everyone, value, group=self._reduce_group)
+            with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
+                dist.all_gather_object(everyone, value, group=self._reduce_group)
         return everyone
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:

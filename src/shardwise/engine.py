@@ -48,6 +48,7 @@ class Engine(nn.Module):
         self._scaler = Scaler.of(config.precision, comm.device)
         self._outcome: Outcome | None = None
         self._was_skipped = False
+        self._is_exhausted = False
         self._ledger = Ledger()
         self._clock = Clock(comm.device if config.runtime.timers else None)
         self._units = self._build_units()
@@ -284,6 +285,7 @@ class Engine(nn.Module):
         if outcome is None:
             return
         self._was_skipped = outcome.was_skipped()
+        self._is_exhausted = outcome.is_exhausted()
         self._skipped_steps += self._was_skipped
         if self.lr_scheduler is not None and not self._was_skipped:
             self.lr_scheduler.step()
@@ -293,13 +295,20 @@ class Engine(nn.Module):
         trainable = [unit for unit in schedule.forward_order() if unit.grads is not None]
         if not any(unit.grads.has_gradients for unit in trainable if unit.grads):
             return
+        self._learn_outcome()
+        if self._is_exhausted:
+            # Here and nowhere else: all ranks come here, and all know.
+            self.zero_grad()
+            raise FloatingPointError(
+                "gradients overflow in fp16 even at the smallest loss scale (precision.loss_scale.minimum): the model "
+                "diverges, or its values do not fit fp16; lower the learning rate, or compute in bf16"
+            )
         schedule.reduce_all()
         schedule.release_all()
         for unit in trainable:
             for hook in self._grad_hooks:
                 assert unit.grads is not None
                 hook(unit.name, unit.grads.reduced)
-        self._learn_outcome()
         with self._clock.phase("norm"):
             shards = [unit.grads.reduced for unit in trainable if unit.grads]
             self.grad_norm = norm.global_norm(shards, self._comm, exact=self.config.gradients.deterministic)

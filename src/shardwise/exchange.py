@@ -139,6 +139,8 @@ class Exchange:
         """Issue the first piece."""
         if self._cuts:
             self._issue(comm, *self._cuts[0])
+        else:
+            self._source.packed()
 
     def finish(self, comm: Comm, target: Callable[[], tuple[torch.Tensor, bool]]) -> None:
         """Wait for each piece, write its mean to `target` (or add it), and issue the next.

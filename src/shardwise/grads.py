@@ -82,12 +82,13 @@ class Grads:
         """What the unit's gradients take, for the choice of their flight."""
         item = self.policy.grad_dtype.itemsize
         largest = max((slot.span.numel for slot in self._layout.slots), default=0)
-        received = self._layout.shard_numel * self._comm.rows_received * self.policy.reduce_dtype.itemsize
+        row = self._layout.shard_numel * self.policy.reduce_dtype.itemsize
         return GradSizes(
             full=self._layout.numel * item,
             largest=largest * item,
             held=self._held.size_bytes,
-            received=received,
+            sent=row * self._comm.world_size,
+            received=row * self._comm.rows_received,
             shard_numel=self._layout.shard_numel,
             block_numel=block_numel(self._held.tensor),
         )
@@ -161,11 +162,11 @@ class Grads:
 
     def finish_reduce(self) -> None:
         """Hold the mean over the ranks of this rank's shard, added to that of earlier micro-batches."""
-        exchange, self._exchange = self._exchange, None
-        if exchange is None:
+        if self._exchange is None:
             return
         with mark("reduce", self.name):
-            exchange.finish(self._comm, self._target)
+            self._exchange.finish(self._comm, self._target)
+            self._exchange = None
             self.is_reduced = True
 
     def late_gradient(self) -> bool:

@@ -41,7 +41,9 @@ class Updater:
         for index, group in enumerate(optimizer.param_groups):
             group["params"] = [piece for pieces in self._pieces.values() for piece in pieces[index]]
             _prefer_fused(optimizer, group)
-        self._skips_itself = all(group.get("fused") for group in optimizer.param_groups)
+        # Only torch's own kernels look at `found_inf`; a subclass with a step of its own need not.
+        is_torchs = getattr(self._step, "__module__", "").startswith("torch.optim")
+        self._skips_itself = is_torchs and all(group.get("fused") for group in optimizer.param_groups)
         # A bound method: LR schedulers look for the function behind it.
         optimizer.step = MethodType(_use_engine_step, optimizer)  # type: ignore[method-assign]
 

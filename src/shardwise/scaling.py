@@ -55,16 +55,18 @@ class Outcome:
         self._flags = torch.empty(2, dtype=torch.bool, pin_memory=flags.is_cuda)
         self._flags.copy_(flags, non_blocking=True)
         if self._event is not None:
-            self._event.record()
+            self._event.record(torch.cuda.current_stream(flags.device))
 
     def was_skipped(self) -> bool:
         """Whether the step was skipped. Waits for the device."""
+        return self._learn()[0]
+
+    def is_exhausted(self) -> bool:
+        """Whether it overflowed at the smallest scale. Waits for the device."""
+        return self._learn()[1]
+
+    def _learn(self) -> list[bool]:
         if self._event is not None:
             self._event.synchronize()
-        overflow, at_minimum = self._flags.tolist()
-        if at_minimum:
-            raise FloatingPointError(
-                "gradients overflow in fp16 even at the smallest loss scale (precision.loss_scale.minimum): the model "
-                "diverges, or its values do not fit fp16; lower the learning rate, or compute in bf16"
-            )
-        return bool(overflow)
+        flags: list[bool] = self._flags.tolist()
+        return flags

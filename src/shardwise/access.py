@@ -96,7 +96,7 @@ class Access:
         model, reference = engine.module, weakref.ref(engine)
         for unit in self._units:
             for param in unit.params:
-                param._shardwise_unit = weakref.ref(unit)  # type: ignore[attr-defined]
+                param._shardwise_unit = weakref.ref(unit)  # type: ignore[attr-defined]  # ours, on torch's class
         self._handles = [
             model.register_state_dict_post_hook(_StateDictHook(reference)),
             model.register_load_state_dict_pre_hook(_LoadHook(reference, begins=True)),
@@ -108,7 +108,7 @@ class Access:
             handle.remove()
         for unit in self._units:
             for param in unit.params:
-                del param._shardwise_unit  # type: ignore[attr-defined]
+                del param._shardwise_unit  # type: ignore[attr-defined]  # ours, on torch's class
 
 
 class _StateDictHook:

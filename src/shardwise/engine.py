@@ -17,11 +17,12 @@ from shardwise.config import Config
 from shardwise.division import divide
 from shardwise.memory import Ledger
 from shardwise.optim import Updater, group_numbers
+from shardwise.order import Ahead
 from shardwise.policy import DTYPES, policy_for
 from shardwise.recompute import Recompute
 from shardwise.report import Clock, Report
 from shardwise.scaling import Outcome, Scaler
-from shardwise.schedule import Ahead, Schedule
+from shardwise.schedule import Schedule
 from shardwise.tensors import map_tensors
 from shardwise.unit import Unit, layout_for
 

@@ -45,7 +45,7 @@ class Updater:
         is_torchs = getattr(self._step, "__module__", "").startswith("torch.optim")
         self._skips_itself = is_torchs and all(group.get("fused") for group in optimizer.param_groups)
         # A bound method: LR schedulers look for the function behind it.
-        optimizer.step = MethodType(_use_engine_step, optimizer)  # type: ignore[method-assign]
+        optimizer.step = MethodType(_use_engine_step, optimizer)  # type: ignore[method-assign]  # refuses
 
     def begin(self, overflow: torch.Tensor | None) -> bool:
         """Before the units of a step; says whether to skip it.
@@ -58,7 +58,7 @@ class Updater:
         if overflow is None:
             return False
         if self._skips_itself and self._counted:
-            self.optimizer.found_inf = overflow.to(torch.float32)  # type: ignore[attr-defined]
+            self.optimizer.found_inf = overflow.to(torch.float32)  # type: ignore[attr-defined]  # read by fused kernels
             return False
         return bool(overflow.item())
 
@@ -81,7 +81,7 @@ class Updater:
         """Tell hooks and LR schedulers that a step was taken."""
         for hook in (*self.optimizer._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values()):
             hook(self.optimizer, (), {})
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # read by schedulers
 
     def _step_pieces(self, unit: Unit) -> None:
         groups = self.optimizer.param_groups
@@ -197,4 +197,4 @@ def _use_engine_step(self: torch.optim.Optimizer, closure: Any = None) -> None:
 
 
 # What LR schedulers put on the step they wrap; they need not wrap this one, `Updater.finish` tells them of each step.
-_use_engine_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+_use_engine_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # read by schedulers

@@ -47,14 +47,14 @@ def watch(params: Iterable[torch.Tensor], reaction: Reaction) -> None:
     """From now on, every torch function that uses the values of one of `params` calls `reaction` first."""
     for param in params:
         param.__class__ = _watched_class(type(param))
-        param._shardwise_reaction = reaction  # type: ignore[attr-defined]
+        param._shardwise_reaction = reaction  # type: ignore[attr-defined]  # ours, on torch's class
 
 
 def unwatch(params: Iterable[torch.Tensor]) -> None:
     """Make the parameters plain again."""
     for param in params:
         param.__class__ = type(param).__bases__[0]
-        del param._shardwise_reaction  # type: ignore[attr-defined]
+        del param._shardwise_reaction  # type: ignore[attr-defined]  # ours, on torch's class
 
 
 @cache

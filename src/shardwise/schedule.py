@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from shardwise.config import Runtime
+from shardwise.order import Ahead, Order
 from shardwise.report import Clock
 from shardwise.tensors import map_tensors, tensors_in
 from shardwise.unit import Traffic, Unit
@@ -38,37 +38,6 @@ class Site:
     depth: int = 0
     units: list[Unit] = field(default_factory=list)
     ends: set[str] = field(default_factory=set)
-
-
-@dataclass(frozen=True)
-class Ahead:
-    """How far gathers run ahead of use: so many units, so many bytes of them, and so many with the one in use."""
-
-    units: int = 1
-    ahead_bytes: int | None = None
-    gathered_bytes: int | None = None
-
-    @classmethod
-    def of(cls, runtime: Runtime) -> Ahead:
-        return cls(runtime.prefetch, runtime.prefetch_bytes, runtime.max_gathered_bytes)
-
-    def choose(self, unit: Unit, following: Sequence[Unit]) -> list[Unit]:
-        """Those of the `following` units, without repetitions, that may be gathered while `unit` computes."""
-        chosen: list[Unit] = []
-        total = 0
-        for other in dict.fromkeys(following):
-            if other is unit:
-                continue
-            total += other.weights.full_bytes
-            if len(chosen) == self.units or not self._allows(total, unit.weights.full_bytes):
-                break
-            chosen.append(other)
-        return chosen
-
-    def _allows(self, ahead: int, current: int) -> bool:
-        return (self.ahead_bytes is None or ahead <= self.ahead_bytes) and (
-            self.gathered_bytes is None or ahead + current <= self.gathered_bytes
-        )
 
 
 class Schedule:
@@ -309,51 +278,6 @@ class Schedule:
         return handles
 
 
-class Order:
-    """The order in which the last forward entered the units; at first, that of registration."""
-
-    def __init__(self, units: Sequence[Unit], ahead: Ahead) -> None:
-        self._all = list(units)
-        self._choice = ahead
-        self._entered: list[Unit] = []
-        self.forward: list[Unit] = []
-        self.backward: list[Unit] = []
-        self._ahead: list[list[Unit]] = []
-        self._behind: dict[str, list[Unit]] = {}
-        self._stays_from: dict[str, int] = {}
-        self.learn(self._all)
-
-    def learn(self, entered: Sequence[Unit]) -> None:
-        """Adopt the entries of a forward, in order and with repetitions."""
-        if self._entered == list(entered):
-            return
-        self._entered = list(entered)
-        seen = list(dict.fromkeys(entered))
-        self.forward = seen + [unit for unit in self._all if unit not in seen]
-        self.backward = [unit for unit in self._all if unit not in seen] + seen[::-1]
-        self._ahead = [self._choice.choose(unit, entered[index + 1 :]) for index, unit in enumerate(entered)]
-        first = {unit.name: index for index, unit in reversed(list(enumerate(entered)))}
-        self._behind = {unit.name: self._choice.choose(unit, entered[: first[unit.name]][::-1]) for unit in seen}
-        last = {unit.name: index for index, unit in enumerate(entered)}
-        end = list(entered[-1:])
-        self._stays_from = {unit.name: last[unit.name] for unit in end + [u for e in end for u in self.behind(e)]}
-
-    def ahead(self, index: int) -> Sequence[Unit]:
-        """The units to gather while the one entered at `index` computes its forward."""
-        if 0 <= index < len(self._ahead):
-            return self._ahead[index]
-        return ()
-
-    def behind(self, unit: Unit) -> Sequence[Unit]:
-        """The units to gather while `unit` computes its backward."""
-        return self._behind.get(unit.name, ())
-
-    def is_needed_next(self, unit: Unit, entered: int) -> bool:
-        """Whether the backward begins with `unit`, or gathers it ahead at once, and `entered` entries bring no more
-        of it: then it is in memory at the peak anyway, and releasing it would only send it once more."""
-        return entered > self._stays_from.get(unit.name, entered)
-
-
 class Visit:
     """The hook on the outputs of one call of a site's module: acts once in each backward."""
 
@@ -393,7 +317,7 @@ def _mark_inputs(args: Any, kwargs: Any, leave: Callable[[], None]) -> Any:
         tensor.register_hook(lambda grad: leave())
     if made or not marked:
         return None
-    outputs = _Boundary.apply(leave, *marked.values())  # type: ignore[no-untyped-call]
+    outputs = _Boundary.apply(leave, *marked.values())  # type: ignore[no-untyped-call]  # torch
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     replaced: dict[int, torch.Tensor] = dict(zip(marked, outputs, strict=True))
 

@@ -22,7 +22,7 @@ class DeepSpeed(System):
 
     def wrap(self, model: nn.Module) -> Any:
         os.environ.setdefault("DS_ACCELERATOR", self.job.device.type)
-        import deepspeed  # type: ignore[import-not-found]
+        import deepspeed  # type: ignore[import-not-found]  # a peer
 
         deepspeed.utils.logger.setLevel("ERROR")
         params = [param for param in model.parameters() if param.requires_grad]
@@ -65,7 +65,7 @@ class DeepSpeed(System):
     def _config(self, params: list[nn.Parameter]) -> dict[str, Any]:
         settings = self.job.settings
         config = peer_settings(f"deepspeed_{self.job.row.preset}")
-        zero: dict[str, Any] = config["zero_optimization"]  # type: ignore[assignment]
+        zero: dict[str, Any] = config["zero_optimization"]  # type: ignore[assignment]  # JSON
         numel = sum(param.numel() for param in params)
         for key, value in zero.items():
             if value == "auto":

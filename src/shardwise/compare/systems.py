@@ -107,7 +107,7 @@ class Shardwise(System):
         return cast(torch.optim.Optimizer, self.wrapped.optimizer)
 
     @property
-    def has_master(self) -> bool:  # type: ignore[override]
+    def has_master(self) -> bool:  # type: ignore[override]  # a property here
         return self.job.dtype != torch.float32
 
     def forward(self, batch: dict[str, Any], is_last: bool) -> torch.Tensor:

@@ -28,7 +28,7 @@ Watchable = torch.Tensor | nn.Module | torch.optim.Optimizer
 UNLABELLED = "other"
 
 
-class _Entry(weakref.ref):  # type: ignore[type-arg]
+class _Entry(weakref.ref):  # type: ignore[type-arg]  # not generic at run time
     """One live storage. The key is the storage's address, unique for as long as it lives."""
 
     __slots__ = ("key", "label", "nbytes")
@@ -60,7 +60,7 @@ class StorageObserver(TorchDispatchMode):
         existing: Iterable[Watchable] | None = None,
         label: Callable[[torch.Tensor], str] | None = None,
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch
         self.device = torch.empty(0, device=device).device  # with its index: cuda is cuda:0
         self._existing = existing
         self._label = label
@@ -120,13 +120,13 @@ class StorageObserver(TorchDispatchMode):
         self._existing = ()
         self.reset_peak()
         self._original_resize = torch.UntypedStorage.resize_
-        torch.UntypedStorage.resize_ = self._wrapped_resize()  # type: ignore[method-assign, assignment]
-        super().__enter__()  # type: ignore[no-untyped-call]
+        torch.UntypedStorage.resize_ = self._wrapped_resize()  # type: ignore[method-assign, assignment]  # watched
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)  # type: ignore[no-untyped-call]
-        torch.UntypedStorage.resize_ = self._original_resize  # type: ignore[method-assign]
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]  # torch
+        torch.UntypedStorage.resize_ = self._original_resize  # type: ignore[method-assign]  # put back
         self._settle()
 
     def __torch_dispatch__(

@@ -21,6 +21,10 @@ PARTS = {
         "gpu_single.py --size 1.3b --batch 4 --steps 8",
     ],
     "7b": ["gpu_single.py --size 7b --batch 2 --steps 5"],
+    "compile": [
+        "gpu_single.py --size 0.1b --batch 16 --steps 10 --compile --rows plain_bf16,zero0,zero1,zero2,zero3",
+        "gpu_single.py --size 1.3b --batch 4 --steps 8 --compile --rows plain_bf16,zero0,zero1,zero2,zero3",
+    ],
     "overlap": [f"gpu_overlap.py --preset {preset}" for preset in ("zero1", "zero2", "zero3")],
     "host": ["host_cost.py --device cuda --precision bf16 --steps 20"],
     "stages": [

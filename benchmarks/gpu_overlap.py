@@ -9,8 +9,10 @@ which part of the delays ran while kernels of the computation ran too. One JSON 
 
 import argparse
 import json
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -81,16 +83,17 @@ def cycles_per_second() -> float:
     return 1e9 / (start.elapsed_time(end) / 1e3)
 
 
-def intervals(events, is_delay: bool) -> list[tuple[float, float]]:
-    """Merged times of the delay kernels, or of all other kernels, in microseconds."""
-    found = sorted(
-        (event.time_range.start, event.time_range.end)
-        for event in events
-        if event.device_type == torch.autograd.DeviceType.CUDA
-        and not event.name.startswith(("shardwise::", "Mem", "ProfilerStep"))
-        and ("spin_kernel" in event.name) == is_delay
-    )
-    return found if is_delay else merged(found)
+def intervals(trace: Path) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+    """Times of the delay kernels, and merged times of the kernels on other streams than theirs, in microseconds."""
+    kernels = [event for event in json.loads(trace.read_text())["traceEvents"] if event.get("cat") == "kernel"]
+    delays = [event for event in kernels if "spin_kernel" in event["name"]]
+    streams = {event["args"]["stream"] for event in delays}
+    others = [event for event in kernels if event["args"]["stream"] not in streams]
+    return _spans(delays), merged(_spans(others))
+
+
+def _spans(events: list[dict]) -> list[tuple[float, float]]:
+    return sorted((event["ts"], event["ts"] + event["dur"]) for event in events)
 
 
 def merged(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -146,13 +149,13 @@ def main() -> None:
     comm.delay_s = 0.0
     step_s = steps(STEPS)
     delay_s = comm.delay_s / STEPS
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
+    # Kernels alone: to note every operation of the host too would make the host the bottleneck.
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         steps(STEPS)
-    if args.trace:
-        profile.export_chrome_trace(args.trace)
-    events = profile.events()
-    delays, computing = intervals(events, True), intervals(events, False)
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(args.trace or f"{folder}/trace.json")
+        profile.export_chrome_trace(str(trace))
+        delays, computing = intervals(trace)
     total = sum(end - start for start, end in delays)
     exposed = [end - start - covered([(start, end)], computing) for start, end in delays]
     comm._cycles_per_s = 0.0

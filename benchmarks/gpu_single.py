@@ -1,9 +1,10 @@
 """W = 1 over NCCL: tokens/s and peak of each stage beside two plain torch recipes, in one run on one GPU.
 
     python benchmarks/gpu_single.py --size 1.3b
+    python benchmarks/gpu_single.py --size 1.3b --compile
 
 Rows: `plain_bf16` (bf16 weights, fp32 master copies), `plain_autocast` (fp32 weights), and presets. All with fused
-AdamW, clipping at 1.0 and activation checkpointing of every block.
+AdamW, clipping at 1.0 and activation checkpointing of every block; with --compile, every block through torch.compile.
 """
 
 import argparse
@@ -34,18 +35,20 @@ class Checkpointed(torch.nn.Module):
         return checkpoint(self.block, x, use_reentrant=False)
 
 
-def build(size: str, dtype: torch.dtype = torch.float32, checkpointed: bool = True) -> GPT:
-    hidden, layers, heads = SIZES[size]
+def build(args: argparse.Namespace, dtype: torch.dtype = torch.float32, checkpointed: bool = True) -> GPT:
+    hidden, layers, heads = SIZES[args.size]
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = GPT(hidden, layers, heads, VOCABULARY, LENGTH + 1).to(dtype)
+    for block in model.blocks if args.compile else ():
+        block.compile()
     if checkpointed:
         model.blocks = torch.nn.ModuleList(Checkpointed(block) for block in model.blocks)
     return model
 
 
-def plain_bf16(size: str) -> Step:
-    model = build(size, torch.bfloat16)
+def plain_bf16(args: argparse.Namespace) -> Step:
+    model = build(args, torch.bfloat16)
     params = list(model.parameters())
     masters = [param.detach().float().requires_grad_() for param in params]
     optimizer = torch.optim.AdamW(masters, lr=1e-4, fused=True)
@@ -64,8 +67,8 @@ def plain_bf16(size: str) -> Step:
     return step
 
 
-def plain_autocast(size: str) -> Step:
-    model = build(size)
+def plain_autocast(args: argparse.Namespace) -> Step:
+    model = build(args)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def step(data: torch.Tensor) -> torch.Tensor:
@@ -80,8 +83,8 @@ def plain_autocast(size: str) -> Step:
     return step
 
 
-def ours(size: str, preset: str) -> Step:
-    model = build(size, checkpointed=False)
+def ours(args: argparse.Namespace, preset: str) -> Step:
+    model = build(args, checkpointed=False)
     config = {
         "preset": preset,
         "precision": {"compute": "bf16"},
@@ -101,7 +104,7 @@ def ours(size: str, preset: str) -> Step:
 
 def measure(row: str, args: argparse.Namespace) -> dict:
     plain = {"plain_bf16": plain_bf16, "plain_autocast": plain_autocast}
-    step = plain[row](args.size) if row in plain else ours(args.size, row)
+    step = plain[row](args) if row in plain else ours(args, row)
     data = torch.randint(VOCABULARY, (args.batch, LENGTH + 1), device="cuda")
     for _ in range(WARM_STEPS):
         step(data)
@@ -115,6 +118,7 @@ def measure(row: str, args: argparse.Namespace) -> dict:
     ended = time.perf_counter()
     return {
         "row": row,
+        "compiled": args.compile,
         "tokens_per_s": round(args.batch * LENGTH * args.steps / (ended - started)),
         "step_ms": round((ended - started) / args.steps * 1e3, 1),
         "host_ms": round((issued - started) / args.steps * 1e3, 1),
@@ -129,11 +133,13 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--rows", default="plain_bf16,plain_autocast,zero0,zero1,zero2,zero3")
+    parser.add_argument("--compile", action="store_true", help="every block through torch.compile")
     args = parser.parse_args()
     torch.cuda.set_device(0)
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     for row in args.rows.split(","):
         print(json.dumps(measure(row, args)), flush=True)
+        torch._dynamo.reset()  # what it compiled keeps the model
         gc.collect()
         torch.cuda.empty_cache()
     dist.destroy_process_group()

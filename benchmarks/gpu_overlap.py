@@ -3,8 +3,8 @@
     python benchmarks/gpu_overlap.py --preset zero3
 
 One process plays rank 0 of eight: collectives are replaced by delay kernels on the communication streams, as long as
-400 Gb/s links would need for the bytes; everything else is the engine as it is. A profiler trace of a few steps tells
-which part of the delays ran while kernels of the computation ran too. One JSON line.
+400 Gb/s links would need for the bytes; everything else is the engine as it is. A profiler trace of a few steps and the
+forward after them tells which part of the delays ran while kernels of the computation ran too. One JSON line.
 """
 
 import argparse
@@ -136,12 +136,15 @@ def main() -> None:
     engine = Engine(model, torch.optim.AdamW(model.parameters(), lr=1e-4), config, comm)
     data = torch.randint(args.vocabulary, (args.batch, LENGTH), device="cuda")
 
-    def steps(count: int) -> float:
-        torch.cuda.synchronize()
-        started = time.perf_counter()
+    def issue(count: int) -> None:
         for _ in range(count):
             engine.backward(engine(data))
             engine.step()
+
+    def steps(count: int) -> float:
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        issue(count)
         torch.cuda.synchronize()
         return (time.perf_counter() - started) / count
 
@@ -151,7 +154,9 @@ def main() -> None:
     delay_s = comm.delay_s / STEPS
     # Kernels alone: to note every operation of the host too would make the host the bottleneck.
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        steps(STEPS)
+        issue(STEPS)
+        engine(data)  # under which the last step's gathers lie
+        torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(args.trace or f"{folder}/trace.json")
         profile.export_chrome_trace(str(trace))
@@ -172,7 +177,7 @@ def main() -> None:
                 "step_ms": round(step_s * 1e3, 1),
                 "step_ms_without_delays": round(steps(STEPS) * 1e3, 1),
                 "communication_ms": round(delay_s * 1e3, 1),
-                "communication_ms_in_trace": round(total / 1e3 / STEPS, 1),
+                "communication_ms_in_trace": round(total / 1e3, 1),
                 "hidden_share": round(1 - sum(exposed) / total, 4),
                 "most_exposed_ms": [round(value / 1e3, 2) for value in sorted(exposed, reverse=True)[: 4 * STEPS]],
             }

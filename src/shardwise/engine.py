@@ -242,7 +242,7 @@ class Engine(nn.Module):
     def _choose_flight(self) -> None:
         trainable = [unit.grads for unit in self._units if unit.grads is not None]
         flight = choose_flight(
-            [grads.sizes() for grads in trainable],
+            [grads.sizes for grads in trainable],
             is_sharded=self.config.placement.grads.sharding == "sharded",
             accumulates=self.config.batch.accumulation > 1,
             bound_bytes=self.config.gradients.reduce_bucket_bytes,

@@ -15,6 +15,7 @@ Until the reduction, what `p.grad` says is the truth, also if the user changed o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -78,6 +79,7 @@ class Grads:
         assert self.is_reduced, f"the gradients of {self.name} are not reduced yet"
         return self._held.tensor if self._full is None else self._full.tensor[self._shard.slice]
 
+    @cached_property
     def sizes(self) -> GradSizes:
         """What the unit's gradients take, for the choice of their flight."""
         item = self.policy.grad_dtype.itemsize
@@ -100,7 +102,7 @@ class Grads:
 
     def _arriving_bytes(self) -> int:
         """What autograd makes: all gradients of the unit, or, to add to those that are there, one at a time."""
-        sizes, weights, grads = self.sizes(), self.policy.weight_dtype, self.policy.grad_dtype
+        sizes, weights, grads = self.sizes, self.policy.weight_dtype, self.policy.grad_dtype
         if self._full is None or not self._full.live:
             return sizes.full
         cast = sizes.largest // grads.itemsize * weights.itemsize if weights != grads else 0

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from shardwise import access, norm
+from shardwise import access, checkpoint, norm
 from shardwise.budget import choose_flight
 from shardwise.comm import Comm
 from shardwise.config import Config
@@ -45,6 +46,7 @@ class Engine(nn.Module):
         self._boundary: bool | None = None
         self._syncs = True
         self._is_destroyed = False
+        self._saving: checkpoint.Background | None = None
         self._comm = comm
         self._scaler = Scaler.of(config.precision, comm.device)
         self._outcome: Outcome | None = None
@@ -181,6 +183,10 @@ class Engine(nn.Module):
         return Report.of(self._ledger, self._comm, self._clock, self.steps)
 
     @property
+    def comm(self) -> Comm:
+        return self._comm
+
+    @property
     def units(self) -> tuple[Unit, ...]:
         return tuple(self._units)
 
@@ -192,11 +198,82 @@ class Engine(nn.Module):
         """Load whole values into the model, master copies included. A collective. `assign` is refused."""
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
 
+    # Checkpoints
+
+    def save(
+        self,
+        dir: str | Path,
+        tag: str | None = None,
+        blocking: bool = True,
+        state: dict[str, Any] | None = None,
+        keep: int | None = None,
+    ) -> Path:
+        """Write a checkpoint into the folder `dir`; it is there complete, or not at all. A collective.
+
+        It holds everything that training goes on from: weights, master copies, optimizer state, counters, schedules,
+        random number generators, and rank 0's `state`, a dictionary of numbers, strings, lists and tensors. `tag`
+        names it (`step-100`); with `keep`, only that many of the newest are kept. With `blocking` False, training goes
+        on as soon as everything is copied to host memory; the next `save` or `load`, or `finish_save`, waits for it
+        and raises what went wrong.
+        """
+        self.finish_save()
+        job = checkpoint.prepare(self, Path(dir), tag, state, keep, staged=not blocking)
+        if blocking:
+            checkpoint.save(job, self._comm)
+        else:
+            self._saving = checkpoint.Background(job, self._comm)
+        return job.draft.target
+
+    def finish_save(self) -> None:
+        """Wait until an asynchronous save is complete; raise what went wrong. A collective."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.finish()
+
+    def load(self, dir: str | Path, tag: str = "latest", fallback: bool = False) -> Any:
+        """Go on from a checkpoint in `dir`, saved at any world size and placement; the user's state. A collective.
+
+        With `fallback`, if a file of it is damaged, the newest checkpoint that is not is taken instead. If a load
+        fails midway, the engine's values are part old, part new: load another one, or stop.
+        """
+        self.finish_save()
+        return checkpoint.load(self, Path(dir), tag, fallback)
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether no gradients are accumulated: the moments at which `save` works."""
+        return not self._micro_step and not any(unit.grads.has_gradients for unit in self._units if unit.grads)
+
+    def progress(self) -> dict[str, Any]:
+        """The counters of training and the loss scale. Waits for the device."""
+        self._learn_outcome()
+        return {
+            "steps": self.steps,
+            "skipped_steps": self._skipped_steps,
+            "was_skipped": self._was_skipped,
+            "is_exhausted": self._is_exhausted,
+            "scaler": self._scaler.state_dict() if self._scaler is not None else None,
+        }
+
+    def set_progress(self, progress: Mapping[str, Any]) -> None:
+        """Go on counting from what `progress` gave."""
+        self._outcome = None
+        self.steps = progress["steps"]
+        self._skipped_steps = progress["skipped_steps"]
+        self._was_skipped = progress["was_skipped"]
+        self._is_exhausted = progress["is_exhausted"]
+        if self._scaler is not None and progress["scaler"] is not None:
+            self._scaler.load_state_dict(progress["scaler"])
+        if self._updater is not None:
+            self._updater.account()
+
     def destroy(self) -> None:
         """Take the engine off the model and free every buffer; the model's parameters are then empty."""
         if self._is_destroyed:
             return
         self._is_destroyed = True
+        if self._saving is not None:
+            self._saving.leave()
         self._schedule.remove()
         self._recompute.remove()
         self._access.remove()

@@ -1,6 +1,6 @@
 """The errors that users meet. Each message names what was seen and what to do about it."""
 
-__all__ = ["ConfigError", "ConfigWarning", "ShardwiseError"]
+__all__ = ["CheckpointError", "ConfigError", "ConfigWarning", "DamagedError", "ShardwiseError"]
 
 
 class ShardwiseError(Exception):
@@ -9,6 +9,14 @@ class ShardwiseError(Exception):
 
 class ConfigError(ShardwiseError, ValueError):
     """A configuration that is wrong, contradictory, or asks for something shardwise does not do."""
+
+
+class CheckpointError(ShardwiseError, ValueError):
+    """A checkpoint that cannot be written, is missing or damaged, or does not fit the engine."""
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint of which a file is missing, cut short or changed."""
 
 
 class ConfigWarning(UserWarning):

@@ -30,6 +30,7 @@ class Updater:
     def __init__(self, optimizer: torch.optim.Optimizer, units: Sequence[Unit], ledger: Ledger) -> None:
         self.optimizer = optimizer
         self._ledger = ledger
+        self._units = list(units)
         self._step = _bare_step(optimizer)
         states = {id(param): state for param, state in optimizer.state.items()}
         optimizer.state.clear()
@@ -75,6 +76,13 @@ class Updater:
                 self._step_pieces(unit)
                 for _, piece in unit.weights.pieces:
                     piece.grad = None
+                self._settle_ledger(unit)
+
+    def account(self) -> None:
+        """Take into the ledger what state there is, after it was loaded."""
+        self._counted.clear()
+        for unit in self._units:
+            if any(self.optimizer.state.get(piece) for _, piece in unit.weights.pieces):
                 self._settle_ledger(unit)
 
     def finish(self) -> None:

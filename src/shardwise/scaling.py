@@ -9,6 +9,8 @@ What the host learns of a step (`was_skipped`) is a copy on its way; asking for 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from shardwise.config import LossScale, Precision
@@ -29,6 +31,16 @@ class Scaler:
     def of(cls, precision: Precision, device: torch.device) -> Scaler | None:
         """A scaler where the precision needs one."""
         return cls(precision.loss_scale, device) if precision.compute == "fp16" else None
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The scale and its counters."""
+        return {"scale": self.scale, "good_steps": self._good_steps, "patience": self._patience}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Go on from what `state_dict` gave."""
+        device = self.scale.device
+        self.scale, self._good_steps = state["scale"].to(device), state["good_steps"].to(device)
+        self._patience = state["patience"].to(device)
 
     def update(self, overflow: torch.Tensor) -> torch.Tensor:
         """Take notice of one step; says whether the scale would have to fall below its minimum."""

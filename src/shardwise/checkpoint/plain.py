@@ -1,0 +1,100 @@
+"""Values as JSON and tensors, and back: nothing is pickled, so nothing runs when a checkpoint is read.
+
+None, booleans, numbers, strings, lists, tuples, dictionaries (keys: strings and numbers) and tensors come back as
+they were; numpy's numbers and arrays come back as Python's numbers and tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardwise.errors import CheckpointError
+
+# A dictionary with one of these as its only key stands for something else.
+_TUPLE, _DICT, _COUNTER, _FLOAT, _TENSOR, _SCALAR = "$tuple", "$dict", "$counter", "$float", "$tensor", "$scalar"
+
+
+def to_plain(value: Any, tensors: MutableMapping[str, torch.Tensor], where: str) -> Any:
+    """`value` for JSON; its tensors go to `tensors` under keys that begin with `where`."""
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {_FLOAT: str(float(value))}
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return _tensor(torch.as_tensor(value).detach(), tensors, where)
+    if isinstance(value, list | tuple):
+        items = [to_plain(item, tensors, f"{where}/{index}") for index, item in enumerate(value)]
+        return {_TUPLE: items} if isinstance(value, tuple) else items
+    if isinstance(value, Mapping):
+        return _mapping(value, tensors, where)
+    raise CheckpointError(
+        f"{where} is a {type(value).__name__}, which a checkpoint cannot hold: give numbers, strings, lists, "
+        "dictionaries and tensors, such as the object's state_dict()"
+    )
+
+
+def from_plain(value: Any, fetch: Callable[[str], torch.Tensor]) -> Any:
+    """What `to_plain` was given; `fetch` gives the tensor of a key."""
+    if isinstance(value, list):
+        return [from_plain(item, fetch) for item in value]
+    if not isinstance(value, dict):
+        return value
+    tag = next(iter(value)) if len(value) == 1 else None
+    content = value.get(tag) if tag is not None else None
+    if tag == _TUPLE:
+        return tuple(from_plain(content, fetch))
+    if tag in (_DICT, _COUNTER):
+        pairs = {key: from_plain(item, fetch) for key, item in content or ()}
+        return Counter(pairs) if tag == _COUNTER else pairs
+    if tag == _FLOAT:
+        return float(str(content))
+    if tag == _TENSOR:
+        return fetch(str(content))
+    if tag == _SCALAR and content:
+        return torch.tensor(from_plain(content[1], fetch), dtype=dtype_named(content[0]))
+    return {key: from_plain(item, fetch) for key, item in value.items()}
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The dtype that is called `float32`, say."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(f"this version of torch has no dtype {name!r}")
+    return dtype
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """
+    >>> dtype_name(torch.float32)
+    'float32'
+    """
+    return str(dtype).removeprefix("torch.")
+
+
+def _tensor(value: torch.Tensor, tensors: MutableMapping[str, torch.Tensor], where: str) -> Any:
+    if value.ndim == 0 and not value.is_complex():
+        return {_SCALAR: [dtype_name(value.dtype), to_plain(value.item(), tensors, where)]}
+    tensors[where] = value
+    return {_TENSOR: where}
+
+
+def _mapping(value: Mapping[Any, Any], tensors: MutableMapping[str, torch.Tensor], where: str) -> Any:
+    for key in value:
+        if not isinstance(key, str | int | float):
+            raise CheckpointError(f"{where} has the key {key!r}, a {type(key).__name__}: use strings or numbers")
+    pairs = [(key, to_plain(item, tensors, f"{where}/{key}")) for key, item in value.items()]
+    if isinstance(value, Counter):
+        return {_COUNTER: [list(pair) for pair in pairs]}
+    if all(isinstance(key, str) and not key.startswith("$") for key in value):
+        return dict(pairs)
+    return {_DICT: [list(pair) for pair in pairs]}

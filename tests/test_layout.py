@@ -1,6 +1,7 @@
 """The layout: every element has one owner, cuts are aligned, padding is bounded, shards move between worlds."""
 
 import doctest
+import math
 import time
 from fractions import Fraction
 
@@ -143,6 +144,31 @@ def test_tensor_cut_gives_the_largest_first_to_the_least_loaded():
     layout = Layout.build(specs, 2, 4, Cut.TENSOR)
     assert [[piece.name for piece in layout.pieces(rank)] for rank in (0, 1)] == [["c", "d"], ["a", "b"]]
     assert layout.shard_numel == 192
+
+
+@given(spec_lists(), WORLDS, st.sets(st.integers(0, 2)))
+def test_optimizers_get_whole_tensors_in_their_shape_and_flat_runs_of_the_rest(specs, world_size, whole):
+    specs = [TensorSpec(spec.name, spec.shape, spec.group, spec.group in whole) for spec in specs]
+    layout = Layout.build(specs, world_size, 4, Cut.TENSOR)
+    owned = [layout.updates(rank) for rank in range(world_size)]
+    for updates in ([update for rank in owned for update in rank], layout.updates(None)):
+        shapes = sorted(update.shape for update in updates if update.group in whole)
+        assert shapes == sorted(spec.shape for spec in specs if spec.whole and spec.numel)
+    for rank, updates in enumerate(owned):
+        assert [update for update in updates if update.group not in whole] == [
+            run for run in layout.groups(rank) if run.group not in whole
+        ]
+        tensors = {piece.shard: piece.tensor for piece in layout.pieces(rank)}
+        for update in updates:
+            assert update.shape is None or tensors[update.shard].numel == math.prod(update.shape)
+
+
+def test_a_tensor_that_stays_whole_needs_cuts_between_tensors_and_a_group_alike():
+    whole = TensorSpec("w", (4, 4), 0, whole=True)
+    with pytest.raises(ValueError, match="'w' is to stay whole"):
+        Layout.build([whole], 2, 4)
+    with pytest.raises(ValueError, match="'w' is to stay whole"):
+        Layout.build([whole, TensorSpec("v", (4,), 0)], 2, 4, Cut.TENSOR)
 
 
 @given(spec_lists(), spec_lists(max_size=3), WORLDS, WORLDS, ITEMSIZES, ITEMSIZES, CUTS, CUTS, st.randoms())

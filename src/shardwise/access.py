@@ -74,9 +74,9 @@ def full_state(engine: Engine, name: str) -> dict[str, torch.Tensor]:
     unit = _find(engine, name)
     if engine.optimizer is None or unit.grads is None:
         raise ValueError(f"parameter {name!r} is not trained by this engine and has no optimizer state")
-    mine = _owned_state(engine.optimizer, unit, name)
+    mine, others = _owned_state(engine.optimizer, unit, name)
     # Ranks own different parts, some of them none: what there is to gather is agreed upon first.
-    told = {key: value.dtype if value.ndim else value.cpu() for key, value in mine.items()}
+    told = {key: value.dtype for key, value in mine.items()} | others
     everyone = {key: kind for one in reversed(unit.comm.share_object(told)) for key, kind in one.items()}
     state: dict[str, torch.Tensor] = {}
     for key, kind in sorted(everyone.items()):
@@ -181,18 +181,22 @@ def _find(engine: Engine, name: str) -> Unit:
     raise KeyError(f"the model has no parameter {name!r}; names are those of model.named_parameters()")
 
 
-def _owned_state(optimizer: torch.optim.Optimizer, unit: Unit, name: str) -> dict[str, torch.Tensor]:
-    """The optimizer state of the pieces that hold some of a parameter: one value each, or flat over what is owned."""
+def _owned_state(
+    optimizer: torch.optim.Optimizer, unit: Unit, name: str
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The optimizer state of the pieces that hold some of a parameter: what has a value for each element, flat over
+    what is owned, and what has not (steps, a matrix optimizer's rows and columns), as it is."""
     weights, slot = unit.weights, unit.layout.slot(name).span
     state: dict[str, torch.Tensor] = {}
+    others: dict[str, torch.Tensor] = {}
     for (_, piece), span in zip(weights.pieces, weights.piece_spans, strict=True):
         if not slot.intersect(span.shift(weights.owned.start)):
             continue
         for key, value in optimizer.state.get(piece, {}).items():
             value = torch.as_tensor(value) if value is not None else torch.empty(0)
-            if value.shape != piece.shape:
-                state.update({key: value} if value.ndim == 0 else {})
-                continue
-            flat = state.setdefault(key, value.new_zeros(weights.owned.numel))
-            flat[span.slice] = value
-    return state
+            if value.shape == piece.shape:
+                flat = state.setdefault(key, value.new_zeros(weights.owned.numel))
+                flat[span.slice] = value.reshape(-1)
+            elif value.ndim == 0 or value.numel():
+                others[key] = value.cpu()
+    return state, others

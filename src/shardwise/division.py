@@ -63,12 +63,13 @@ def divide(
     modules: Collection[str] | None = None,
     min_bytes: int | None = None,
     max_bytes: int | None = None,
+    floor_bytes: int = 0,
 ) -> tuple[UnitSpec, ...]:
     """Divide a model into units; every parameter is in exactly one. The root unit is first, then registration order.
 
     `classes` (names of classes) and `modules` (paths) name the blocks instead of the automatic search; each block is
     then a unit of its own unless `min_bytes` is given. By default, neighbouring blocks of a list are merged until
-    they have 1 MiB, 1/16 of the model or `max_bytes`, whichever is least.
+    they have 1 MiB, 1/16 of the model or `max_bytes`, whichever is least; but at least `floor_bytes`.
 
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     >>> [(unit.name, unit.params) for unit in divide(model)]
@@ -79,7 +80,7 @@ def divide(
     blocks = _named_blocks(tree, classes or (), modules or ()) if explicit else _find_blocks(tree, "")
     if min_bytes is None:
         enough = _MERGE_BYTES if max_bytes is None else min(_MERGE_BYTES, max_bytes)
-        min_bytes = 0 if explicit else min(enough, tree.bytes("") // _MERGE_SHARE)
+        min_bytes = 0 if explicit else max(min(enough, tree.bytes("") // _MERGE_SHARE), floor_bytes)
     merged = _merge(tree, blocks, min_bytes)
     holders = {above for block in blocks for above in _ancestry(block)[:-1]}
     owners = _owning_runs(tree, merged, _leftovers(tree, set(blocks), holders))

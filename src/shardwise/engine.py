@@ -17,7 +17,8 @@ from shardwise.comm import Comm
 from shardwise.config import Config
 from shardwise.division import divide
 from shardwise.memory import Ledger
-from shardwise.optim import Updater, group_numbers
+from shardwise.optim import Updater
+from shardwise.optimizers import groups_of
 from shardwise.order import Ahead
 from shardwise.policy import DTYPES, policy_for
 from shardwise.recompute import Recompute
@@ -293,22 +294,37 @@ class Engine(nn.Module):
 
     def _build_units(self) -> list[Unit]:
         params = dict(self.module.named_parameters())
-        groups = group_numbers(self.optimizer, params) if self.optimizer is not None else {}
+        whole = self.config.runtime.whole_tensors
+        groups = groups_of(self.optimizer, params, whole) if self.optimizer is not None else {}
         for buffer in self.module.buffers():
             self._comm.broadcast(buffer)
         units = []
-        for spec in divide(self.module, **self._division()):
+        largest = max((params[name].nbytes for name, group in groups.items() if group.whole), default=0)
+        for spec in divide(self.module, **self._division(largest)):
             trainable = spec.trainable and self.optimizer is not None
             policy = policy_for(self.config, trainable, spec.dtype)
             layout = layout_for(spec, params, groups, policy, self._comm.world_size)
+            if layout.padding_numel > layout.used_numel and any(slot.spec.whole for slot in layout.slots):
+                _LOG.warning(
+                    "unit %s has too few whole tensors for %d ranks: its %d elements take %d; larger units "
+                    "(runtime.min_unit_bytes) are packed better",
+                    *(spec.name, self._comm.world_size, layout.used_numel, layout.numel),
+                )
             units.append(Unit(spec, params, layout, policy, self._comm, self._ledger))
         return units
 
-    def _division(self) -> dict[str, Any]:
-        """The choice of units for `divide`: names in the configuration are module paths or else class names."""
+    def _division(self, largest_bytes: int) -> dict[str, Any]:
+        """The choice of units for `divide`: names in the configuration are module paths or else class names.
+
+        Whole tensors, the largest of `largest_bytes`, are spread evenly only in units that have several for each rank.
+        """
         runtime = self.config.runtime
         if runtime.units == "auto":
-            return {"min_bytes": runtime.min_unit_bytes, "max_bytes": runtime.gather_bucket_bytes}
+            return {
+                "min_bytes": runtime.min_unit_bytes,
+                "max_bytes": runtime.gather_bucket_bytes,
+                "floor_bytes": largest_bytes * self._comm.world_size * 3 // 4 if self._comm.world_size > 1 else 0,
+            }
         paths = {name for name, _ in self.module.named_modules()}
         return {
             "modules": [name for name in runtime.units if name in paths] or None,

@@ -69,11 +69,15 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A tensor to be packed; `group` is the number of its optimizer parameter group."""
+    """A tensor to be packed; `group` is the number of its optimizer parameter group.
+
+    `whole`: its optimizer needs it undivided and in its shape, which takes `Cut.TENSOR`.
+    """
 
     name: str
     shape: tuple[int, ...]
     group: int = 0
+    whole: bool = False
 
     @property
     def numel(self) -> int:
@@ -99,10 +103,14 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class GroupRun:
-    """The part of a shard that belongs to one optimizer group, the padding behind its tensors included."""
+    """The part of a shard that belongs to one optimizer group, the padding behind its tensors included.
+
+    With a `shape` it is one whole tensor; see `Layout.updates`.
+    """
 
     group: int
     shard: Span
+    shape: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +144,7 @@ class Layout:
     @classmethod
     def build(cls, specs: Sequence[TensorSpec], world_size: int, itemsize: int, cut: Cut = Cut.ELEMENT) -> Layout:
         """Pack `specs` for `world_size` ranks; `itemsize` is that of the weights that compute, in bytes."""
-        _check(specs, world_size, itemsize)
+        _check(specs, world_size, itemsize, cut)
         align = ALIGN_BYTES // itemsize
         ordered = sorted(specs, key=lambda spec: spec.group)
         if cut is Cut.ELEMENT:
@@ -196,6 +204,20 @@ class Layout:
         end = bisect_left(self.runs, shard.stop, key=lambda run: run.shard.start)
         owned = ((run.group, run.shard.intersect(shard)) for run in self.runs[first:end])
         return tuple(GroupRun(group, part.shift(-shard.start)) for group, part in owned if part)
+
+    def updates(self, rank: int | None) -> tuple[GroupRun, ...]:
+        """What the optimizer is given: each `whole` tensor by itself, in its shape, and one flat run for the rest of a
+        group. Of `rank`'s shard, or of the whole buffer for None."""
+        start, runs = (0, self.runs) if rank is None else (self.shard(rank).start, self.groups(rank))
+        whole = {slot.spec.group for slot in self.slots if slot.spec.whole}
+        return tuple(part for run in runs for part in (self._tensors(run, start) if run.group in whole else (run,)))
+
+    def _tensors(self, run: GroupRun, start: int) -> list[GroupRun]:
+        """A run's tensors one by one; none where a rank has only the padding behind them."""
+        first = bisect_left(self.slots, run.shard.start + start, key=lambda slot: slot.span.start)
+        end = bisect_left(self.slots, run.shard.stop + start, key=lambda slot: slot.span.start)
+        slots = (slot for slot in self.slots[first:end] if slot.span)
+        return [GroupRun(run.group, slot.span.shift(-start), slot.spec.shape) for slot in slots]
 
     def owner(self, name: str, index: int) -> tuple[int, int]:
         """The rank that owns element `index` of a tensor (in its own flat elements), and its index in the shard."""
@@ -303,13 +325,16 @@ def _round_up(numel: int, align: int) -> int:
     return -(-numel // align) * align
 
 
-def _check(specs: Sequence[TensorSpec], world_size: int, itemsize: int) -> None:
+def _check(specs: Sequence[TensorSpec], world_size: int, itemsize: int, cut: Cut) -> None:
     if world_size < 1:
         raise ValueError(f"a layout needs at least one rank, not {world_size}")
     if itemsize < 1 or ALIGN_BYTES % itemsize:
         raise ValueError(f"an item of {itemsize} bytes does not divide the boundary of {ALIGN_BYTES} bytes")
     seen: set[str] = set()
+    kinds = {(spec.group, spec.whole) for spec in specs}
     for spec in specs:
+        if spec.whole and (cut is not Cut.TENSOR or (spec.group, False) in kinds):
+            raise ValueError(f"tensor {spec.name!r} is to stay whole: its unit must be cut by tensor, its group whole")
         if spec.name in seen:
             raise ValueError(f"tensor {spec.name!r} is listed twice; list a tied parameter once")
         if any(size < 0 for size in spec.shape):

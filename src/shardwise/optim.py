@@ -1,4 +1,4 @@
-"""The update: any element-wise torch optimizer, unmodified, on the master pieces of one unit at a time.
+"""The update: any torch optimizer, unmodified, on the master pieces of one unit at a time.
 
 The user's optimizer keeps its parameter groups and options; only the parameters in them are replaced by the master
 pieces of the units. It is then stepped unit by unit, in forward order, with just that unit's pieces in its groups.
@@ -7,21 +7,18 @@ pieces of the units. It is then stepped unit by unit, in forward order, with jus
 from __future__ import annotations
 
 import copy
-import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MethodType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from shardwise.errors import ConfigError
 from shardwise.marks import mark
 from shardwise.memory import Entry, Kind, Ledger, Tier
+from shardwise.optimizers import bare_step, members, prefer_fused
 from shardwise.unit import Unit
-
-OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 class Updater:
@@ -31,7 +28,7 @@ class Updater:
         self.optimizer = optimizer
         self._ledger = ledger
         self._units = list(units)
-        self._step = _bare_step(optimizer)
+        self._step = bare_step(optimizer)
         states = {id(param): state for param, state in optimizer.state.items()}
         optimizer.state.clear()
         for unit in units:
@@ -41,12 +38,13 @@ class Updater:
         self._pieces = {unit.name: [_in_group(unit, index) for index in range(count)] for unit in units}
         for index, group in enumerate(optimizer.param_groups):
             group["params"] = [piece for pieces in self._pieces.values() for piece in pieces[index]]
-            _prefer_fused(optimizer, group)
+            prefer_fused(optimizer, group)
         # Only torch's own kernels look at `found_inf`; a subclass with a step of its own need not.
         is_torchs = getattr(self._step, "__module__", "").startswith("torch.optim")
         self._skips_itself = is_torchs and all(group.get("fused") for group in optimizer.param_groups)
         # A bound method: LR schedulers look for the function behind it.
-        optimizer.step = MethodType(_use_engine_step, optimizer)  # type: ignore[method-assign]  # refuses
+        for each in members(optimizer):
+            each.step = MethodType(_use_engine_step, each)  # type: ignore[method-assign]  # refuses
 
     def begin(self, overflow: torch.Tensor | None) -> bool:
         """Before the units of a step; says whether to skip it.
@@ -72,7 +70,7 @@ class Updater:
             with self._ledger.passing(unit.name, Tier.DEVICE, cast_bytes):
                 grads = _scaled(reduced, coefficient)
                 for (_, piece), span in zip(unit.weights.pieces, unit.weights.piece_spans, strict=True):
-                    piece.grad = grads[span.slice]
+                    piece.grad = grads[span.slice].view(piece.shape)
                 self._step_pieces(unit)
                 for _, piece in unit.weights.pieces:
                     piece.grad = None
@@ -89,7 +87,8 @@ class Updater:
         """Tell hooks and LR schedulers that a step was taken."""
         for hook in (*self.optimizer._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values()):
             hook(self.optimizer, (), {})
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # read by schedulers
+        for each in members(self.optimizer):
+            each._opt_called = True  # type: ignore[attr-defined]  # read by schedulers
 
     def _step_pieces(self, unit: Unit) -> None:
         groups = self.optimizer.param_groups
@@ -118,39 +117,6 @@ class Updater:
         self._ledger.settle(Entry(Kind.OPTIM, f"{unit.name} (moments)", Tier.DEVICE), held)
 
 
-def resolve_optimizer(
-    given: torch.optim.Optimizer | OptimizerFactory, params: Sequence[nn.Parameter]
-) -> torch.optim.Optimizer:
-    """An optimizer built on the model's parameters, from an instance or a callable."""
-    if isinstance(given, torch.optim.Optimizer):
-        return given
-    if not callable(given):
-        raise ConfigError(
-            f"optimizer is {type(given).__name__}: pass a torch optimizer built on model.parameters(), or a callable "
-            "that takes parameters and returns one, such as functools.partial(torch.optim.AdamW, lr=1e-3)"
-        )
-    return given(params)
-
-
-def group_numbers(optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter]) -> dict[str, int]:
-    """The optimizer group of each trainable parameter of the model."""
-    by_id = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
-    groups = {name: by_id.pop(id(param)) for name, param in params.items() if id(param) in by_id}
-    if by_id:
-        raise ConfigError(
-            f"the optimizer holds {len(by_id)} parameter(s) that the model does not have: build it on the parameters "
-            "of the very model you pass to shardwise.initialize"
-        )
-    missing = [name for name, param in params.items() if param.requires_grad and name not in groups]
-    if missing:
-        raise ConfigError(
-            f"the optimizer does not hold the trainable parameter {missing[0]!r}"
-            + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
-            + ": add them to a parameter group, or set requires_grad to False"
-        )
-    return groups
-
-
 def _in_group(unit: Unit, index: int) -> list[nn.Parameter]:
     return [piece for number, piece in unit.weights.pieces if number == index]
 
@@ -177,27 +143,10 @@ def _cut_state(optimizer: torch.optim.Optimizer, unit: Unit, states: Mapping[int
             part = slot.span.intersect(wanted)
             for key, value in states.get(id(param), {}).items() if part else ():
                 if isinstance(value, torch.Tensor) and value.shape == param.shape and key != "step":
-                    flat = optimizer.state[piece].setdefault(key, value.new_zeros(span.numel))
+                    flat = optimizer.state[piece].setdefault(key, value.new_zeros(piece.shape)).view(-1)
                     flat[part.shift(-wanted.start).slice] = value.reshape(-1)[part.shift(-slot.span.start).slice]
                 else:
                     optimizer.state[piece].setdefault(key, copy.deepcopy(value))
-
-
-def _bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
-    """The optimizer's step without what torch wraps around it, hooks and a profiler's mark: once a step, not a unit."""
-    own = optimizer.__dict__.get("step")
-    if own is not None and not getattr(own, "_wrapped_by_lr_sched", False):
-        return cast(Callable[[], Any], own)
-    step: Any = type(optimizer).step
-    bare = step.__wrapped__ if getattr(step, "hooked", False) else step
-    return MethodType(bare, optimizer)
-
-
-def _prefer_fused(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
-    """Choose torch's fused kernel where the optimizer has one and the user did not choose."""
-    chosen = any(group.get(name) for name in ("foreach", "fused", "capturable", "differentiable"))
-    if "fused" in inspect.signature(type(optimizer).__init__).parameters and not chosen and group["fused"] is None:
-        group["fused"] = True
 
 
 def _use_engine_step(self: torch.optim.Optimizer, closure: Any = None) -> None:

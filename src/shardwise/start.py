@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,22 +16,22 @@ from shardwise.config import Config
 from shardwise.config.build import build_optimizer, build_scheduler
 from shardwise.engine import Engine
 from shardwise.errors import ConfigError
-from shardwise.optim import OptimizerFactory, resolve_optimizer
+from shardwise.optimizers import OptimizerFactory, resolve_optimizer
 
 
 def initialize(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | OptimizerFactory | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | OptimizerFactory | None = None,
     config: Any = "zero3",
     lr_scheduler: Any = None,
     mesh: Any = None,
 ) -> Engine:
     """Put `model` and `optimizer` under the placement of `config` and return the engine.
 
-    `optimizer` is an instance built on `model.parameters()`, a callable that takes parameters and returns one, or
-    None with an `optimizer` section in the config (without either, the engine only evaluates). `lr_scheduler`, an
-    instance or a callable that takes the optimizer, is stepped by `engine.step()`. `mesh` is a one-dimensional
-    DeviceMesh; without it, the ranks that torchrun started are used, or this process alone.
+    `optimizer` is an instance built on `model.parameters()`, a list of several that share them, a callable that takes
+    parameters and returns either, or None with an `optimizer` section in the config (without any, the engine only
+    evaluates). `lr_scheduler`, an instance or a callable that takes the optimizer, is stepped by `engine.step()`.
+    `mesh` is a one-dimensional DeviceMesh; without it, the ranks that torchrun started are used, or this process alone.
 
     >>> import torch, shardwise
     >>> model = torch.nn.Linear(8, 1)

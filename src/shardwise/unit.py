@@ -12,8 +12,9 @@ from torch import nn
 from shardwise.comm import Comm
 from shardwise.division import UnitSpec
 from shardwise.grads import Grads
-from shardwise.layout import Layout, TensorSpec
+from shardwise.layout import Cut, Layout, TensorSpec
 from shardwise.memory import Ledger
+from shardwise.optimizers import Group
 from shardwise.policy import Policy
 from shardwise.weights import Weights
 
@@ -76,8 +77,15 @@ class Unit:
 
 
 def layout_for(
-    spec: UnitSpec, params: Mapping[str, nn.Parameter], groups: Mapping[str, int], policy: Policy, world_size: int
+    spec: UnitSpec, params: Mapping[str, nn.Parameter], groups: Mapping[str, Group], policy: Policy, world_size: int
 ) -> Layout:
-    """The layout of a unit; `groups` gives the optimizer group of each trainable parameter."""
-    specs = [TensorSpec(name, tuple(params[name].shape), groups.get(name, 0)) for name in spec.params]
-    return Layout.build(specs, world_size, policy.weight_dtype.itemsize)
+    """The layout of a unit; `groups` gives the optimizer group of each trainable parameter.
+
+    One tensor that must stay whole makes the unit's cuts fall between tensors.
+    """
+    specs = []
+    for name in spec.params:
+        number, whole = groups.get(name, Group(0)) if policy.trainable else Group(0)
+        specs.append(TensorSpec(name, tuple(params[name].shape), number, whole))
+    cut = Cut.TENSOR if any(tensor.whole for tensor in specs) else Cut.ELEMENT
+    return Layout.build(specs, world_size, policy.weight_dtype.itemsize, cut)

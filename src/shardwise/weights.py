@@ -3,7 +3,8 @@
 Names, used throughout:
 - *full*: the unit's flat buffer in the dtype that computes; the parameters of the model are views of it.
 - *master*: the elements this rank owns, in the dtype that is updated (its shard, or everything where the optimizer is
-  replicated). *master pieces*: one tensor per optimizer group over the master; the optimizer's parameters.
+  replicated). *master pieces*: one flat tensor per optimizer group over the master, or each tensor in its own shape
+  where the optimizer needs whole ones (`Layout.updates`); the optimizer's parameters.
 - *part*: the master's own storage. Where master and weights have one dtype, the master lives in its slot of `full`
   while that exists and moves to `part` when it is released, so that no element is ever held twice.
 - *stand-in*: what a parameter points to while released: NaN expanded to its shape. Reads give NaN, writes raise.
@@ -65,9 +66,9 @@ class Weights:
         self._views = self._full.views(layout)
         blank = _blank(policy.weight_dtype, comm.device)
         self._stand_ins = [blank.expand(slot.spec.shape) for slot in layout.slots]
-        runs = layout.groups(comm.rank) if policy.optim_sharded else layout.runs
-        runs = runs if policy.trainable else ()
+        runs = layout.updates(comm.rank if policy.optim_sharded else None) if policy.trainable else ()
         self.piece_spans = [run.shard for run in runs]
+        self._piece_shapes = [(run.shard.numel,) if run.shape is None else run.shape for run in runs]
         self.pieces = [(run.group, nn.Parameter(torch.empty(0))) for run in runs]
 
     @property
@@ -228,8 +229,8 @@ class Weights:
 
     def _bind_pieces(self) -> None:
         master = self.master
-        for (_, piece), span in zip(self.pieces, self.piece_spans, strict=True):
-            piece.data = master[span.slice]
+        for (_, piece), span, shape in zip(self.pieces, self.piece_spans, self._piece_shapes, strict=True):
+            piece.data = master[span.slice].view(shape)
 
 
 @cache

@@ -268,6 +268,9 @@ class Runtime(Section):
     gather_bucket_bytes: Bytes | None = Field(
         default=None, description="small blocks are not merged beyond this (none: 1MiB)"
     )
+    whole_tensors: StrictBool = Field(
+        default=False, description="optimizers get undivided tensors (Muon and Adafactor always do)"
+    )
     use_cpu: StrictBool = Field(default=False, description="the CPU even where there is a GPU")
     steps_per_print: Positive | None = Field(default=None, description="steps between printed lines (none: silent)")
     timers: StrictBool = Field(default=False, description="time every phase (the device is waited for)")

@@ -97,6 +97,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--bits", action="store_true")
     args = parser.parse_args()
+    # What shardwise chooses by itself, for every row alike.
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     for row in parse_rows(args.presets, args.peers):
         with tempfile.TemporaryDirectory() as folder:
             mp.spawn(worker, (row, args, os.path.join(folder, "store")), nprocs=args.nproc)

@@ -3,7 +3,7 @@
     python benchmarks/readme_tables.py README.md
 
 replaces what stands between `<!-- table:compare CASE -->` and `<!-- /table -->`; CASE is a name from bench.py, and
-cpu-gpt-26m where it is left out. `<!-- table:single -->` and `<!-- table:stages -->` are what gpu.py measured. With
+cpu-gpt-26m where it is left out. `<!-- table:single -->`, `stages` and `overlap` are what gpu.py measured. With
 --check nothing is written, and the exit code says whether the file is current.
 """
 
@@ -33,12 +33,12 @@ def main() -> None:
 def table(kind: str, case: str) -> str:
     if kind == "compare":
         return render(newest(case or DEFAULT_CASE))
-    return {"single": single, "stages": stages}[kind]()
+    return {"single": single, "stages": stages, "overlap": overlap}[kind]()
 
 
 def single() -> str:
     """Tokens/s of GPTs on one GPU, as shares of the best plain recipe of the same run."""
-    files = [newest("gpu-single"), newest("gpu-7b")]
+    files = [newest("gpu-single"), newest("gpu-7b"), newest("gpu-compile")]
     lines = [
         f"{gpu_caption(files)}:",
         "",
@@ -50,7 +50,8 @@ def single() -> str:
         plain = max(row["tokens_per_s"] for row in rows.values() if row["row"].startswith("plain"))
         shares = [f"{rows[f'zero{stage}']['tokens_per_s'] / plain:.3f}" for stage in range(4)]
         peaks = " / ".join(f"{rows[name]['peak_gib']:.1f}" for name in ("plain_bf16", "zero1", "zero3"))
-        cells = [f"{size.replace('b', ' B')}, {batch} x 2048", f"{plain}/s", *shares, f"{peaks} GiB"]
+        label = f"{size.replace('b', ' B')}, {batch} x 2048" + (", compiled" if "--compile" in command else "")
+        cells = [label, f"{plain}/s", *shares, f"{peaks} GiB"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
 
@@ -63,6 +64,18 @@ def stages() -> str:
         for row in rows.values():
             peak, reserved = (f"{row[key]:.0f}" if row[key] else "not measured" for key in ("peak_mib", "reserved_mib"))
             lines.append(f"| {row['row']}, {row['precision']} | {peak} | {reserved} | {row['step_s']:.2f} |")
+    return "\n".join([*lines, ""])
+
+
+def overlap() -> str:
+    """How much of the communication of eight ranks lies under computation."""
+    path = newest("gpu-overlap")
+    rows = [row for run in json.loads(path.read_text())["runs"] for row in run["rows"]]
+    lines = [f"{gpu_caption([path])}:", "", "| | step ms | without delays | communication ms | hidden |"]
+    lines.append("|---|---|---|---|---|")
+    for row in rows:
+        times = [f"{row[key]:.0f}" for key in ("step_ms", "step_ms_without_delays", "communication_ms")]
+        lines.append(f"| {' | '.join([row['preset'], *times, format(row['hidden_share'], '.1%')])} |")
     return "\n".join([*lines, ""])
 
 

@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise
+from shardwise.held import MASTER
 from shardwise.observe import StorageObserver
 from support import ranks, run_ranks
-from support.training import digest, make_batch, make_model, make_sgd, start, train, train_step
+from support.training import digest, make_batch, make_model, make_sgd, start, train, train_step, whole_values
 
 STAGES = ["zero0", "zero1", "zero2", "zero3"]
 REPLICATED = STAGES[:3]
@@ -190,6 +191,22 @@ def test_nothing_changes_before_the_boundary(rank, world_size, preset, boundary)
         engine.backward(engine(make_batch(engine.module, rank, micro)))
         engine.step()
         assert (digest_weights(engine) == before) == (micro < 2)
+    engine.destroy()
+
+
+@ranks(1, 3)
+@pytest.mark.parametrize("preset", ["zero0", "zero3"])
+def test_looks_inside_agree_with_what_is_held(rank, world_size, preset):
+    """What the tests of bits hash, by the public way, one parameter at a time."""
+    engine = start("odd", {"preset": preset})
+    train_step(engine, rank, 0)
+    for name, found in whole_values(engine).items():
+        assert torch.equal(found.pop(MASTER), engine.full_param(name))
+        param = engine.module.get_parameter(name)
+        state = engine.full_state(name) if param.requires_grad else {}
+        found = {key.removeprefix("optim/"): value for key, value in found.items() if param.numel()}
+        assert sorted(found) == sorted(state)
+        assert all(torch.equal(found[key], state[key]) for key in state), name
     engine.destroy()
 
 

@@ -9,7 +9,9 @@ from torch import nn
 
 import shardwise
 from shardwise import memory
+from shardwise.held import MASTER, extras_of, held_by
 from shardwise.models import GPT, MLP
+from shardwise.unit import Unit
 
 
 class Odd(nn.Module):
@@ -102,12 +104,51 @@ def train_step(engine: shardwise.Engine, rank: int, step: int) -> float:
 def digest(engine: shardwise.Engine) -> str:
     """sha256 over every weight as it computes, every master copy and every moment."""
     sha = hashlib.sha256()
-    state = engine.state_dict()
-    for name, param in engine.module.named_parameters():
-        tensors = [state[name], engine.full_param(name)]
-        if param.requires_grad:
-            tensors += [value for _, value in sorted(engine.full_state(name).items())]
-        for tensor in tensors:
+    state, values = engine.state_dict(), whole_values(engine)
+    for name, _ in engine.module.named_parameters():
+        for tensor in (state[name], *(value for _, value in sorted(values[name].items()))):
             assert not tensor.isnan().any(), f"{name} has NaN"
             sha.update(tensor.contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes())
     return sha.hexdigest()
+
+
+def whole_values(engine: shardwise.Engine) -> dict[str, dict[str, torch.Tensor]]:
+    """`full_param` and `full_state` of all parameters: each unit is gathered once, not once for each parameter.
+
+    test_engine compares the two.
+    """
+    mine = {unit.name: _owned_values(unit, engine.optimizer) for unit in engine.units}
+    # Ranks own different parts, some of them none: what there is to gather is agreed upon first.
+    told = {key: flat.dtype for flats in mine.values() for key, flat in flats.items()}
+    extras = {
+        (name, extra.key): extra.value.cpu()
+        for unit in engine.units
+        for extra in extras_of(unit, engine.optimizer)
+        for name in unit.names
+        if isinstance(extra.value, torch.Tensor) and extra.value.ndim == 0
+        if unit.layout.slot(name).span.intersect(extra.span)
+    }
+    everyone = engine.units[0].comm.share_object((told, extras))
+    values: dict[str, dict[str, torch.Tensor]] = {name: {} for unit in engine.units for name in unit.names}
+    for key, dtype in sorted({key: dtype for kinds, _ in everyone for key, dtype in kinds.items()}.items()):
+        for unit in engine.units:
+            if key == MASTER or unit.grads is not None:
+                empty = torch.zeros(unit.weights.owned.numel, dtype=dtype, device=unit.weights.master.device)
+                flat = unit.weights.whole(mine[unit.name].get(key, empty))
+                for name in unit.names:
+                    values[name][key] = unit.view(flat, name)
+    for _, found in reversed(everyone):
+        for (name, key), value in found.items():
+            values[name][key] = value
+    return values
+
+
+def _owned_values(unit: Unit, optimizer: torch.optim.Optimizer | None) -> dict[str, torch.Tensor]:
+    """What this rank holds of a unit, each key flat over what it owns."""
+    unit.weights.settle()
+    flats: dict[str, torch.Tensor] = {}
+    for held in held_by(unit, optimizer):
+        part = held.read(held.span)
+        flat = flats.setdefault(held.key, part.new_zeros(unit.weights.owned.numel))
+        flat[held.span.shift(-unit.weights.owned.start).slice] = part
+    return flats

@@ -144,6 +144,10 @@ class MemoryAnalyzer:
         """The most that was allocated at once."""
         return self._peak_bytes
 
+    def by_kind(self) -> dict[str, int]:
+        """Bytes by kind at this moment."""
+        return by_kind(self._observer.breakdown)
+
     def at_peak(self) -> dict[str, int]:
         """Bytes by kind at the peak."""
         return by_kind(self._at_peak)

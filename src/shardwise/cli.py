@@ -9,6 +9,7 @@ import typer
 
 from shardwise._version import __version__
 from shardwise.errors import ConfigError
+from shardwise.train.arguments import train
 
 app = typer.Typer(
     name="shardwise",
@@ -104,6 +105,9 @@ def run(
     from shardwise import launch
 
     launch.run(nproc, context.args, threads)
+
+
+app.command()(train)
 
 
 def main() -> None:

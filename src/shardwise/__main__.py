@@ -1,0 +1,5 @@
+"""`python -m shardwise`, and so `torchrun -m shardwise train ...`."""
+
+from shardwise.cli import main
+
+main()

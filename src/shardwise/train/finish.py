@@ -1,0 +1,88 @@
+"""The end of a run: sample, report, exported weights, plot."""
+
+from __future__ import annotations
+
+import json
+import math
+
+from shardwise.errors import ConfigError
+from shardwise.train.folder import Folder
+from shardwise.train.loop import Loop
+from shardwise.train.memory import Trace
+from shardwise.train.model import hub_config
+from shardwise.train.sample import as_text, sample
+from shardwise.train.screen import Screen, duration
+
+SHOWN_LINES = 16
+
+
+def finish(loop: Loop, folder: Folder) -> None:
+    """Everything a finished run leaves beside its checkpoint. All ranks call it: weights are gathered for it."""
+    screen, job = loop.screen, loop.job
+    text = _sample(loop)
+    loop.engine.export(folder.export)
+    if loop.metrics is None:
+        return
+    (folder.export / "config.json").write_text(json.dumps(hub_config(job.shape), indent=1) + "\n")
+    rows = loop.metrics.rows
+    report = f"{loop.engine.report()}\n{_observed(loop.trace)}".rstrip()
+    folder.report.write_text(report + "\n")
+    if text:
+        folder.sample.write_text(text + "\n")
+        screen.text("sample", _shortened(text))
+    screen.text("report of rank 0", report)
+    last = rows[-1]
+    screen.say("trained", f"{job.steps} steps, {last.tokens / 1e6:.2f} M tokens in {duration(loop.elapsed_s)}")
+    if last.val_loss is not None:
+        bits = f", {last.val_loss / math.log(2):.2f} bits per byte" if job.corpus.is_text else ""
+        screen.say("loss", f"{last.loss:.3f}, validation {last.val_loss:.3f}{bits}")
+    _plot(loop, folder, screen)
+    _list_files(folder, screen)
+    folder.write_record(job.identity, finished_steps=job.steps)
+    screen.say("next", f"--steps {2 * job.steps} trains on, --fresh starts over")
+
+
+def _sample(loop: Loop) -> str:
+    outputs, corpus = loop.job.options.outputs, loop.job.corpus
+    if not outputs.sample:
+        return ""
+    prompt = list(outputs.prompt.encode()) if corpus.is_text else loop.job.windows[1].corpus.read(0, 1).tolist()
+    tokens = sample(loop.engine, prompt, outputs.sample, loop.job.shape.context, loop.job.options.updates.seed)
+    return as_text(tokens, corpus.is_text)
+
+
+def _observed(trace: Trace | None) -> str:
+    """The peak of the last step as an observer of live tensors saw it, apart from the engine's own account."""
+    if trace is None:
+        return ""
+    parts = ", ".join(f"{kind} {size / 2**20:.2f}" for kind, size in trace.at_peak.items() if size >= 2**10)
+    return f"peak of the last step, seen from outside: {trace.peak_bytes / 2**20:.2f} MiB ({parts})"
+
+
+def _shortened(text: str) -> str:
+    lines = text.splitlines()
+    return "\n".join(lines[:SHOWN_LINES])
+
+
+def _plot(loop: Loop, folder: Folder, screen: Screen) -> None:
+    from shardwise.train.plot import draw
+
+    assert loop.metrics is not None
+    try:
+        draw(loop.metrics.rows, loop.trace, str(loop.job.shape), folder.plot)
+    except ConfigError as error:
+        screen.say("plot", f"left out: {error}")
+
+
+def _list_files(folder: Folder, screen: Screen) -> None:
+    names = {
+        folder.export: "weights for Hugging Face's Llama",
+        folder.checkpoints: "to go on from",
+        folder.plot: "loss and memory",
+        folder.root / "metrics.csv": "every step (and metrics.jsonl)",
+        folder.sample: "the sample",
+        folder.report: "the report",
+    }
+    for path, what in names.items():
+        if path.exists():
+            screen.say("file", f"{path}{'/' * path.is_dir()}  {what}")

@@ -1,0 +1,110 @@
+"""The output folder: what lies where, whose run it is, and whether it is finished."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A run's folder. Only rank 0 writes to it, checkpoints and export apart."""
+
+    root: Path
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "root", Path(self.root))
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def export(self) -> Path:
+        return self.root / "export"
+
+    @property
+    def plot(self) -> Path:
+        return self.root / "plot.png"
+
+    @property
+    def sample(self) -> Path:
+        return self.root / "sample.txt"
+
+    @property
+    def report(self) -> Path:
+        return self.root / "report.txt"
+
+    @property
+    def error(self) -> Path:
+        return self.root / "error.txt"
+
+    @property
+    def record(self) -> Path:
+        """What the run is: its identity and, once it is done, the number of its steps."""
+        return self.root / "run.json"
+
+    def open(self) -> None:
+        """Make the folder, and see that files can be written there."""
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.root):
+                pass
+        except OSError as error:
+            raise ConfigError(f"--out {self.root}: cannot be written to: {error.strerror}") from None
+
+    def clear(self) -> None:
+        """Remove what earlier runs made here, and nothing else."""
+        if not self.record.is_file():
+            return
+        for path in (self.checkpoints, self.export, self.root / "tensorboard"):
+            shutil.rmtree(path, ignore_errors=True)
+        for path in (self.plot, self.sample, self.report, self.error, *self.root.glob("metrics.*"), self.record):
+            path.unlink(missing_ok=True)
+
+    @property
+    def has_checkpoint(self) -> bool:
+        return self.checkpoints.is_dir() and any(self.checkpoints.iterdir())
+
+    def finished_steps(self) -> int:
+        """The steps of a run that was finished here, to the last file; 0 if there is none."""
+        return int(self._read().get("finished_steps", 0))
+
+    def check(self, identity: dict[str, Any]) -> None:
+        """Refuse to go on with the run of another model or other data."""
+        if "identity" in (found := self._read()) and self.has_checkpoint:
+            check_identity(found["identity"], identity, str(self.root))
+
+    def write_record(self, identity: dict[str, Any], finished_steps: int = 0) -> None:
+        text = json.dumps({"identity": identity, "finished_steps": finished_steps}, indent=1)
+        new = self.record.with_suffix(".new")
+        new.write_text(text)
+        os.replace(new, self.record)
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            found = json.loads(self.record.read_text())
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{self.record}: cannot be read ({error}); --fresh starts over") from None
+        return found if isinstance(found, dict) else {}
+
+
+def check_identity(found: dict[str, Any], wanted: dict[str, Any], where: str) -> None:
+    """A ConfigError that names what differs: a dimension of the model, the data, or the seed."""
+    advice = "give another --out, or start over with --fresh"
+    for key, value in wanted["model"].items():
+        if (there := found["model"].get(key)) != value:
+            raise ConfigError(f"{where} holds a run of another model ({key} is {there} there, {value} now): {advice}")
+    for key, value in wanted["data"].items():
+        if (there := found["data"].get(key)) != value:
+            what = "on other data" if key == "fingerprint" else f"with another {key} ({there} there, {value} now)"
+            raise ConfigError(f"{where} holds a run {what}: {advice}")

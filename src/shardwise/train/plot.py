@@ -1,0 +1,95 @@
+"""A run as one picture: the loss over the steps, and the memory of a rank through one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from shardwise.compare.plot import pyplot
+from shardwise.train.memory import Trace
+from shardwise.train.metrics import Row
+
+COLORS = {
+    "weights": "#3b6fb6",
+    "master": "#7fa3d1",
+    "moments": "#5a9e5f",
+    "grads": "#e08a2e",
+    "activations": "#b25a8f",
+    "in flight": "#b9b9b9",
+    "other": "#dddddd",
+}
+DARK, RED = "#2f4b6e", "#c03030"
+
+
+def draw(rows: Sequence[Row], trace: Trace | None, title: str, path: Path) -> None:
+    """Write the picture to `path`; a ConfigError where matplotlib is missing."""
+    plt = pyplot()
+    figure, axes = plt.subplots(1, 2, figsize=(12, 4.2), layout="constrained")
+    _loss(axes[0], rows)
+    if trace is not None and len(trace.times_s) > 2:
+        _step(axes[1], trace)
+    else:
+        _memory(axes[1], rows)
+    for axis in axes:
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(axis="y", color="#dddddd", linewidth=0.6)
+        axis.set_axisbelow(True)
+    figure.suptitle(title, x=0.01, ha="left", fontweight="bold", fontsize=11)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def _loss(axis: Any, rows: Sequence[Row]) -> None:
+    steps, losses = [row.step for row in rows], [row.loss for row in rows]
+    axis.plot(steps, losses, color=DARK, alpha=0.25, linewidth=0.8)
+    axis.plot(steps, smoothed(losses), color=DARK, linewidth=1.6, label="training")
+    validated = [(row.step, row.val_loss) for row in rows if row.val_loss is not None]
+    if validated:
+        axis.plot(*zip(*validated, strict=True), color=RED, marker="o", ms=5, label="validation")
+        axis.annotate(f"{validated[-1][1]:.2f}", validated[-1], (6, 6), textcoords="offset points", color=RED)
+    axis.set_title("loss (nats per token)", loc="left", fontsize=10)
+    axis.set_xlabel("step", fontsize=9)
+    axis.legend(fontsize=9, frameon=False)
+
+
+def smoothed(values: Sequence[float]) -> list[float]:
+    """A moving average over a fortieth of the values, from the left.
+
+    >>> smoothed([4.0, 2.0])
+    [4.0, 2.0]
+    """
+    result: list[float] = []
+    weight = 1 / max(1, len(values) // 40)
+    for value in values:
+        result.append(value if not result else result[-1] + weight * (value - result[-1]))
+    return result
+
+
+def _step(axis: Any, trace: Trace) -> None:
+    kinds = [kind for kind in COLORS if any(moment.get(kind) for moment in trace.kinds)]
+    times_ms = [1e3 * moment for moment in trace.times_s]
+    heights = [[moment.get(kind, 0) / 1e6 for moment in trace.kinds] for kind in kinds]
+    axis.stackplot(times_ms, heights, colors=[COLORS[kind] for kind in kinds], labels=kinds, linewidth=0)
+    peak_mb = trace.peak_bytes / 1e6
+    axis.axhline(peak_mb, color=RED, linewidth=1, linestyle="--")
+    axis.text(times_ms[-1], peak_mb, f"peak {peak_mb:.1f}", color=RED, ha="right", va="bottom", fontsize=9)
+    for name, start, end in trace.phases if len(trace.phases) <= 3 else ():
+        axis.axvline(1e3 * start, color="black", linewidth=0.6, linestyle=":")
+        axis.text(5e2 * (start + end), 1.12 * peak_mb, name, ha="center", fontsize=9)
+    axis.set_ylim(0, 1.2 * peak_mb)
+    axis.set_xlim(times_ms[0], times_ms[-1])
+    axis.set_title("memory of rank 0 in the last step (tensors, MB)", loc="left", fontsize=10)
+    axis.set_xlabel("ms, slowed down by watching", fontsize=9)
+    handles, labels = axis.get_legend_handles_labels()
+    axis.legend(handles[::-1], labels[::-1], fontsize=9, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+
+
+def _memory(axis: Any, rows: Sequence[Row]) -> None:
+    steps = [row.step for row in rows]
+    axis.plot(steps, [row.peak_bytes / 1e6 for row in rows], color=RED, linestyle="--", label="peak")
+    axis.plot(steps, [row.memory_bytes / 1e6 for row in rows], color=DARK, label="now")
+    axis.set_ylim(bottom=0)
+    axis.set_title("memory of the rank that has most (MB)", loc="left", fontsize=10)
+    axis.set_xlabel("step", fontsize=9)
+    axis.legend(fontsize=9, frameon=False, loc="lower right")

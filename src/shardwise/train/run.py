@@ -1,0 +1,131 @@
+"""A run from beginning to end on one rank: what it is made of, where it goes on, what it leaves."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+import shardwise
+from shardwise.comm import Comm
+from shardwise.config.build import build_optimizer, build_scheduler
+from shardwise.engine import Engine
+from shardwise.errors import ConfigError
+from shardwise.train import finish
+from shardwise.train.data import Loader
+from shardwise.train.folder import Folder, check_identity
+from shardwise.train.job import Job
+from shardwise.train.loop import Here, Loop
+from shardwise.train.metrics import Metrics
+from shardwise.train.model import LanguageModel
+from shardwise.train.rate import factor
+from shardwise.train.screen import Screen, make_screen
+
+BETAS = (0.9, 0.95)
+WEIGHT_DECAY = 0.1
+
+
+def run(job: Job, here: Here, comm: Comm) -> None:
+    """Train, or go on with what is there; then finish, unless a signal came."""
+    folder = Folder(job.options.outputs.out)
+    _open(folder, job, comm)
+    screen = make_screen(comm.rank)
+    _introduce(job, here, screen)
+    engine = build_engine(job, here)
+    state = _load(folder, job, engine)
+    loop = Loop(
+        job=job,
+        here=here,
+        comm=comm,
+        engine=engine,
+        loader=Loader(job.windows[0], job.share(comm.rank), job.options.updates.seed),
+        screen=screen,
+        metrics=_metrics(folder, job, state) if comm.rank == 0 else None,
+    )
+    if state is not None:
+        loop.resume(state)
+        screen.say("resume", f"at step {loop.step} of {job.steps}, sample {loop.loader.taken}")
+    if loop.train():
+        finish.finish(loop, folder)
+    else:
+        screen.say("stopped", f"saved step {loop.step} of {job.steps} in {folder.root}; the same command goes on")
+
+
+def build_engine(job: Job, here: Here) -> Engine:
+    """Model, optimizer and schedule under the configuration."""
+    torch.manual_seed(job.options.updates.seed)
+    model = LanguageModel(job.shape).to(here.device)
+    section = job.config.optimizer
+    optimizer = build_optimizer(section, model.parameters()) if section is not None else _optimizer(model, job.rate)
+    return shardwise.initialize(model, optimizer, job.config, functools.partial(_scheduler, job))
+
+
+def _optimizer(model: nn.Module, rate: float) -> torch.optim.Optimizer:
+    """AdamW; vectors (norms) are not pulled to zero."""
+    groups = [
+        {"params": [param for param in model.parameters() if param.ndim > 1], "weight_decay": WEIGHT_DECAY},
+        {"params": [param for param in model.parameters() if param.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=rate, betas=BETAS, fused=True)
+
+
+def _scheduler(job: Job, optimizer: torch.optim.Optimizer) -> Any:
+    asked = job.options.updates.schedule
+    if job.config.scheduler is not None and asked is None:
+        return build_scheduler(job.config.scheduler, optimizer, total_steps=job.steps)
+    shape = {"steps": job.steps, "warmup": job.warmup, "schedule": asked or "cosine"}
+    return LambdaLR(optimizer, lambda step: factor(step, **shape))  # type: ignore[arg-type]  # by name
+
+
+def _open(folder: Folder, job: Job, comm: Comm) -> None:
+    """Rank 0 makes the folder ready, and all learn whether it could."""
+    error = None
+    if comm.rank == 0:
+        try:
+            folder.open()
+            if job.options.outputs.fresh:
+                folder.clear()
+            folder.check(job.identity)
+            folder.write_record(job.identity)
+        except ConfigError as found:
+            error = str(found)
+    if (error := comm.share_object(error)[0]) is not None:
+        raise ConfigError(error)
+
+
+def _load(folder: Folder, job: Job, engine: Engine) -> dict[str, Any] | None:
+    """The state of the newest checkpoint, which the engine now has; None where there is none."""
+    source = job.options.outputs.resume
+    if source is not None and not folder.has_checkpoint:
+        state = engine.load(source)
+    elif folder.has_checkpoint:
+        source = folder.checkpoints
+        state = engine.load(source, fallback=True)
+    else:
+        return None
+    if not isinstance(state, dict) or "identity" not in state:
+        raise ConfigError(f"{source} was not made by `shardwise train`: it does not say where in the data it was")
+    check_identity(state["identity"], job.identity, str(source))
+    return state
+
+
+def _metrics(folder: Folder, job: Job, state: dict[str, Any] | None) -> Metrics:
+    return Metrics(folder.root, int(state["step"]) if state else 0, job.options.outputs.tensorboard)
+
+
+def _introduce(job: Job, here: Here, screen: Screen) -> None:
+    config, (train, validation) = job.config, job.windows
+    held_out = f"{validation.count} of {train.count + validation.count} samples held out"
+    kind = "GPU" if here.device.type == "cuda" else "CPU"
+    accumulation = f" in {config.batch.accumulation} micro-batches" if config.batch.accumulation > 1 else ""
+    ranks = f"{job.world_size} rank{'s' * (job.world_size > 1)}"
+    screen.say("model", str(job.shape))
+    screen.say("data", f"{job.corpus}; {held_out}")
+    screen.say(
+        "run",
+        f"{job.options.placing.config} on {ranks} ({kind}), {config.precision.compute}, "
+        f"{job.batch} x {job.shape.context} tokens a step{accumulation}",
+    )

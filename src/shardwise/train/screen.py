@@ -1,0 +1,139 @@
+"""What a run shows: a live bar on a terminal, plain lines elsewhere, and nothing on ranks other than 0."""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from shardwise.train.metrics import Row
+
+WIDTH = 100
+
+
+class Screen(Protocol):
+    """Where a run says what it does."""
+
+    def say(self, label: str, text: str) -> None:
+        """A fact, under a short label."""
+
+    def start(self, step: int, steps: int) -> None:
+        """Steps are about to be taken."""
+
+    def advance(self, step: int) -> None:
+        """One more is done."""
+
+    def show(self, row: Row, eta_s: float) -> None:
+        """The figures of a step."""
+
+    def stop(self) -> None:
+        """No more steps."""
+
+    def text(self, title: str, text: str) -> None:
+        """Several lines, as they are."""
+
+
+class Silent:
+    """For the ranks that do not talk."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args: None
+
+
+class Plain:
+    """Lines without control codes, for files and pipes."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+
+    def say(self, label: str, text: str) -> None:
+        print(f"{label:<9}{text}", flush=True)
+
+    def start(self, step: int, steps: int) -> None:
+        self._steps = steps
+
+    def advance(self, step: int) -> None:
+        pass
+
+    def show(self, row: Row, eta_s: float) -> None:
+        width = len(str(self._steps))
+        print(f"step {row.step:>{width}}/{self._steps}  {_figures(row)}  left {duration(eta_s)}", flush=True)
+
+    def stop(self) -> None:
+        pass
+
+    def text(self, title: str, text: str) -> None:
+        print(f"\n--- {title}\n{text.rstrip()}\n---\n", flush=True)
+
+
+class Live:
+    """A bar with the newest figures beside it."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._progress: Progress | None = None
+        self._task = TaskID(0)
+        self._val_loss: float | None = None
+
+    def say(self, label: str, text: str) -> None:
+        self._console.print(Text.assemble((f"{label:<9}", "bold cyan"), text))
+
+    def start(self, step: int, steps: int) -> None:
+        columns = (
+            TextColumn("[bold]{task.completed}[/]/{task.total}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[figures]}"),
+            TimeRemainingColumn(compact=True, elapsed_when_finished=True),
+        )
+        self._progress = Progress(*columns, console=self._console, expand=True)
+        self._task = self._progress.add_task("train", completed=step, total=steps, figures="first step ...")
+        self._progress.start()
+
+    def advance(self, step: int) -> None:
+        if self._progress is not None:
+            self._progress.update(self._task, completed=step)
+
+    def show(self, row: Row, eta_s: float) -> None:
+        self._val_loss = row.val_loss if row.val_loss is not None else self._val_loss
+        if self._progress is not None:
+            self._progress.update(self._task, figures=_figures(row, self._val_loss))
+
+    def stop(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+        self._progress = None
+
+    def text(self, title: str, text: str) -> None:
+        self._console.print(Panel(Text(text.rstrip()), title=title, title_align="left", border_style="cyan"))
+
+
+def make_screen(rank: int) -> Screen:
+    """The one that fits where we write."""
+    if rank != 0:
+        return Silent()
+    return Live(Console()) if sys.stdout.isatty() else Plain()
+
+
+def _figures(row: Row, val_loss: float | None = None) -> str:
+    """Fixed widths, so that nothing jumps about."""
+    val_loss = row.val_loss if row.val_loss is not None else val_loss
+    validated = f"  val {val_loss:.3f}" if val_loss is not None else ""
+    memory = f"memory {row.memory_bytes / 1e6:.0f} MB (peak {row.peak_bytes / 1e6:.0f})"
+    return f"loss {row.loss:.3f}{validated}  {row.tokens_per_s:>6.0f} tokens/s  {memory}"
+
+
+def duration(seconds: float) -> str:
+    """Minutes and seconds, or hours and minutes.
+
+    >>> duration(75), duration(2 * 3600 + 5 * 60), duration(float("nan"))
+    ('1:15', '2h05', '?')
+    """
+    if not math.isfinite(seconds):
+        return "?"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}h{minutes % 60:02}" if minutes >= 60 else f"{minutes}:{rest:02}"

@@ -20,7 +20,7 @@ import contextlib
 import gc
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Point:
-    """The memory at one moment. `peak_bytes` is the most since the point before, `delta_bytes` the change since."""
+    """The memory at one moment. `peak_bytes` is the most since the point before, `peak_kinds` what that was made of,
+    and `delta_bytes` the change since."""
 
     name: str
     time_s: float
@@ -44,6 +45,7 @@ class Point:
     reserved_bytes: int
     delta_bytes: int
     peak_bytes: int
+    peak_kinds: dict[str, int] = field(default_factory=dict)
 
 
 class Held(NamedTuple):
@@ -144,10 +146,6 @@ class MemoryAnalyzer:
         """The most that was allocated at once."""
         return self._peak_bytes
 
-    def by_kind(self) -> dict[str, int]:
-        """Bytes by kind at this moment."""
-        return by_kind(self._observer.breakdown)
-
     def at_peak(self) -> dict[str, int]:
         """Bytes by kind at the peak."""
         return by_kind(self._at_peak)
@@ -186,10 +184,11 @@ class MemoryAnalyzer:
 
     def _add(self, name: str) -> Point:
         allocated, peak = self._observer.current_bytes, self._observer.peak_bytes
+        split = self._observer.breakdown_at_peak
         if peak >= self._peak_bytes:
-            self._peak_bytes, self._at_peak = peak, self._observer.breakdown_at_peak
+            self._peak_bytes, self._at_peak = peak, split
         before = self.points[-1].allocated_bytes if self.points else allocated
-        point = Point(name, self._now(), allocated, self._reserved_bytes(), allocated - before, peak)
+        point = Point(name, self._now(), allocated, self._reserved_bytes(), allocated - before, peak, by_kind(split))
         self.points.append(point)
         self._observer.reset_peak()
         return point

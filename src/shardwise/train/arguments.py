@@ -27,7 +27,7 @@ def train(
     hidden: Annotated[int | None, typer.Option(help="Width.", rich_help_panel=MODEL)] = None,
     heads: Annotated[int | None, typer.Option(help="Attention heads.", rich_help_panel=MODEL)] = None,
     context: Annotated[int | None, typer.Option(help="Tokens of a sequence.", rich_help_panel=MODEL)] = None,
-    steps: Annotated[int, typer.Option(help="Updates in all.", rich_help_panel=UPDATES)] = 600,
+    steps: Annotated[int, typer.Option(help="Updates in all.", rich_help_panel=UPDATES)] = 700,
     batch: Annotated[
         int | None, typer.Option(help="Sequences per step over all ranks [16].", rich_help_panel=UPDATES)
     ] = None,

@@ -9,6 +9,7 @@ from shardwise.errors import ConfigError
 from shardwise.train.folder import Folder
 from shardwise.train.loop import Loop
 from shardwise.train.memory import Trace
+from shardwise.train.metrics import Row
 from shardwise.train.model import hub_config
 from shardwise.train.sample import as_text, sample
 from shardwise.train.screen import Screen, duration
@@ -19,27 +20,32 @@ SHOWN_LINES = 16
 def finish(loop: Loop, folder: Folder) -> None:
     """Everything a finished run leaves beside its checkpoint. All ranks call it: weights are gathered for it."""
     screen, job = loop.screen, loop.job
+    report = f"{loop.engine.report()}\n{_observed(loop.trace)}".rstrip()  # before a sample adds its gathers
     text = _sample(loop)
     loop.engine.export(folder.export)
     if loop.metrics is None:
         return
     (folder.export / "config.json").write_text(json.dumps(hub_config(job.shape), indent=1) + "\n")
-    rows = loop.metrics.rows
-    report = f"{loop.engine.report()}\n{_observed(loop.trace)}".rstrip()
     folder.report.write_text(report + "\n")
     if text:
         folder.sample.write_text(text + "\n")
-        screen.text("sample", _shortened(text))
+        screen.text("sample", "\n".join(text.splitlines()[:SHOWN_LINES]))
     screen.text("report of rank 0", report)
-    last = rows[-1]
-    screen.say("trained", f"{job.steps} steps, {last.tokens / 1e6:.2f} M tokens in {duration(loop.elapsed_s)}")
-    if last.val_loss is not None:
-        bits = f", {last.val_loss / math.log(2):.2f} bits per byte" if job.corpus.is_text else ""
-        screen.say("loss", f"{last.loss:.3f}, validation {last.val_loss:.3f}{bits}")
-    _plot(loop, folder, screen)
+    if loop.metrics.rows:
+        _summarise(loop, loop.metrics.rows)
+        _plot(loop, loop.metrics.rows, folder)
     _list_files(folder, screen)
     folder.write_record(job.identity, finished_steps=job.steps)
     screen.say("next", f"--steps {2 * job.steps} trains on, --fresh starts over")
+
+
+def _summarise(loop: Loop, rows: list[Row]) -> None:
+    last = rows[-1]
+    tokens = f"{last.tokens / 1e6:.2f} M tokens in {duration(loop.elapsed_s)}"
+    loop.screen.say("trained", f"{last.step} steps, {tokens}, {loop.loader.epoch:.2g} epochs")
+    if last.val_loss is not None:
+        bits = f", {last.val_loss / math.log(2):.2f} bits per byte" if loop.job.corpus.is_text else ""
+        loop.screen.say("loss", f"{last.loss:.3f}, validation {last.val_loss:.3f}{bits}")
 
 
 def _sample(loop: Loop) -> str:
@@ -56,22 +62,17 @@ def _observed(trace: Trace | None) -> str:
     if trace is None:
         return ""
     parts = ", ".join(f"{kind} {size / 2**20:.2f}" for kind, size in trace.at_peak.items() if size >= 2**10)
-    return f"peak of the last step, seen from outside: {trace.peak_bytes / 2**20:.2f} MiB ({parts})"
+    return f"seen from outside: a peak of {trace.peak_bytes / 2**20:.2f} MiB in the last step\n  {parts}"
 
 
-def _shortened(text: str) -> str:
-    lines = text.splitlines()
-    return "\n".join(lines[:SHOWN_LINES])
-
-
-def _plot(loop: Loop, folder: Folder, screen: Screen) -> None:
+def _plot(loop: Loop, rows: list[Row], folder: Folder) -> None:
     from shardwise.train.plot import draw
 
-    assert loop.metrics is not None
+    job = loop.job
     try:
-        draw(loop.metrics.rows, loop.trace, str(loop.job.shape), folder.plot)
+        draw(rows, loop.trace, f"{job.shape}; {job.options.placing.config} on {job.world_size} rank(s)", folder.plot)
     except ConfigError as error:
-        screen.say("plot", f"left out: {error}")
+        loop.screen.say("plot", f"left out: {error}")
 
 
 def _list_files(folder: Folder, screen: Screen) -> None:

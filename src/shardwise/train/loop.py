@@ -56,6 +56,7 @@ class Loop:
         self.trace: Trace | None = None
         self._pending = Pending()
         self._mark_s = time.perf_counter()
+        self._speed = 0.0
         self._saved_step = 0
 
     def resume(self, state: dict[str, float]) -> None:
@@ -73,6 +74,7 @@ class Loop:
                 watch = None
                 while self.step < self.job.steps and not self._is_asked_to_stop():
                     if watch is None and self.step >= self.job.steps - WATCHED:
+                        self._flush()  # the clock leaves out what is watched
                         watch = stack.enter_context(Watch(self.engine))
                     self._take_step(watch)
                     self._after_step()
@@ -152,7 +154,8 @@ class Loop:
         self.elapsed_s += seconds
         val_loss = self.evaluate() if validate else None
         memory = self.comm.share(torch.tensor(held(self.here.device))).amax(0).tolist()
-        speed = count * self.job.tokens_per_step / max(seconds, 1e-9)
+        if self.trace is None or not self._speed:
+            self._speed = round(count * self.job.tokens_per_step / max(seconds, 1e-9), 1)
         rows = [
             Row(
                 step=(step := self.step - count + 1 + index),
@@ -161,7 +164,7 @@ class Loop:
                 val_loss=val_loss if index == count - 1 else None,
                 lr=rates[index],
                 grad_norm=norms[index],
-                tokens_per_s=round(speed, 1),
+                tokens_per_s=self._speed,
                 memory_bytes=memory[0],
                 peak_bytes=memory[1],
                 time_s=round(self.elapsed_s, 3),

@@ -37,23 +37,30 @@ def _from_resource() -> tuple[int, int]:
 
 @dataclass
 class Trace:
-    """Bytes by kind at many moments of one step, and at its peak."""
+    """One step in short intervals: when each ended, and the bytes by kind at its highest moment."""
 
     times_s: list[float] = field(default_factory=list)
     kinds: list[dict[str, int]] = field(default_factory=list)
     phases: list[tuple[str, float, float]] = field(default_factory=list)
-    peak_bytes: int = 0
-    at_peak: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(self.at_peak.values())
+
+    @property
+    def at_peak(self) -> dict[str, int]:
+        """Bytes by kind at the highest moment of all."""
+        return max(self.kinds, key=lambda kinds: sum(kinds.values()))
 
 
 class Watch:
-    """Watches steps of an engine, all ranks alike; the last one becomes the trace.
+    """Watches steps of an engine, all ranks alike.
 
     The optimizer's state is told apart when the optimizer runs, so a step before the one that counts is watched too.
     """
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        self._model = engine.module
         self._analyzer = MemoryAnalyzer(engine)
         self._handles: list[Any] = []
         self._trace: Trace | None = None
@@ -61,11 +68,10 @@ class Watch:
 
     def __enter__(self) -> Watch:
         self._analyzer.start()
-        modules = [module for module in self._engine.module.modules() if module is not self._engine.module]
-        for module in modules:
+        for module in self._model.modules():
             if next(module.parameters(recurse=False), None) is not None:
                 self._handles.append(module.register_forward_hook(self._note))
-        for param in self._engine.module.parameters():
+        for param in self._model.parameters():
             self._handles.append(param.register_post_accumulate_grad_hook(self._note))
         return self
 
@@ -77,19 +83,17 @@ class Watch:
     @contextlib.contextmanager
     def step(self) -> Iterator[Trace]:
         """One step; what it yields is complete when it ends."""
-        self._trace, self._started_s = Trace(), time.perf_counter()
-        first = len(self._analyzer.points)
+        self._analyzer.record("before the step")
+        trace = self._trace = Trace()
+        self._started_s = time.perf_counter()
+        yield trace
         self._note()
-        yield self._trace
-        self._note()
-        self._analyzer.record("step")
-        self._trace.peak_bytes = max(point.peak_bytes for point in self._analyzer.points[first:])
-        self._trace.at_peak = self._analyzer.at_peak()
+        self._trace = None
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        start = time.perf_counter() - self._started_s
         self._note()
+        start = time.perf_counter() - self._started_s
         yield
         self._note()
         if self._trace is not None:
@@ -98,4 +102,4 @@ class Watch:
     def _note(self, *_: Any) -> None:
         if self._trace is not None:
             self._trace.times_s.append(time.perf_counter() - self._started_s)
-            self._trace.kinds.append(self._analyzer.by_kind())
+            self._trace.kinds.append(self._analyzer.record("").peak_kinds)

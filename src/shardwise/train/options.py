@@ -35,7 +35,7 @@ class Model(Section):
 class Updates(Section):
     """How many updates, on how much, at what rate."""
 
-    steps: int = Field(default=600, ge=1)
+    steps: int = Field(default=700, ge=1)
     batch: int | None = Field(default=None, ge=1, description="sequences per step over all ranks")
     accumulate: int | None = Field(default=None, ge=1, description="micro-batches per step")
     lr: float | None = Field(default=None, gt=0)

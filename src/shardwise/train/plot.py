@@ -20,6 +20,8 @@ COLORS = {
     "other": "#dddddd",
 }
 DARK, RED = "#2f4b6e", "#c03030"
+NARROW = 0.1
+"""Phases that take less of a step get no name in the picture."""
 
 
 def draw(rows: Sequence[Row], trace: Trace | None, title: str, path: Path) -> None:
@@ -47,7 +49,8 @@ def _loss(axis: Any, rows: Sequence[Row]) -> None:
     validated = [(row.step, row.val_loss) for row in rows if row.val_loss is not None]
     if validated:
         axis.plot(*zip(*validated, strict=True), color=RED, marker="o", ms=5, label="validation")
-        axis.annotate(f"{validated[-1][1]:.2f}", validated[-1], (6, 6), textcoords="offset points", color=RED)
+        last = validated[-1]
+        axis.annotate(f"{last[1]:.2f}", last, (0, -15), textcoords="offset points", color=RED, ha="center")
     axis.set_title("loss (nats per token)", loc="left", fontsize=10)
     axis.set_xlabel("step", fontsize=9)
     axis.legend(fontsize=9, frameon=False)
@@ -68,19 +71,20 @@ def smoothed(values: Sequence[float]) -> list[float]:
 
 def _step(axis: Any, trace: Trace) -> None:
     kinds = [kind for kind in COLORS if any(moment.get(kind) for moment in trace.kinds)]
-    times_ms = [1e3 * moment for moment in trace.times_s]
-    heights = [[moment.get(kind, 0) / 1e6 for moment in trace.kinds] for kind in kinds]
-    axis.stackplot(times_ms, heights, colors=[COLORS[kind] for kind in kinds], labels=kinds, linewidth=0)
+    times_ms = [0.0, *(1e3 * moment for moment in trace.times_s)]
+    heights = [[moment.get(kind, 0) / 1e6 for moment in (trace.kinds[0], *trace.kinds)] for kind in kinds]
+    axis.stackplot(times_ms, heights, colors=[COLORS[kind] for kind in kinds], labels=kinds, linewidth=0, step="pre")
     peak_mb = trace.peak_bytes / 1e6
     axis.axhline(peak_mb, color=RED, linewidth=1, linestyle="--")
-    axis.text(times_ms[-1], peak_mb, f"peak {peak_mb:.1f}", color=RED, ha="right", va="bottom", fontsize=9)
+    axis.text(times_ms[-1], peak_mb, f"peak {peak_mb:.3g}", color=RED, ha="right", va="bottom", fontsize=9)
     for name, start, end in trace.phases if len(trace.phases) <= 3 else ():
         axis.axvline(1e3 * start, color="black", linewidth=0.6, linestyle=":")
-        axis.text(5e2 * (start + end), 1.12 * peak_mb, name, ha="center", fontsize=9)
+        if end - start > NARROW * trace.times_s[-1]:
+            axis.text(5e2 * (start + end), 1.12 * peak_mb, name, ha="center", fontsize=9)
     axis.set_ylim(0, 1.2 * peak_mb)
     axis.set_xlim(times_ms[0], times_ms[-1])
-    axis.set_title("memory of rank 0 in the last step (tensors, MB)", loc="left", fontsize=10)
-    axis.set_xlabel("ms, slowed down by watching", fontsize=9)
+    axis.set_title("memory of rank 0 in the last step, MB of tensors", loc="left", fontsize=10)
+    axis.set_xlabel("milliseconds (slower than usual: watched)", fontsize=9)
     handles, labels = axis.get_legend_handles_labels()
     axis.legend(handles[::-1], labels[::-1], fontsize=9, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
 

@@ -1,0 +1,154 @@
+"""`shardwise train` as it is typed: what it prints, how it stops and goes on, and how it fails."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from shardwise.train.metrics import read
+from support import run_command
+
+CLI = [sys.executable, "-m", "shardwise", "train"]
+TEXT = "def f(x):\n    return x + 1\n\n\nclass A:\n    pass\n" * 200
+SMALL = ["--size", "nano", "--context", "16", "--sample", "4", "--log-every", "1", "--eval-samples", "4"]
+LIMIT_S = 90
+
+
+@pytest.fixture
+def text(tmp_path):
+    (tmp_path / "text.py").write_text(TEXT)
+    return "text.py"
+
+
+def losses(out):
+    return [(row.step, row.loss, row.val_loss, row.grad_norm) for row in read(out / "metrics.jsonl")]
+
+
+@contextlib.contextmanager
+def started(command, cwd):
+    """The command in the background, ended with all its children."""
+    process = subprocess.Popen(
+        [str(word) for word in command],
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def read_until(process, pattern):
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if re.search(pattern, line):
+            return lines
+    pytest.fail(f"no {pattern!r} in {lines}\n{process.stderr.read()}")
+
+
+@pytest.mark.timeout(4 * LIMIT_S)
+def test_stopped_by_a_signal_then_gone_on_by_torchrun_it_is_the_same_run(text, tmp_path):
+    command = [*CLI, text, *SMALL, "--steps", "12", "--out"]
+    whole = run_command([*command, "whole"], cwd=tmp_path, timeout=LIMIT_S)
+    assert "\x1b" not in whole.stdout
+    assert whole.stderr == ""
+    assert re.search(r"^model    43.2k parameters: 2 layers, hidden 32", whole.stdout)
+    assert "zero3 on 2 ranks (CPU), fp32, 16 x 16 tokens a step" in whole.stdout
+    assert len(re.findall(r"^step +\d+/12  loss \d\.\d{3} .* tokens/s  memory \d+ MB \(peak \d+\)  left 0:\d\d", whole.stdout, re.M)) == 12  # fmt: skip
+    assert "--- sample\ndef " in whole.stdout
+    assert "file     whole/export/" in whole.stdout
+
+    with started([*command, "parts"], tmp_path) as process:
+        shown = read_until(process, r"^step +3/12")
+        process.send_signal(signal.SIGINT)
+        rest, errors = process.communicate(timeout=LIMIT_S)
+    assert (process.returncode, errors) == (0, "")
+    stopped = re.search(r"^stopped  saved step (\d+) of 12 in parts; the same command goes on", rest, re.M)
+    assert stopped, "".join(shown) + rest
+    assert 3 <= int(stopped[1]) < 12
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")[: int(stopped[1])]
+
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "shardwise",
+    ]
+    resumed = run_command([*torchrun, *command[3:], "parts"], cwd=tmp_path, timeout=LIMIT_S)
+    assert resumed.stdout.count(f"resume   at step {stopped[1]} of 12, sample {16 * int(stopped[1])}\n") == 1
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+
+    finished = run_command([*command, "parts"], cwd=tmp_path)
+    assert finished.stdout == "parts is finished: 12 steps are done. --steps 24 trains on, --fresh starts over.\n"
+
+
+@pytest.mark.timeout(2 * LIMIT_S)
+def test_a_rank_that_is_killed_is_named_once_and_nobody_is_left(text, tmp_path):
+    with started([*CLI, text, *SMALL, "--steps", "100000", "--out", "run"], tmp_path) as process:
+        read_until(process, r"^step +2/")
+        children = ranks_of(process.pid)
+        assert len(children) == 2
+        os.kill(children[1], signal.SIGKILL)
+        _, errors = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 1
+    assert errors.startswith("error: rank 1 ended with signal SIGKILL (out of memory?)")
+    assert errors.count("\n") == 1
+    assert "Traceback" not in errors
+    assert not [pid for pid in children if is_alive(pid)]
+
+
+@pytest.mark.timeout(2 * LIMIT_S)
+def test_what_one_rank_finds_wrong_in_the_middle_is_said_once(tmp_path):
+    tokens = np.zeros(16 * 40 + 1, dtype=np.uint16)
+    tokens[16 * 20 + 3] = 999
+    tokens.tofile(tmp_path / "t.bin")
+    command = [*CLI, "t.bin", "--vocab", "9", *SMALL, "--batch", "2", "--steps", "100", "--out", "run"]
+    result = run_command(command, cwd=tmp_path, check=False, timeout=LIMIT_S)
+    assert result.stderr == "error: t.bin: token 999 near place 320 is not below --vocab 9\n"
+    assert result.returncode == 2
+
+
+def test_bad_input_is_one_message_and_exit_code_2(tmp_path):
+    result = run_command([*CLI, "nowhere.txt"], cwd=tmp_path, check=False)
+    assert (result.returncode, result.stdout, result.stderr) == (
+        2,
+        "",
+        "error: there is no file or folder 'nowhere.txt'\n",
+    )
+
+
+def ranks_of(pid):
+    """The processes that `pid` started, in order."""
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError), open(f"/proc/{name}/stat") as stat:
+            if int(stat.read().rpartition(")")[2].split()[1]) == pid:
+                found.append(int(name))
+    return sorted(found)
+
+
+def is_alive(pid):
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return False
+        time.sleep(0.05)
+    return True

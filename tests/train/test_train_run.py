@@ -1,0 +1,148 @@
+"""Runs on ranks: stopping and going on changes nothing, every placement and world size goes on, files are complete."""
+
+import json
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from shardwise.comm import Comm
+from shardwise.errors import ConfigError
+from shardwise.train.folder import Folder
+from shardwise.train.job import prepare
+from shardwise.train.metrics import read
+from shardwise.train.options import options_of
+from shardwise.train.run import run
+from support import matrix, ranks
+
+TEXT = "def f(x):\n    return x + 1\n\n\nclass A:\n    pass\n" * 40
+
+
+@dataclass
+class Here:
+    """A place whose signal comes after so many looks at it: one before each step."""
+
+    stop_after: int | None = None
+    device: torch.device = torch.device("cpu")
+    looks: int = 0
+
+    @property
+    def stop(self):
+        self.looks += 1
+        return self.stop_after is not None and self.looks > self.stop_after
+
+
+class Bomb(Here):
+    """A place that fails before the sixth step."""
+
+    @property
+    def stop(self):
+        self.looks += 1
+        return 1 / 0 if self.looks > 5 else False
+
+
+def write_text(folder, rank):
+    path = folder / "text.py"
+    if rank == 0:
+        path.write_text(TEXT)
+    return str(path)
+
+
+def train(text, out, *, here=None, steps=6, config="zero3", accumulate=1, fresh=False, layers=1, **intervals):
+    """One run on this rank, to its end or to a signal."""
+    comm = Comm(None, torch.device("cpu"))
+    comm.share_object(None)  # rank 0 has written the text
+    options = options_of(
+        data={"paths": (text,)},
+        model={"size": "nano", "context": 16, "layers": layers},
+        updates={"steps": steps, "batch": 12, "accumulate": accumulate},
+        placing={"config": config},
+        intervals={"eval": 3, "save": 0} | intervals,
+        outputs={"out": out, "sample": 5, "fresh": fresh},
+    )
+    try:
+        run(prepare(options, comm.world_size), here or Here(), comm)
+    finally:
+        comm.close()
+
+
+def results(out):
+    """All that training decides: losses, norms, rates and validation of every step."""
+    rows = read(out / "metrics.jsonl")
+    assert [row.step for row in rows] == list(range(1, len(rows) + 1))
+    return [(row.loss, row.val_loss, row.lr, row.grad_norm, row.tokens) for row in rows]
+
+
+def weights(out):
+    from safetensors.torch import load_file
+
+    return {name: value for file in (out / "export").glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+@matrix({"world_size": [1, 2, 3], "config": ["zero0", "zero1", "zero2", "zero3"], "accumulate": [1, 2], "at": [1, 4]})
+@ranks()
+def test_stopping_and_going_on_changes_no_bit(rank, world_size, tmp_path, config, accumulate, at):
+    text = write_text(tmp_path, rank)
+    train(text, tmp_path / "whole", config=config, accumulate=accumulate)
+    train(text, tmp_path / "parts", config=config, accumulate=accumulate, here=Here(at))
+    assert not (tmp_path / "parts/export").exists()
+    train(text, tmp_path / "parts", config=config, accumulate=accumulate)
+    assert results(tmp_path / "parts") == results(tmp_path / "whole")
+    parts, whole = weights(tmp_path / "parts"), weights(tmp_path / "whole")
+    assert parts.keys() == whole.keys()
+    assert all(torch.equal(parts[name], whole[name]) for name in whole)
+
+
+@ranks(2)
+def test_a_crash_loses_only_what_came_after_the_last_checkpoint(rank, world_size, tmp_path):
+    text = write_text(tmp_path, rank)
+    train(text, tmp_path / "whole")
+    with pytest.raises(ZeroDivisionError):
+        train(text, tmp_path / "parts", here=Bomb(), save=2, log=1)
+    if rank == 0:
+        assert len(read(tmp_path / "parts/metrics.jsonl")) == 5
+    train(text, tmp_path / "parts", save=2, log=1)
+    assert results(tmp_path / "parts") == results(tmp_path / "whole")
+
+
+@ranks(3)
+def test_more_steps_and_another_placement_go_on(rank, world_size, tmp_path):
+    text, out = write_text(tmp_path, rank), tmp_path / "run"
+    train(text, out)
+    before = results(out)
+    train(text, out, steps=9, config="zero1")
+    assert results(out)[:6] == before
+    assert len(results(out)) == 9
+    assert Folder(out).finished_steps() == 9
+
+
+@ranks(2)
+def test_a_finished_run_has_all_its_files(rank, world_size, tmp_path):
+    out = tmp_path / "run"
+    train(write_text(tmp_path, rank), out)
+    names = {path.name for path in out.iterdir()}
+    expected = {"checkpoints", "export", "metrics.csv", "metrics.jsonl", "plot.png", "report.txt", "run.json"}
+    assert names == expected | {"sample.txt"}
+    assert json.loads((out / "export/config.json").read_text())["model_type"] == "llama"
+    assert weights(out)["model.layers.0.self_attn.q_proj.weight"].shape == (32, 32)
+    assert (out / "sample.txt").read_text().startswith("def ")
+    assert "seen from outside: a peak of" in (out / "report.txt").read_text()
+    assert (out / "metrics.csv").read_text().startswith("step,tokens,loss,val_loss,lr,grad_norm,tokens_per_s,")
+    assert len((out / "metrics.csv").read_text().splitlines()) == 7
+    assert (out / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+@ranks(2)
+def test_another_model_is_refused_until_told_to_start_over(rank, world_size, tmp_path):
+    text, out = write_text(tmp_path, rank), tmp_path / "run"
+    train(text, out, here=Here(2))
+    with pytest.raises(ConfigError, match="layers is 1 there, 2 now"):
+        train(text, out, layers=2)
+    train(text, out, layers=2, fresh=True, here=Here(2))
+    assert len(read(out / "metrics.jsonl")) == 2
+
+
+@ranks(2)
+def test_a_signal_before_the_first_step_saves_nothing(rank, world_size, tmp_path):
+    train(write_text(tmp_path, rank), tmp_path / "run", here=Here(0))
+    assert not Folder(tmp_path / "run").has_checkpoint

@@ -17,6 +17,7 @@ from support import run_command
 CLI = [sys.executable, "-m", "shardwise", "train"]
 TEXT = "def f(x):\n    return x + 1\n\n\nclass A:\n    pass\n" * 200
 SMALL = ["--size", "nano", "--context", "16", "--sample", "4", "--log-every", "1", "--eval-samples", "4"]
+STEP = r"^step +\d+/12  loss \d\.\d{3} .* tokens/s  memory \d+ MB \(peak \d+\)  left 0:\d\d$"
 LIMIT_S = 90
 
 
@@ -66,7 +67,7 @@ def test_stopped_by_a_signal_then_gone_on_by_torchrun_it_is_the_same_run(text, t
     assert whole.stderr == ""
     assert re.search(r"^model    43.2k parameters: 2 layers, hidden 32", whole.stdout)
     assert "zero3 on 2 ranks (CPU), fp32, 16 x 16 tokens a step" in whole.stdout
-    assert len(re.findall(r"^step +\d+/12  loss \d\.\d{3} .* tokens/s  memory \d+ MB \(peak \d+\)  left 0:\d\d", whole.stdout, re.M)) == 12  # fmt: skip
+    assert len(re.findall(STEP, whole.stdout, re.MULTILINE)) == 12
     assert "--- sample\ndef " in whole.stdout
     assert "file     whole/export/" in whole.stdout
 
@@ -75,7 +76,7 @@ def test_stopped_by_a_signal_then_gone_on_by_torchrun_it_is_the_same_run(text, t
         process.send_signal(signal.SIGINT)
         rest, errors = process.communicate(timeout=LIMIT_S)
     assert (process.returncode, errors) == (0, "")
-    stopped = re.search(r"^stopped  saved step (\d+) of 12 in parts; the same command goes on", rest, re.M)
+    stopped = re.search(r"^stopped  saved step (\d+) of 12 in parts; the same command goes on", rest, re.MULTILINE)
     assert stopped, "".join(shown) + rest
     assert 3 <= int(stopped[1]) < 12
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")[: int(stopped[1])]

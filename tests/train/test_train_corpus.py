@@ -60,12 +60,16 @@ def test_token_files(tmp_path, dtype):
         assert corpus.read(590, 605).tolist() == tokens[590:605].tolist()
 
 
+def read_all(paths, vocabulary):
+    corpus = open_corpus(paths, vocabulary=vocabulary)
+    return corpus.read(0, corpus.length)
+
+
 def bad(tmp_path, name, make, vocabulary=None, also=()):
     path = tmp_path / name
     make(path)
     with pytest.raises(ConfigError) as error:
-        corpus = open_corpus([str(path), *also], vocabulary=vocabulary)
-        corpus.read(0, corpus.length)
+        read_all([str(path), *also], vocabulary)
     assert "Traceback" not in str(error.value)
     return str(error.value).replace(str(path), name)
 

@@ -107,5 +107,5 @@ def test_validation_takes_as_many_forwards_on_every_rank(tmp_path, samples, worl
 
 
 def test_too_little_text(tmp_path):
-    with pytest.raises(ConfigError, match="the corpus has 20 token.*at least 33 are needed with a context of 16"):
+    with pytest.raises(ConfigError, match=r"the corpus has 20 token.*at least 33 are needed with a context of 16"):
         split(corpus_of(tmp_path, b"x" * 19), 16, 0.1)

@@ -109,7 +109,7 @@ def test_a_folder_knows_whose_run_it_holds(text, tmp_path):
 
 def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="--out .*cannot be written to"):
+    with pytest.raises(ConfigError, match=r"--out .*cannot be written to"):
         Folder(tmp_path / "file" / "run").open()
 
 

@@ -23,8 +23,8 @@ class Here:
     """A place whose signal comes after so many looks at it: one before each step."""
 
     stop_after: int | None = None
-    device: torch.device = torch.device("cpu")
     looks: int = 0
+    device = torch.device("cpu")
 
     @property
     def stop(self):

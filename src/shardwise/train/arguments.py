@@ -68,6 +68,7 @@ def train(
         int | None, typer.Option(help="Steps between checkpoints; 0 only at the end.", rich_help_panel=OUTPUTS)
     ] = None,
     keep: Annotated[int, typer.Option(help="Checkpoints kept.", rich_help_panel=OUTPUTS)] = 2,
+    plot: Annotated[bool, typer.Option(help="Draw loss and memory.", rich_help_panel=OUTPUTS)] = True,
     tensorboard: Annotated[
         bool, typer.Option("--tensorboard", help="Write for TensorBoard too.", rich_help_panel=OUTPUTS)
     ] = False,
@@ -93,7 +94,7 @@ def train(
             placing={"config": config, "precision": precision, "clip": clip, "device": device, "nproc": nproc},
             intervals={"log": log_every, "eval": eval_every, "save": save_every, "eval_samples": eval_samples},
             outputs={
-                "out": out, "resume": resume, "fresh": fresh, "keep": keep, "tensorboard": tensorboard,
+                "out": out, "resume": resume, "fresh": fresh, "keep": keep, "plot": plot, "tensorboard": tensorboard,
                 "prompt": prompt, "sample": sample,
             },
             debug=debug,

@@ -22,7 +22,7 @@ def finish(loop: Loop, folder: Folder) -> None:
     screen, job = loop.screen, loop.job
     report = f"{loop.engine.report()}\n{_observed(loop.trace)}".rstrip()  # before a sample adds its gathers
     text = _sample(loop)
-    loop.engine.export(folder.export)
+    _export(loop, folder)
     if loop.metrics is None:
         return
     (folder.export / "config.json").write_text(json.dumps(hub_config(job.shape), indent=1) + "\n")
@@ -33,7 +33,8 @@ def finish(loop: Loop, folder: Folder) -> None:
     screen.text("report of rank 0", report)
     if loop.metrics.rows:
         _summarise(loop, loop.metrics.rows)
-        _plot(loop, loop.metrics.rows, folder)
+        if job.options.outputs.plot:
+            _plot(loop, loop.metrics.rows, folder)
     _list_files(folder, screen)
     folder.write_record(job.identity, finished_steps=job.steps)
     screen.say("next", f"--steps {2 * job.steps} trains on, --fresh starts over")
@@ -55,6 +56,15 @@ def _sample(loop: Loop) -> str:
     prompt = list(outputs.prompt.encode()) if corpus.is_text else loop.job.windows[1].corpus.read(0, 1).tolist()
     tokens = sample(loop.engine, prompt, outputs.sample, loop.job.shape.context, loop.job.options.updates.seed)
     return as_text(tokens, corpus.is_text)
+
+
+def _export(loop: Loop, folder: Folder) -> None:
+    from safetensors.torch import save_file
+
+    weights = {name: value.clone() for name, value in loop.engine.state_dict().items()}
+    if loop.metrics is not None:
+        folder.export.mkdir(exist_ok=True)
+        save_file(weights, folder.export / "model.safetensors", metadata={"format": "pt"})
 
 
 def _observed(trace: Trace | None) -> str:

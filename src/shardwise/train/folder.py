@@ -71,7 +71,7 @@ class Folder:
 
     @property
     def has_checkpoint(self) -> bool:
-        return self.checkpoints.is_dir() and any(self.checkpoints.iterdir())
+        return any(self.checkpoints.glob("[!.]*/manifest.json"))
 
     def finished_steps(self) -> int:
         """The steps of a run that was finished here, to the last file; 0 if there is none."""

@@ -70,6 +70,7 @@ class Outputs(Section):
     resume: Path | None = Field(default=None, description="checkpoints of another run to start from")
     fresh: bool = False
     keep: int = Field(default=2, ge=1, description="checkpoints kept")
+    plot: bool = True
     tensorboard: bool = False
     prompt: str = Field(default="def ", min_length=1)
     sample: int = Field(default=400, ge=0, description="tokens of the sample")

@@ -52,6 +52,7 @@ def run(job: Job, here: Here, comm: Comm) -> None:
         finish.finish(loop, folder)
     else:
         screen.say("stopped", f"saved step {loop.step} of {job.steps} in {folder.root}; the same command goes on")
+    comm.share_object(None)  # leave together: rank 0 may still be writing
 
 
 def build_engine(job: Job, here: Here) -> Engine:
@@ -98,18 +99,25 @@ def _open(folder: Folder, job: Job, comm: Comm) -> None:
 
 def _load(folder: Folder, job: Job, engine: Engine) -> dict[str, Any] | None:
     """The state of the newest checkpoint, which the engine now has; None where there is none."""
-    source = job.options.outputs.resume
-    if source is not None and not folder.has_checkpoint:
-        state = engine.load(source)
-    elif folder.has_checkpoint:
-        source = folder.checkpoints
-        state = engine.load(source, fallback=True)
-    else:
+    source = folder.checkpoints if folder.has_checkpoint else job.options.outputs.resume
+    if source is None:
         return None
+    bases = list(engine.lr_scheduler.base_lrs)
+    state = engine.load(source, fallback=folder.has_checkpoint)
+    _keep_rate(engine, bases)
     if not isinstance(state, dict) or "identity" not in state:
         raise ConfigError(f"{source} was not made by `shardwise train`: it does not say where in the data it was")
     check_identity(state["identity"], job.identity, str(source))
     return state
+
+
+def _keep_rate(engine: Engine, bases: list[Any]) -> None:
+    """The rate and its schedule are those that are asked for now, not those of the checkpoint."""
+    scheduler = engine.lr_scheduler
+    if isinstance(scheduler, LambdaLR):
+        scheduler.base_lrs = bases
+        for group, base, shape in zip(scheduler.optimizer.param_groups, bases, scheduler.lr_lambdas, strict=True):
+            group["lr"] = base * shape(scheduler.last_epoch)
 
 
 def _metrics(folder: Folder, job: Job, state: dict[str, Any] | None) -> Metrics:

@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import FileStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from shardwise.comm import Comm
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.train import crew
 from shardwise.train.job import Job, prepare
 from shardwise.train.options import Options
@@ -88,7 +88,7 @@ def serve(options: Options) -> NoReturn:
         store = join(place)
         comm = Comm(None, torch.device("cpu"))
         run(_agreed_job(options, comm), place, comm)
-    except ConfigError as error:
+    except ShardwiseError as error:
         code = 2
         _tell(store, options, rank, str(error))
     except BaseException as error:
@@ -120,7 +120,7 @@ def _tell(store: Store | None, options: Options, rank: int, message: str) -> Non
     """Say what went wrong if nobody has; the traceback goes to error.txt."""
     error = sys.exception()
     is_consequence = isinstance(error, RuntimeError) and any(word in str(error).lower() for word in CONSEQUENCES)
-    if not isinstance(error, ConfigError):
+    if not isinstance(error, ShardwiseError):
         path = options.outputs.out / (f"error-rank{rank}.txt" if rank else "error.txt")
         with contextlib.suppress(OSError):
             path.write_text(traceback.format_exc())

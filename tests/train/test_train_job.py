@@ -91,6 +91,7 @@ def test_a_folder_knows_whose_run_it_holds(text, tmp_path):
     folder.check(job.identity)
     folder.write_record(job.identity, finished_steps=5)
     (folder.checkpoints / "step-5").mkdir(parents=True)
+    (folder.checkpoints / "step-5" / "manifest.json").touch()
     folder.check(job.identity)
     assert folder.finished_steps() == 5
     with pytest.raises(ConfigError, match=r"run holds a run of another model \(layers is 2 there, 3 now\)"):

@@ -13,7 +13,7 @@ from shardwise.train.job import prepare
 from shardwise.train.metrics import read
 from shardwise.train.options import options_of
 from shardwise.train.run import run
-from support import ranks
+from support import ranks, run_ranks
 
 TEXT = "def f(x):\n    return x + 1\n\n\nclass A:\n    pass\n" * 40
 
@@ -48,9 +48,7 @@ def write_text(folder, rank):
     return str(path)
 
 
-def train(
-    text, out, *, here=None, steps=6, config="zero3", accumulate=1, fresh=False, layers=1, plot=False, **intervals
-):
+def train(text, out, *, here=None, steps=6, config="zero3", accumulate=1, layers=1, intervals=None, **outputs):
     """One run on this rank, to its end or to a signal."""
     comm = Comm(None, torch.device("cpu"))
     comm.share_object(None)  # rank 0 has written the text
@@ -59,8 +57,8 @@ def train(
         model={"size": "nano", "context": 16, "layers": layers},
         updates={"steps": steps, "batch": 12, "accumulate": accumulate},
         placing={"config": config},
-        intervals={"eval": 3, "save": 0} | intervals,
-        outputs={"out": out, "sample": 5, "fresh": fresh, "plot": plot},
+        intervals={"eval": 3, "save": 0} | (intervals or {}),
+        outputs={"out": out, "sample": 5, "plot": False} | outputs,
     )
     try:
         run(prepare(options, comm.world_size), here or Here(), comm)
@@ -102,11 +100,18 @@ def test_a_crash_loses_only_what_came_after_the_last_checkpoint(rank, world_size
     text = write_text(tmp_path, rank)
     train(text, tmp_path / "whole")
     with pytest.raises(ZeroDivisionError):
-        train(text, tmp_path / "parts", here=Bomb(), save=2, log=1)
+        train(text, tmp_path / "parts", here=Bomb(), intervals={"save": 2, "log": 1})
     if rank == 0:
         assert len(read(tmp_path / "parts/metrics.jsonl")) == 5
-    train(text, tmp_path / "parts", save=2, log=1)
+    train(text, tmp_path / "parts", intervals={"save": 2, "log": 1})
     assert results(tmp_path / "parts") == results(tmp_path / "whole")
+
+
+@ranks(2)
+def test_a_signal_at_a_step_that_is_being_saved_loses_nothing(rank, world_size, tmp_path):
+    out = tmp_path / "run"
+    train(write_text(tmp_path, rank), out, here=Here(2), intervals={"save": 2})
+    assert [path.name for path in out.glob("checkpoints/[!.]*")] == ["step-2"]
 
 
 @ranks(3)
@@ -118,6 +123,22 @@ def test_more_steps_and_another_placement_go_on(rank, world_size, tmp_path):
     assert results(out)[:6] == before
     assert len(results(out)) == 9
     assert Folder(out).finished_steps() == 9
+    train(text, tmp_path / "branch", steps=10, config="zero1", resume=out / "checkpoints")
+    train(text, out, steps=10, config="zero1")
+    assert [row.loss for row in read(tmp_path / "branch/metrics.jsonl")] == [results(out)[9][0]]
+
+
+def train_rank(rank, world_size, folder, out, stop_after):
+    train(write_text(folder, rank), folder / out, here=Here(stop_after))
+
+
+def test_another_number_of_ranks_goes_on_with_the_next_sample(tmp_path):
+    run_ranks(train_rank, 2, tmp_path, "parts", 3)
+    run_ranks(train_rank, 3, tmp_path, "parts", None)
+    run_ranks(train_rank, 3, tmp_path, "whole", None)
+    parts, whole = results(tmp_path / "parts"), results(tmp_path / "whole")
+    assert [row[0] for row in parts] == pytest.approx([row[0] for row in whole], rel=1e-4)
+    assert [row[2:3] + row[4:] for row in parts] == [row[2:3] + row[4:] for row in whole]
 
 
 @ranks(2)

@@ -115,8 +115,9 @@ def test_without_matplotlib_it_says_how_to_get_it(tmp_path, monkeypatch):
         draw([row(1)], None, "title", tmp_path / "plot.png")
 
 
-def told(tmp_path, capsys, codes, words=()):
+def told(tmp_path, capsys, codes, words=(), signals=0):
     crew = Crew(Options(), len(codes), on_cpu=True)
+    crew._signals = signals
     crew._processes = [SimpleNamespace(returncode=code) for code in codes]
     for rank in range(len(codes)):
         (tmp_path / f"rank{rank}.log").write_text("a warning\nsomething broke\n")
@@ -132,6 +133,12 @@ def test_the_failure_that_explains_the_others_is_told_and_no_other(tmp_path, cap
     assert told(tmp_path, capsys, [1, 0, 1], [lost, genuine]) == (1, "error: rank 2: KeyError: 'x'\n")
     code, message = told(tmp_path, capsys, [1, -signal.SIGSEGV], [lost])
     assert (code, message) == (1, "error: rank 1 ended with signal SIGSEGV: something broke\n")
+
+
+def test_a_signal_that_comes_too_early_or_twice(tmp_path, capsys):
+    assert told(tmp_path, capsys, [-signal.SIGTERM, -signal.SIGKILL], signals=1) == (0, "")
+    code, message = told(tmp_path, capsys, [-signal.SIGKILL] * 2, signals=2)
+    assert (code, message) == (130, "ended at once: what was trained since the last checkpoint is lost\n")
 
 
 def test_last_words_that_cannot_be_read_are_a_death(tmp_path, capsys):

@@ -25,7 +25,7 @@ from shardwise.errors import ConfigError
 from shardwise.sizes import format_bytes, format_count
 from shardwise.train.shape import BYTES
 
-HEAD_BYTES = 65536
+HEAD_BYTES = 4096
 TOKEN_SUFFIXES = (".npy", ".bin")
 # Tests and tables: much text, little to learn from.
 STANDARD_LIBRARY_SKIPS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "pydoc_data"}

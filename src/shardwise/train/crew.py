@@ -108,6 +108,9 @@ class Crew:
         if self._signals > 1:
             print("ended at once: what was trained since the last checkpoint is lost", file=sys.stderr)
             return 130
+        if self._signals and any(process.returncode == -signal.SIGTERM for process in self._processes):
+            print("stopped before the first step")  # by a signal that came before the ranks could take it
+            return 0
         failures = sorted((self._failure(rank, folder) for rank in range(self._world_size)), key=lambda each: each[0])
         _, code, message = failures[0]
         if code:

@@ -83,6 +83,7 @@ class Loop:
         self._flush()
         if self.step > self._saved_step:
             self.save(blocking=True)
+        self.engine.finish_save()  # one that was begun at this very step
         return self.step >= self.job.steps
 
     def evaluate(self) -> float:

@@ -68,7 +68,7 @@ def test_stopped_by_a_signal_then_gone_on_by_torchrun_it_is_the_same_run(text, t
     assert re.search(r"^model    43.2k parameters: 2 layers, hidden 32", whole.stdout)
     assert "zero3 on 2 ranks (CPU), fp32, 16 x 16 tokens a step" in whole.stdout
     assert len(re.findall(STEP, whole.stdout, re.MULTILINE)) == 12
-    assert "--- sample\ndef " in whole.stdout
+    assert "--- sample\nimport os\n" in whole.stdout
     assert "file     whole/export/" in whole.stdout
 
     with started([*command, "parts"], tmp_path) as process:

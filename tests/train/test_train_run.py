@@ -150,7 +150,7 @@ def test_a_finished_run_has_all_its_files(rank, world_size, tmp_path):
     assert names == expected | {"sample.txt"}
     assert json.loads((out / "export/config.json").read_text())["model_type"] == "llama"
     assert weights(out)["model.layers.0.self_attn.q_proj.weight"].shape == (32, 32)
-    assert (out / "sample.txt").read_text().startswith("def ")
+    assert (out / "sample.txt").read_text().startswith("import os\n")
     assert "seen from outside: a peak of" in (out / "report.txt").read_text()
     assert (out / "metrics.csv").read_text().startswith("step,tokens,loss,val_loss,lr,grad_norm,tokens_per_s,")
     assert len((out / "metrics.csv").read_text().splitlines()) == 7

@@ -27,7 +27,7 @@ def train(
     hidden: Annotated[int | None, typer.Option(help="Width.", rich_help_panel=MODEL)] = None,
     heads: Annotated[int | None, typer.Option(help="Attention heads.", rich_help_panel=MODEL)] = None,
     context: Annotated[int | None, typer.Option(help="Tokens of a sequence.", rich_help_panel=MODEL)] = None,
-    steps: Annotated[int, typer.Option(help="Updates in all.", rich_help_panel=UPDATES)] = 700,
+    steps: Annotated[int, typer.Option(help="Updates in all.", rich_help_panel=UPDATES)] = 800,
     batch: Annotated[
         int | None, typer.Option(help="Sequences per step over all ranks [16].", rich_help_panel=UPDATES)
     ] = None,
@@ -72,7 +72,9 @@ def train(
     tensorboard: Annotated[
         bool, typer.Option("--tensorboard", help="Write for TensorBoard too.", rich_help_panel=OUTPUTS)
     ] = False,
-    prompt: Annotated[str, typer.Option(help="What the sample begins with.", rich_help_panel=OUTPUTS)] = "def ",
+    prompt: Annotated[
+        str, typer.Option(help="What the sample begins with.", rich_help_panel=OUTPUTS, show_default=False)
+    ] = "import os\n\n\ndef ",
     sample: Annotated[int, typer.Option(help="Tokens of the sample.", rich_help_panel=OUTPUTS)] = 400,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:

@@ -75,6 +75,7 @@ class Loop:
                 while self.step < self.job.steps and not self._is_asked_to_stop():
                     if watch is None and self.step >= self.job.steps - WATCHED:
                         self._flush()  # the clock leaves out what is watched
+                        self.engine.finish_save()  # and memory, what is being saved
                         watch = stack.enter_context(Watch(self.engine))
                     self._take_step(watch)
                     self._after_step()

@@ -35,7 +35,7 @@ class Model(Section):
 class Updates(Section):
     """How many updates, on how much, at what rate."""
 
-    steps: int = Field(default=700, ge=1)
+    steps: int = Field(default=800, ge=1)
     batch: int | None = Field(default=None, ge=1, description="sequences per step over all ranks")
     accumulate: int | None = Field(default=None, ge=1, description="micro-batches per step")
     lr: float | None = Field(default=None, gt=0)
@@ -72,7 +72,7 @@ class Outputs(Section):
     keep: int = Field(default=2, ge=1, description="checkpoints kept")
     plot: bool = True
     tensorboard: bool = False
-    prompt: str = Field(default="def ", min_length=1)
+    prompt: str = Field(default="import os\n\n\ndef ", min_length=1)
     sample: int = Field(default=400, ge=0, description="tokens of the sample")
 
 

@@ -57,15 +57,16 @@ def _loss(axis: Any, rows: Sequence[Row]) -> None:
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """A moving average over a fortieth of the values, from the left.
+    """The mean of the values around each, a fortieth of all; fewer towards the ends, and as many on either side.
 
     >>> smoothed([4.0, 2.0])
     [4.0, 2.0]
     """
-    result: list[float] = []
-    weight = 1 / max(1, len(values) // 40)
-    for value in values:
-        result.append(value if not result else result[-1] + weight * (value - result[-1]))
+    result = []
+    for index in range(len(values)):
+        reach = min(len(values) // 80, index, len(values) - 1 - index)
+        around = values[index - reach : index + reach + 1]
+        result.append(sum(around) / len(around))
     return result
 
 

@@ -9,7 +9,9 @@ if TYPE_CHECKING:
     from shardwise.access import gathered
     from shardwise.analyzer import MemoryAnalyzer
     from shardwise.config import Config
+    from shardwise.deferred import deferred_init
     from shardwise.division import describe_units
+    from shardwise.ema import ema
     from shardwise.engine import Engine
     from shardwise.errors import ConfigError, ShardwiseError
     from shardwise.start import initialize
@@ -21,7 +23,9 @@ _HOMES = {
     "Engine": "engine",
     "MemoryAnalyzer": "analyzer",
     "ShardwiseError": "errors",
+    "deferred_init": "deferred",
     "describe_units": "division",
+    "ema": "ema",
     "gathered": "access",
     "initialize": "start",
 }
@@ -33,7 +37,9 @@ __all__ = [
     "MemoryAnalyzer",
     "ShardwiseError",
     "__version__",
+    "deferred_init",
     "describe_units",
+    "ema",
     "gathered",
     "initialize",
 ]

@@ -16,7 +16,7 @@ from shardwise.budget import choose_flight
 from shardwise.comm import Comm
 from shardwise.config import Config
 from shardwise.division import divide
-from shardwise.memory import Ledger
+from shardwise.memory import Entry, Ledger
 from shardwise.optim import Updater
 from shardwise.optimizers import groups_of
 from shardwise.order import Ahead
@@ -65,6 +65,8 @@ class Engine(nn.Module):
         self._schedule.on_reduced = self._on_reduced
         self._schedule.on_plain_backward = self._check_plain_backward
         self._grad_hooks: list[Callable[[str, torch.Tensor], None]] = []
+        self._update_hooks: list[Callable[[], None]] = []
+        self._pause: str | None = None
         self._access = access.Access(self)
 
     # The loop
@@ -111,6 +113,8 @@ class Engine(nn.Module):
             )
         if self._updater is None:
             raise RuntimeError("this engine has no optimizer: pass one to shardwise.initialize")
+        if self._pause is not None:
+            raise RuntimeError(f"engine.step() cannot update: {self._pause}")
         if self._schedule.is_stale():
             self.zero_grad()
         elif not self.is_boundary:
@@ -178,6 +182,23 @@ class Engine(nn.Module):
     def register_grad_hook(self, hook: Callable[[str, torch.Tensor], None]) -> None:
         """Call `hook(unit_name, shard)` on each reduced shard of gradients, before `step()`; it may edit in place."""
         self._grad_hooks.append(hook)
+
+    def register_update_hook(self, hook: Callable[[], None]) -> None:
+        """Call `hook()` after each update, when this rank's master copies are up to date."""
+        self._update_hooks.append(hook)
+
+    @contextlib.contextmanager
+    def paused(self, reason: str) -> Iterator[None]:
+        """Within it, `step()` raises with `reason`."""
+        self._pause, before = reason, self._pause
+        try:
+            yield
+        finally:
+            self._pause = before
+
+    def account(self, entry: Entry, size_bytes: int) -> None:
+        """Enter what an extension holds into the ledger."""
+        self._ledger.settle(entry, size_bytes)
 
     def report(self) -> Report:
         """Memory by kind and tier, bytes sent by kind, time by phase."""
@@ -417,6 +438,8 @@ class Engine(nn.Module):
                 if not skips:
                     unit.weights.refresh()
         updater.finish()
+        for update_hook in self._update_hooks:
+            update_hook()
         self.steps += 1
         if self._scaler is not None and overflow is not None:
             self._outcome = Outcome(overflow, self._scaler.update(overflow))

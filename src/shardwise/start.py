@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import HashStore
 from shardwise.comm import Comm
 from shardwise.config import Config
 from shardwise.config.build import build_optimizer, build_scheduler
+from shardwise.deferred import Session, check_deferred, finish, prepare, session_behind
 from shardwise.engine import Engine
 from shardwise.errors import ConfigError
 from shardwise.optimizers import OptimizerFactory, resolve_optimizer
@@ -40,15 +41,21 @@ def initialize(
     >>> engine.step()
     """
     _check_model(model)
-    group = _group(mesh, model)
+    session = session_behind(model)
+    device = _device(model, session)
+    group = _group(mesh, device)
     config = Config.load(config).for_world_size(dist.get_world_size(group))
     _check_supported(config)
-    params = [param for param in model.parameters() if param.requires_grad]
-    chosen = _optimizer(optimizer, config, params)
-    device = _device(model, config)
+    _check_device(config, device)
     if device.type == "cuda":
         _let_segments_grow()
-    engine = Engine(model, chosen, config, Comm(group, device))
+    comm = Comm(group, device)
+    if session is not None:
+        prepare(model, session, comm)
+    chosen = _optimizer(optimizer, config, [param for param in model.parameters() if param.requires_grad])
+    engine = Engine(model, chosen, config, comm)
+    if session is not None:
+        finish()
     engine.lr_scheduler = _scheduler(lr_scheduler, config, chosen)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the blocks that the model as it was built lay in
@@ -69,15 +76,24 @@ def _scheduler(given: Any, config: Config, optimizer: torch.optim.Optimizer | No
     return given if hasattr(given, "step") else given(optimizer)
 
 
-def _device(model: nn.Module, config: Config) -> torch.device:
-    """Training happens where the parameters are."""
+def _device(model: nn.Module, session: Session | None) -> torch.device:
+    """Training happens where the parameters are, or are to be."""
+    if session is not None:
+        if session.device.type == "cuda":
+            torch.cuda.set_device(session.device)
+        return session.device
     devices = {param.device for param in model.parameters()} or {torch.device("cpu")}
     if len(devices) > 1:
         raise ConfigError(f"the parameters are on several devices ({', '.join(map(str, devices))}): move them to one")
-    device = devices.pop()
+    return devices.pop()
+
+
+def _check_device(config: Config, device: torch.device) -> None:
     if config.runtime.use_cpu and device.type != "cpu":
-        raise ConfigError(f"runtime.use_cpu is on, but the model is on {device}: call model.cpu() first")
-    return device
+        raise ConfigError(
+            f"runtime.use_cpu is on, but the model is on {device}: call model.cpu() first, or build it under "
+            'shardwise.deferred_init(device="cpu")'
+        )
 
 
 def _let_segments_grow() -> None:
@@ -92,14 +108,14 @@ def _let_segments_grow() -> None:
         settings("expandable_segments:True")
 
 
-def _group(mesh: Any, model: nn.Module) -> dist.ProcessGroup | None:
+def _group(mesh: Any, device: torch.device) -> dist.ProcessGroup | None:
     if mesh is not None:
         if mesh.ndim != 1:
             raise ConfigError(f"the mesh has {mesh.ndim} dimensions: pass the one for data parallelism, mesh['dp']")
         group: dist.ProcessGroup = mesh.get_group()
         return group
     if not dist.is_initialized():
-        _start_process_group(any(param.is_cuda for param in model.parameters()))
+        _start_process_group(device.type == "cuda")
     return None
 
 
@@ -130,6 +146,4 @@ def _check_model(model: nn.Module) -> None:
         raise ConfigError(
             f"parameter {managed[0]!r} is under an engine already: call engine.destroy() on that one first"
         )
-    meta = [name for name, param in model.named_parameters() if param.is_meta]
-    if meta:
-        raise ConfigError(f"parameter {meta[0]!r} is on the meta device and has no values: materialise the model first")
+    check_deferred(model)

@@ -25,6 +25,7 @@ from shardwise.comm import DONE, Comm, Handle
 from shardwise.layout import Layout, Span
 from shardwise.marks import mark
 from shardwise.memory import Buffer, Entry, Kind, Ledger, Tier
+from shardwise.origin import origin_of, set_origin
 from shardwise.policy import Policy
 
 
@@ -94,19 +95,31 @@ class Weights:
         return self.owned.numel == self._full.tensor.numel()
 
     def adopt(self) -> None:
-        """Take the model's values, rank 0's for all, and come to rest."""
-        flat = self._full.allocate()
-        flat.zero_()
+        """Take the model's values, rank 0's for all, and come to rest.
+
+        Parameters that were built without values have an origin instead, from which each rank takes what it needs.
+        """
         # Rank 0's values go out in the master's dtype: a 16-bit copy would lose what the master must keep.
-        exact = flat if self._one_storage else torch.zeros_like(flat, dtype=self.policy.master_dtype)
+        if self._one_storage:
+            exact = self._full.allocate().zero_()
+        else:
+            exact = torch.zeros(self._full.tensor.numel(), dtype=self.policy.master_dtype, device=self._comm.device)
         base = self._full.tensor.storage_offset()
+        needed = self.owned if self.policy.weights_sharded else Span(0, exact.numel())
+        is_shared = not any(origin_of(param) for param in self.params)
         for param, view in zip(self.params, self._views, strict=True):
-            start = view.storage_offset() - base
-            exact[start : start + view.numel()].copy_(param.detach().reshape(-1))
-        self._comm.broadcast(exact)
+            start = int(view.storage_offset() - base)
+            slot, origin = Span(start, start + view.numel()), origin_of(param)
+            if origin is None:
+                exact[slot.slice].copy_(param.detach().reshape(-1))
+            elif part := slot.intersect(needed):
+                exact[part.slice].copy_(origin.read(part.shift(-start)))
+            set_origin(param, None)
+        if is_shared:
+            self._comm.broadcast(exact)
         if not self._one_storage:
             self._part.allocate().copy_(exact[self.owned.slice])
-            flat.copy_(exact)
+            self._full.allocate().copy_(exact)
         self._bind(self._views)
         self._bind_pieces()
         self.state = State.READY

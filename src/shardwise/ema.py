@@ -1,0 +1,120 @@
+"""`shardwise.ema`: an exponential moving average of the weights, sharded as the optimizer is."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardwise.held import Held, InMemory, held_by
+from shardwise.memory import Entry, Kind, Tier
+from shardwise.unit import Unit
+
+if TYPE_CHECKING:
+    from shardwise.engine import Engine
+
+KEY = "ema"
+
+
+def ema(engine: Engine, decay: float = 0.999) -> Ema:
+    """An average of the weights that `engine.step()` keeps up: average = decay * average + (1 - decay) * weights.
+
+    It is of the fp32 master copy, and each rank holds the average of what it updates: 4Ψ/W bytes where the optimizer is
+    sharded. The first update copies the weights, as `torch.optim.swa_utils.AveragedModel` does.
+
+    >>> import torch, shardwise
+    >>> model = torch.nn.Linear(4, 1)
+    >>> engine = shardwise.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "zero3")
+    >>> average = shardwise.ema(engine, decay=0.99)
+    >>> engine.backward(engine(torch.ones(2, 4)).mean())
+    >>> engine.step()
+    >>> with average.applied():
+    ...     output = engine(torch.ones(2, 4))
+    """
+    return Ema(engine, decay)
+
+
+class Ema:
+    """The average that `ema` returns."""
+
+    def __init__(self, engine: Engine, decay: float) -> None:
+        if not 0.0 <= decay <= 1.0:
+            raise ValueError(f"decay is {decay}: it lies between 0 and 1, mostly near 1, such as 0.999")
+        self.decay = decay
+        self.updates = 0
+        self._engine = engine
+        self._units = [unit for unit in engine.units if unit.grads is not None]
+        self._averages = [_master(unit).clone() for unit in self._units]
+        for unit, average in zip(self._units, self._averages, strict=True):
+            tier = Tier.DEVICE if average.device == engine.comm.device else Tier.HOST
+            engine.account(Entry(Kind.OPTIM, f"{unit.name} (average)", tier), average.nbytes)
+        engine.register_update_hook(self._update)
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """Within it, the model has the averaged weights: to evaluate or export, not to train. A collective."""
+        with self._engine.paused("the averaged weights are applied: leave `with ema.applied():` first"):
+            self._swap()
+            try:
+                yield
+            finally:
+                self._swap()
+
+    def full_param(self, name: str) -> torch.Tensor:
+        """A parameter's average, whole. A collective."""
+        for unit, average in zip(self._units, self._averages, strict=True):
+            if name in unit.names:
+                return unit.view(unit.weights.whole(average), name).clone()
+        return self._engine.full_param(name)  # what is frozen is its own average
+
+    def held(self, unit: Unit) -> list[Held]:
+        """The averages of a unit that this rank holds, as `held_by` gives its master."""
+        pairs = zip(self._units, self._averages, strict=True)
+        return [InMemory(KEY, unit.weights.owned, average) for other, average in pairs if other is unit]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Decay, number of updates and every trained parameter's average, whole, on the CPU. A collective."""
+        names = [name for unit in self._units for name in unit.names]
+        averages = {name: self.full_param(name).cpu() for name in names}
+        return {"decay": self.decay, "updates": self.updates, "averages": averages}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` gave, under any placement and number of ranks."""
+        averages: Mapping[str, torch.Tensor] = state["averages"]
+        names = {name for unit in self._units for name in unit.names}
+        if wrong := sorted(names ^ averages.keys()):
+            raise ValueError(f"the state is of another model: parameter {wrong[0]!r} is in one and not in the other")
+        self.decay, self.updates = state["decay"], state["updates"]
+        for unit in self._units:
+            for held in self.held(unit):
+                for slot in unit.layout.slots:
+                    if part := slot.span.intersect(held.span):
+                        flat = averages[slot.spec.name].reshape(-1)
+                        held.write(part, flat[part.shift(-slot.span.start).slice])
+
+    @torch.no_grad()
+    def _update(self) -> None:
+        masters = [_master(unit) for unit in self._units]
+        if self.updates == 0:
+            torch._foreach_copy_(self._averages, masters)
+        else:
+            torch._foreach_lerp_(self._averages, masters, 1 - self.decay)
+        self.updates += 1
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        """Exchange averages and master copies, a unit at a time, and bring the weights up to date."""
+        for unit, average in zip(self._units, self._averages, strict=True):
+            unit.weights.settle()
+            master = held_by(unit, None)[0]
+            before = master.read(master.span).clone()
+            master.write(master.span, average)
+            average.copy_(before)
+            unit.weights.refresh()
+
+
+def _master(unit: Unit) -> torch.Tensor:
+    held = held_by(unit, None)[0]
+    return held.read(held.span).detach()

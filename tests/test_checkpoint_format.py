@@ -156,7 +156,7 @@ def make_manifest(**changes):
         "written_by": "test é",
         "optimizer": None,
         "files": (StoredFile(name="rank-00000.safetensors", size_bytes=48, crc32="00000000"),),
-        "params": {"w": ParamInfo()},
+        "params": {"w": ParamInfo(compute="float32")},
         "tensors": {"param/w": Stored(dtype="float32", shape=(3,), pieces=(Piece(0, 0, 3, 16),))},
         "training": {"lr": 0.1},
     }

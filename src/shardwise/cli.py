@@ -8,7 +8,7 @@ from typing import Annotated, TextIO
 import typer
 
 from shardwise._version import __version__
-from shardwise.errors import ConfigError
+from shardwise.errors import ShardwiseError
 from shardwise.train.arguments import train
 
 app = typer.Typer(
@@ -110,12 +110,56 @@ def run(
 app.command()(train)
 
 
+@app.command()
+def inspect(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or a folder of checkpoints.")],
+    verify: Annotated[bool, typer.Option("--verify", help="Read every byte and compare checksums.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON (of one checkpoint).")] = False,
+    debug: Debug = False,
+) -> None:
+    """Show what is in a checkpoint, and whether it is all there."""
+    import json as text
+
+    from shardwise.checkpoint.inspect import describe, summary
+
+    described = describe(checkpoint, verify)
+    typer.echo(text.dumps(summary(checkpoint), indent=2) if json else described)
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or a folder of checkpoints.")],
+    out: Annotated[Path, typer.Argument(help="A new folder.")],
+    dtype: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16 (default: that of training).")] = None,
+    tag: Annotated[str, typer.Option(help="Which checkpoint of the folder.")] = "latest",
+    max_file: Annotated[str, typer.Option(help="Largest file.")] = "5GB",
+    debug: Debug = False,
+) -> None:
+    """Write a checkpoint's weights as Hugging Face does: safetensors with an index. Needs no GPU, and little memory."""
+    from shardwise.checkpoint.export import export_command
+
+    typer.echo(export_command(checkpoint, out, dtype, tag, max_file))
+
+
+@app.command("import-deepspeed")
+def import_deepspeed(
+    source: Annotated[Path, typer.Argument(help="The folder that DeepSpeed's save_checkpoint wrote.")],
+    out: Annotated[Path, typer.Argument(help="The folder of checkpoints to write into.")],
+    tag: Annotated[str | None, typer.Option(help="Which checkpoint (default: the one that `latest` names).")] = None,
+    debug: Debug = False,
+) -> None:
+    """Turn a DeepSpeed ZeRO checkpoint (stages 1 to 3) into one of ours, moments included. Runs nothing from it."""
+    from shardwise.checkpoint.deepspeed import convert
+
+    typer.echo(f"wrote {convert(source, out, tag)}")
+
+
 def main() -> None:
-    """The entry point of the `shardwise` command: a ConfigError is one message and exit code 2."""
+    """The entry point of the `shardwise` command: an error of ours is one message and exit code 2."""
     warnings.showwarning = _show_warning
     try:
         app()
-    except ConfigError as error:
+    except ShardwiseError as error:
         if "--debug" in sys.argv:
             raise
         typer.secho(f"error: {error}", fg="red", err=True)

@@ -261,6 +261,19 @@ class Engine(nn.Module):
         self.finish_save()
         return checkpoint.load(self, Path(dir), tag, fallback)
 
+    def export(
+        self, dir: str | Path, dtype: str | None = None, max_file_bytes: int = checkpoint.MAX_FILE_BYTES
+    ) -> None:
+        """Write the weights into the new folder `dir` as Hugging Face does: safetensors, with an index if several
+        files are needed. A collective.
+
+        `dtype` is fp32, bf16 or fp16; without it, that of the weights that compute. A tied weight is written once,
+        under its first name. Each rank writes what it owns straight into place: nothing is gathered.
+        """
+        if dtype is not None and dtype not in DTYPES:
+            raise ValueError(f"dtype is {dtype!r}: take one of {', '.join(DTYPES)}")
+        checkpoint.export(self, Path(dir), DTYPES[dtype] if dtype is not None else None, max_file_bytes)
+
     @property
     def is_at_rest(self) -> bool:
         """Whether no gradients are accumulated: the moments at which `save` works."""

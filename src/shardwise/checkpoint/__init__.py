@@ -4,12 +4,14 @@
                     rank-00000.safetensors   the elements that rank 0 owned: values, optimizer state, generators
                     rank-00001.safetensors   ...
 
-`save` and `load` tie together: `contents` (what an engine's rank writes), `files` and `blocks` (streamed, checksummed
-bytes), `manifest` and `ranges` (what lies where), `folder` (commit and retention), `plain` (values without pickle).
+`saving` and `loading` tie together: `contents` (what an engine's rank writes), `files` and `blocks` (streamed,
+checksummed bytes), `manifest` and `ranges` (what lies where), `folder` (commit and retention), `plain` (values without
+pickle), `background` (asynchronous saves). `export`, `inspect` and `deepspeed` work without an engine.
 """
 
 from shardwise.checkpoint.background import Background
-from shardwise.checkpoint.load import load
-from shardwise.checkpoint.save import prepare, save
+from shardwise.checkpoint.export import MAX_FILE_BYTES, export
+from shardwise.checkpoint.loading import load
+from shardwise.checkpoint.saving import prepare, save
 
-__all__ = ["Background", "load", "prepare", "save"]
+__all__ = ["MAX_FILE_BYTES", "Background", "export", "load", "prepare", "save"]

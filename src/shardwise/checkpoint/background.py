@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from typing import Any
 
-from shardwise.checkpoint.save import Job
+from shardwise.checkpoint.saving import Job
 from shardwise.checkpoint.together import first, together
 from shardwise.comm import Comm
 from shardwise.errors import CheckpointError
@@ -40,6 +40,9 @@ class Background:
         try:
             together(self._comm, self._writing.result)
             first(self._comm, lambda: self._committing.result() if self._committing else None)
+        except BaseException:
+            self._job.draft.discard()
+            raise
         finally:
             self._stop.set()
             self._pool.shutdown()

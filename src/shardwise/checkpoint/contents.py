@@ -17,7 +17,7 @@ from torch import nn
 
 from shardwise._version import __version__
 from shardwise.checkpoint import rng
-from shardwise.checkpoint.plain import to_plain
+from shardwise.checkpoint.plain import dtype_name, to_plain
 from shardwise.held import Held, extras_of, held_by
 from shardwise.layout import Slot, Span
 from shardwise.unit import Unit
@@ -96,6 +96,12 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: buffer for name, buffer in model.named_buffers() if name not in hidden}
 
 
+def config_text(model: nn.Module) -> str | None:
+    """The text of a Hugging Face model's `config.json`."""
+    to_text = getattr(getattr(model, "config", None), "to_json_string", None)
+    return str(to_text()) if to_text is not None else None
+
+
 def overlaps(unit: Unit, span: Span) -> Iterator[tuple[Slot, Span]]:
     """The tensors of a unit that `span` of its flat buffer touches, and the common part."""
     for slot in unit.layout.slots:
@@ -145,6 +151,7 @@ def _head(engine: Engine, state: Any, tensors: dict[str, torch.Tensor]) -> dict[
         "optimizer": type(engine.optimizer).__name__ if engine.optimizer is not None else None,
         "training": to_plain(training, tensors, "training"),
         "state": to_plain(state, tensors, "state"),
+        "config": config_text(engine.module),
         "params": _params(engine),
     }
 
@@ -162,7 +169,8 @@ def _params(engine: Engine) -> dict[str, dict[str, Any]]:
         unit, slot = slots[name]
         group = slot.spec.group if unit.grads is not None else None
         dtype = unit.weights.policy.master_dtype
-        params[name] = {"shape": slot.spec.shape, "dtype": dtype, "group": group, "aliases": []}
+        compute = dtype_name(unit.weights.policy.weight_dtype)
+        params[name] = {"shape": slot.spec.shape, "dtype": dtype, "compute": compute, "group": group, "aliases": []}
     return params
 
 

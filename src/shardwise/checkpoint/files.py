@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -42,7 +43,7 @@ def write_tensors(path: Path, items: Sequence[Item]) -> tuple[BlockWriter, list[
     """Write a safetensors file; what was written, and where each item's bytes begin in it."""
     # Wider elements first, so that each tensor is aligned to its element.
     order = sorted(range(len(items)), key=lambda index: -items[index].dtype.itemsize)
-    header, offsets = _header([items[index] for index in order])
+    header, offsets = header_of((items[index].key, items[index].dtype, _shape(items[index])) for index in order)
     with BlockWriter(path) as writer:
         writer.write(memoryview(header))
         for index in order:
@@ -110,20 +111,25 @@ class Reader:
                 stack.callback(reader.close)
 
 
-def _header(items: Iterable[Item]) -> tuple[bytes, list[int]]:
-    entries: dict[str, Any] = {}
+def header_of(
+    tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadata: bool = False
+) -> tuple[bytes, list[int]]:
+    """The beginning of a safetensors file that holds these tensors in this order, and where the bytes of each begin."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}} if metadata else {}
     position, starts = 0, []
-    for item in items:
-        if item.dtype not in _NAMES:
-            raise CheckpointError(f"{item.key} has dtype {item.dtype}, which a checkpoint cannot hold")
-        stop = position + item.size_bytes
-        numel = item.elements.numel
-        is_whole = item.elements == Span(0, torch.Size(item.shape).numel())
-        shape = list(item.shape) if is_whole else [numel]
-        entries[item.key] = {"dtype": _NAMES[item.dtype], "shape": shape, "data_offsets": [position, stop]}
+    for key, dtype, shape in tensors:
+        if dtype not in _NAMES:
+            raise CheckpointError(f"{key} has dtype {dtype}, which a checkpoint cannot hold")
+        stop = position + math.prod(shape) * dtype.itemsize
+        entries[key] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [position, stop]}
         starts.append(position)
         position = stop
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
     return header, [start + len(header) for start in starts]
+
+
+def _shape(item: Item) -> Sequence[int]:
+    is_whole = item.elements == Span(0, math.prod(item.shape))
+    return item.shape if is_whole else [item.elements.numel]

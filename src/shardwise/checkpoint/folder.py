@@ -93,7 +93,8 @@ def list_checkpoints(root: Path) -> list[Found]:
     if not root.is_dir():
         return []
     paths = [path for path in sorted(root.iterdir()) if not path.name.startswith(".") and path.is_dir()]
-    found = [look_at(path) for path in paths if (path / FILE_NAME).exists()]
+    # With files but without a manifest it was one: nothing gets its name before it is complete.
+    found = [look_at(path) for path in paths if (path / FILE_NAME).exists() or any(path.glob("rank-*.safetensors"))]
     return sorted(found, key=lambda each: -each.serial)
 
 

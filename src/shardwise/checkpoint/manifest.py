@@ -68,8 +68,15 @@ class Stored(_Model):
 
 
 class ParamInfo(_Model):
-    """What is known of a parameter besides its values: other names, optimizer group (None: frozen), extras."""
+    """What is known of a parameter besides its values.
 
+    compute  the dtype it computes in
+    aliases  its other names, if it is tied
+    group    the number of its optimizer group; None if it is frozen
+    extras   optimizer state that is not one value per element, in the form of `plain`
+    """
+
+    compute: str
     aliases: tuple[str, ...] = ()
     group: int | None = None
     extras: dict[str, Any] = {}
@@ -84,6 +91,7 @@ class Manifest(_Model):
     training  counters, loss scale, learning-rate schedule, parameter groups, in the form of `plain`
     ranks     random number generators of each rank, in the form of `plain`
     state     the user's own, in the form of `plain`
+    config    the text of the model's `config.json`, if it has one
     """
 
     format: str = FORMAT
@@ -100,6 +108,7 @@ class Manifest(_Model):
     training: dict[str, Any]
     ranks: tuple[Any, ...] = ()
     state: Any = None
+    config: str | None = None
 
     def to_text(self) -> str:
         body = json.dumps(self.model_dump(mode="json"), separators=(",", ":"), allow_nan=False)

@@ -89,7 +89,7 @@ def _restore(engine: Engine, reader: Reader) -> Any:
         with torch.no_grad():
             buffer.copy_(reader.whole(own if is_own else f"buffer/{name}"))
     _restore_training(engine, from_plain(manifest.training, reader.whole))
-    if same_ranks and manifest.ranks:
+    if same_ranks and manifest.ranks[comm.rank] is not None:
         rng.restore(from_plain(manifest.ranks[comm.rank], reader.whole), comm.device)
     return from_plain(manifest.state, reader.whole)
 

@@ -130,7 +130,12 @@ def compose(draft: Draft, head: dict[str, Any], tables: list[dict[str, Any]]) ->
         files=tuple(StoredFile(**table["file"]) for table in tables),
         ranks=tuple(table["rng"] for table in tables),
         params={
-            name: ParamInfo(aliases=tuple(param["aliases"]), group=param["group"], extras=extras.get(name, {}))
+            name: ParamInfo(
+                compute=param["compute"],
+                aliases=tuple(param["aliases"]),
+                group=param["group"],
+                extras=extras.get(name, {}),
+            )
             for name, param in params.items()
         },
         tensors={

@@ -1,0 +1,83 @@
+"""What is in a checkpoint, or in a folder of them, in words: `shardwise inspect`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from shardwise.checkpoint.folder import list_checkpoints, missing_files, verify
+from shardwise.checkpoint.manifest import FILE_NAME, Manifest, read_manifest
+from shardwise.errors import CheckpointError
+from shardwise.held import MASTER
+from shardwise.sizes import format_bytes, format_count
+
+
+def describe(path: Path, verified: bool = False) -> str:
+    """One checkpoint in detail, or a line for each in a folder; with `verified`, every byte is read."""
+    if (path / FILE_NAME).exists():
+        manifest = verify(path) if verified else read_manifest(path)
+        return "\n".join(_details(path, manifest, verified))
+    found = list_checkpoints(path)
+    if not found:
+        raise CheckpointError(f"there is no checkpoint in {path}")
+    return "\n".join(_line(each.path, verified) for each in found)
+
+
+def summary(path: Path) -> dict[str, Any]:
+    """The main facts of one checkpoint as plain values."""
+    manifest = read_manifest(path)
+    return {
+        "tag": manifest.tag,
+        "serial": manifest.serial,
+        "steps": manifest.steps,
+        "world_size": manifest.world_size,
+        "written_by": manifest.written_by,
+        "optimizer": manifest.optimizer,
+        "parameters": sum(manifest.tensors[f"{MASTER}/{name}"].numel for name in manifest.params),
+        "bytes": manifest.size_bytes,
+        "bytes_by_kind": _bytes_by_kind(manifest),
+        "files": [file.name for file in manifest.files],
+        "missing_files": missing_files(path),
+        "state": manifest.state,
+    }
+
+
+def _line(path: Path, verified: bool) -> str:
+    try:
+        manifest = verify(path) if verified else read_manifest(path)
+    except CheckpointError as error:
+        return f"{path.name}: {error}"
+    missing = missing_files(path)
+    state = f"missing or cut short: {', '.join(missing)}" if missing else "verified" if verified else "complete"
+    size = format_bytes(manifest.size_bytes)
+    return f"{path.name}: step {manifest.steps}, {manifest.world_size} ranks, {size}, {state}"
+
+
+def _details(path: Path, manifest: Manifest, verified: bool) -> list[str]:
+    facts = summary(path)
+    frozen = [name for name, param in manifest.params.items() if param.group is None]
+    tied = {name: param.aliases for name, param in manifest.params.items() if param.aliases}
+    dtypes = Counter(param.compute for param in manifest.params.values())
+    missing = ", ".join(facts["missing_files"])
+    count = format_count(facts["parameters"])
+    rows = {
+        "checkpoint": f"{manifest.tag} (number {manifest.serial} of its folder), by {manifest.written_by}",
+        "training": f"step {manifest.steps} on {manifest.world_size} ranks, optimizer {manifest.optimizer or 'none'}",
+        "model": f"{count} parameters in {len(manifest.params)} tensors, {len(frozen)} of them frozen",
+        "computes in": ", ".join(f"{dtype} ({number})" for dtype, number in dtypes.items()),
+        **{f"tied to {name}": ", ".join(aliases) for name, aliases in tied.items()},
+        "bytes": ", ".join(f"{kind} {format_bytes(size)}" for kind, size in facts["bytes_by_kind"].items()),
+        "files": f"{len(manifest.files)}, {format_bytes(manifest.size_bytes)}",
+        "state": f"missing or cut short: {missing}" if missing else "verified" if verified else "complete",
+    }
+    width = max(len(label) for label in rows)
+    return [f"{label:<{width}}  {text}" for label, text in rows.items()]
+
+
+def _bytes_by_kind(manifest: Manifest) -> dict[str, int]:
+    sizes: Counter[str] = Counter()
+    for key, stored in manifest.tensors.items():
+        kind = key.split("/")[1] if key.startswith(("optim/", "rank-")) else key.split("/")[0]
+        sizes[kind] += stored.numel * stored.torch_dtype.itemsize
+    return dict(sizes)

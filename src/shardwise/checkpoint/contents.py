@@ -20,6 +20,7 @@ from shardwise.checkpoint import rng
 from shardwise.checkpoint.plain import dtype_name, to_plain
 from shardwise.held import Held, extras_of, held_by
 from shardwise.layout import Slot, Span
+from shardwise.optimizers import members
 from shardwise.unit import Unit
 
 if TYPE_CHECKING:
@@ -96,6 +97,12 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: buffer for name, buffer in model.named_buffers() if name not in hidden}
 
 
+def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
+    """The class of an optimizer, or those of all that work together."""
+    everyone = members(optimizer)
+    return " + ".join(type(each).__name__ for each in (everyone[1:] or everyone))
+
+
 def config_text(model: nn.Module) -> str | None:
     """The text of a Hugging Face model's `config.json`."""
     to_text = getattr(getattr(model, "config", None), "to_json_string", None)
@@ -148,7 +155,7 @@ def _head(engine: Engine, state: Any, tensors: dict[str, torch.Tensor]) -> dict[
         "steps": engine.steps,
         "world_size": engine.comm.world_size,
         "written_by": f"shardwise {__version__}, torch {torch.__version__}",
-        "optimizer": type(engine.optimizer).__name__ if engine.optimizer is not None else None,
+        "optimizer": optimizer_name(engine.optimizer) if engine.optimizer is not None else None,
         "training": to_plain(training, tensors, "training"),
         "state": to_plain(state, tensors, "state"),
         "config": config_text(engine.module),

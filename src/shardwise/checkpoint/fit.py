@@ -7,7 +7,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwise.checkpoint.contents import persistent_buffers
+from shardwise.checkpoint.contents import optimizer_name, persistent_buffers
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.errors import CheckpointError
 from shardwise.held import MASTER
@@ -47,7 +47,7 @@ def _check_optimizer(engine: Engine, manifest: Manifest, path: Path) -> None:
     groups = manifest.training.get("groups")
     if engine.optimizer is None or groups is None:
         return
-    kind = type(engine.optimizer).__name__
+    kind = optimizer_name(engine.optimizer)
     if manifest.optimizer is not None and manifest.optimizer != kind:
         raise CheckpointError(f"{path} was saved with the optimizer {manifest.optimizer}; this engine has {kind}")
     if len(groups) != len(engine.optimizer.param_groups):

@@ -64,6 +64,7 @@ class Engine(nn.Module):
         self._schedule.reduces = self._reduces
         self._schedule.on_reduced = self._on_reduced
         self._schedule.on_plain_backward = self._check_plain_backward
+        self._schedule.on_broken = self.zero_grad
         self._grad_hooks: list[Callable[[str, torch.Tensor], None]] = []
         self._update_hooks: list[Callable[[], None]] = []
         self._pause: str | None = None
@@ -432,6 +433,7 @@ class Engine(nn.Module):
                 "diverges, or its values do not fit fp16; lower the learning rate, or compute in bf16"
             )
         schedule.reduce_all()
+        schedule.let_go()
         schedule.release_all()
         for unit in trainable:
             for hook in self._grad_hooks:

@@ -7,11 +7,14 @@ the time it reaches the identity of a unit's first use, everything that came aft
 
 The order in which units are entered is learned from the last forward; it decides what is gathered ahead and the order
 of reductions, which is the same on all ranks however the backward of one of them runs.
+
+A parameter may also be used by a module that does not hold it. Released parameters notice (see `pending`): the unit is
+then gathered at once and is a guest of the innermost module with hooks that is running, until that returns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,9 +23,10 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from shardwise.graph import Ending, Visit, awaits_gradient, inside_backward, leaves_gradients_on, mark_inputs
 from shardwise.order import Ahead, Order
 from shardwise.report import Clock
-from shardwise.tensors import map_tensors, tensors_in
+from shardwise.tensors import kept_by, outputs_in
 from shardwise.unit import Traffic, Unit
 from shardwise.weights import State
 
@@ -31,13 +35,16 @@ from shardwise.weights import State
 class Site:
     """A module with hooks, the units its forward uses, and those among them whose run ends with it.
 
-    `depth` counts calls under way: a module may call itself, and only the outermost exit releases.
+    `depth` counts calls under way: a module may call itself, and only the outermost exit releases. `guests` are units
+    that the call under way uses without holding them. `inside` are the module and those in it that no other site has.
     """
 
     is_root: bool
     depth: int = 0
     units: list[Unit] = field(default_factory=list)
     ends: set[str] = field(default_factory=set)
+    guests: list[Unit] = field(default_factory=list)
+    inside: list[nn.Module] = field(default_factory=list)
 
 
 class Schedule:
@@ -49,16 +56,24 @@ class Schedule:
         self.reduces: Callable[[], bool] = lambda: True
         self.on_reduced: Callable[[Unit], None] = lambda unit: None
         self.on_plain_backward: Callable[[], None] = lambda: None
+        self.on_broken: Callable[[], None] = self.abandon
         self._clock = clock
         self._in_flight: Unit | None = None
         self._in_backward = False
+        self._is_looking = False
+        self._ending: Ending | None = None
+        self._held: list[Unit] = []
+        self._used_before: list[Unit] = []
         self._is_loud = False
         self._reduces_now = False
         self._entered: list[Unit] = []
         self._order = Order(self.units, ahead)
         self._waiting: list[Unit] = []
         self._sites: list[Site] = []
+        self._running: list[Site] = []
         self._handles = self._hook(model)
+        for unit in self.units:
+            unit.weights.on_read = partial(self._read, unit)
 
     def end_backward(self) -> None:
         """Everything the backward left open: units nobody entered are reduced as zeros; all weights rest."""
@@ -74,6 +89,7 @@ class Schedule:
         """From here to `end_backward`, gradients arrive."""
         if not self._in_backward:
             self._in_backward = True
+            self._is_looking = False
             self._reduces_now = self.reduces()
             self._waiting = [unit for unit in self._order.backward if unit.grads is not None]
 
@@ -90,8 +106,14 @@ class Schedule:
             if unit.weights.policy.weights_sharded:
                 unit.weights.release()
 
+    def let_go(self) -> None:
+        """Give up what a backward that made a graph of its own left gathered for the backward through that."""
+        while self._held:
+            self._held.pop().weights.unpin()
+
     def abandon(self) -> None:
         """After an exception: wait out what is in flight, forget the gradients of this step, come to rest."""
+        self.let_go()
         for unit in self.trainable:
             assert unit.grads is not None
             unit.grads.clear()
@@ -100,7 +122,7 @@ class Schedule:
 
     def is_stale(self) -> bool:
         """Whether a backward was broken off by an exception that nobody told us about."""
-        return self._in_backward and not _inside_backward()
+        return self._in_backward and not inside_backward()
 
     def forward_order(self) -> list[Unit]:
         """The units in the order of their first use."""
@@ -117,6 +139,7 @@ class Schedule:
 
     def remove(self) -> None:
         """Take the hooks off the model."""
+        self.let_go()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -126,7 +149,10 @@ class Schedule:
         self.release_all()
         for site in self._sites:
             site.depth = 0
-        self._in_backward = False
+            site.guests = []
+        self._running = []
+        self._in_backward = self._is_looking = False
+        self._ending = None
         self._waiting = []
         for unit in self.units:
             unit.traffic = Traffic()
@@ -144,10 +170,12 @@ class Schedule:
     # Forward
 
     def _enter(self, site: Site, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        recompute = _inside_backward()
+        recompute = inside_backward()
         if site.is_root and not recompute:
             self._begin_forward()
-        site.depth += not recompute
+        if not recompute:
+            site.depth += 1
+            self._running.append(site)
         index = self._record(site, recompute)
         for unit in site.units:
             self.bring(unit, self._order.behind(unit) if recompute else self._order.ahead(index))
@@ -159,27 +187,60 @@ class Schedule:
         if not recompute:
             for unit in site.units:
                 unit.traffic.loud_uses += 1
-        return _mark_inputs(args, kwargs, partial(leave, closing)) if closing else None
+        if not closing:
+            return None
+        again = partial(self.reach, closing, [unit.weights.generation for unit in closing])
+        return mark_inputs(args, kwargs, Visit(partial(leave, closing), again))
 
     def _exit(self, site: Site, module: nn.Module, args: Any, output: Any) -> None:
-        if not _inside_backward():
-            site.depth -= 1
-            for unit in site.units if not site.depth else ():
-                if unit.name in site.ends and unit.weights.policy.weights_sharded and not self._stays(site, unit):
-                    unit.weights.release()
+        units = site.units + site.guests
+        if not inside_backward():
+            self._end_call(site, units)
             # Evaluation is no teacher: one rank alone may evaluate, and the order must stay the same on all.
             if site.is_root and self._is_loud:
                 self._order.learn(self._entered)
         # Also at a root without units: only its outputs tell the outermost backward from those inside checkpoints.
-        if torch.is_grad_enabled() and (site.units or site.is_root):
-            visit = Visit(self, site.units)
-            for tensor in tensors_in(output):
+        if torch.is_grad_enabled() and (units or site.is_root):
+            visit = Visit(partial(self.reach, units, [unit.weights.generation for unit in units]))
+            for tensor in (*outputs_in(output), *kept_by(site.inside)):
                 if tensor.grad_fn is not None:
                     tensor.register_hook(visit)
 
+    def _end_call(self, site: Site, units: Sequence[Unit]) -> None:
+        # A call that raised an exception which the model caught has not come here.
+        while self._running and self._running.pop() is not site:
+            pass
+        site.depth -= 1
+        if site.depth:
+            return
+        for unit in units:
+            ends = unit.name in site.ends or unit in site.guests
+            if ends and unit.weights.policy.weights_sharded and not self._stays(site, unit):
+                unit.weights.release()
+        site.guests = []
+
+    def _read(self, unit: Unit) -> None:
+        """A parameter is used by hand. Outside of forward and backward nobody could tell for how long."""
+        if not unit.weights.policy.weights_sharded:
+            return
+        if inside_backward():  # a recomputation
+            self.bring(unit)
+        elif self._running:
+            self._invite(self._running[-1], unit)
+
+    def _invite(self, site: Site, unit: Unit) -> None:
+        if unit not in site.units and unit not in site.guests:
+            site.guests.append(unit)
+            if torch.is_grad_enabled():
+                unit.traffic.loud_uses += 1
+            elif self._is_loud:
+                unit.traffic.quiet_uses += 1
+        if self._entered[-1:] != [unit]:
+            self._entered.append(unit)
+        self.bring(unit, self._order.ahead(len(self._entered) - 1))
+
     def _begin_forward(self) -> None:
-        if self.is_stale():
-            self.abandon()
+        self._drop_broken()
         self._entered = []
         self._is_loud = torch.is_grad_enabled()
 
@@ -203,10 +264,7 @@ class Schedule:
 
     def reach(self, units: Sequence[Unit], generations: Sequence[int]) -> None:
         """The backward reaches a site: its units' weights are needed, and their gradients will arrive."""
-        if not self._in_backward:
-            self.on_plain_backward()
-            self.begin_backward()
-            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+        self._begin_plain_backward()
         for unit, generation in zip(units, generations, strict=True):
             if unit.weights.generation != generation:
                 raise RuntimeError(
@@ -214,15 +272,61 @@ class Schedule:
                     "gradients would be wrong: call engine.step() only after the backward of every forward"
                 )
             self.bring(unit, self._order.behind(unit))
-            if unit.grads is not None:
+            if torch.is_grad_enabled():
+                self._hold(unit)
+            if unit.grads is not None and not self._is_looking:
                 unit.grads.open()
 
+    def _begin_plain_backward(self) -> None:
+        """A backward of the user's own begins; it leaves gradients on parameters, or it only looks."""
+        if self._ending is not None:
+            self._drop_broken()
+        if self._in_backward or self._is_looking:
+            return
+        if leaves_gradients_on(param for unit in self.trainable for param in unit.params):
+            self.on_plain_backward()
+            self.begin_backward()
+            self._ending = Ending(self.end_backward)
+        else:
+            self._is_looking = True
+            self._ending = Ending(self._end_look)
+
+    def _drop_broken(self) -> None:
+        """Forget a backward that an exception broke off without a word to us."""
+        if self._in_backward and (self.is_stale() or (self._ending is not None and not self._ending.is_pending())):
+            self.on_broken()
+        elif self._is_looking and self._ending is not None and not self._ending.is_pending():
+            self._end_look()
+
+    def _end_look(self) -> None:
+        self._is_looking = False
+        self._ending = None
+        self._release_idle(self.units)
+
+    def _release_idle(self, units: Sequence[Unit]) -> None:
+        """Release what no forward under way is using."""
+        used = [unit for site in self._running for unit in (*site.units, *site.guests)]
+        for unit in units:
+            if unit.weights.policy.weights_sharded and unit not in used:
+                unit.weights.release()
+
+    def _hold(self, unit: Unit) -> None:
+        """This backward makes a graph, whose backward will need the weights, and nothing tells where."""
+        if unit.weights.policy.weights_sharded and unit not in self._held:
+            self._held.append(unit)
+            unit.weights.pin()
+
     def _leave(self, closing: Sequence[Unit]) -> None:
+        if self._is_looking:
+            self._release_idle(closing)
+            return
         for unit in closing:
             if unit.traffic.quiet_uses == 0:
                 self._done(unit)
 
     def _leave_recompute(self, closing: Sequence[Unit]) -> None:
+        if self._is_looking:
+            return
         for unit in closing:
             traffic = unit.traffic
             traffic.recomputed += 1
@@ -230,13 +334,20 @@ class Schedule:
                 self._done(unit)
 
     def _done(self, unit: Unit) -> None:
-        if unit.traffic.is_done:
+        if unit.traffic.is_done or self._is_used_before(unit):
             return
         unit.traffic.is_done = True
         if unit.weights.policy.weights_sharded:
             unit.weights.release()
         while self._waiting and self._waiting[0].traffic.is_done:
             self._reduce(self._waiting.pop(0))
+
+    def _is_used_before(self, unit: Unit) -> bool:
+        """Whether something outside of the unit's modules used its parameters before they did: then the end of the
+        backward is soon enough, and will be from now on."""
+        if unit not in self._used_before and awaits_gradient(unit.params):
+            self._used_before.append(unit)
+        return unit in self._used_before
 
     def _reduce(self, unit: Unit) -> None:
         assert unit.grads is not None
@@ -271,6 +382,8 @@ class Schedule:
         handles: list[RemovableHandle] = []
         untraced: Callable[..., Any] = torch._dynamo.disable  # hooks break no compiled graph: test_compiled_models
         self._sites = list(sites.values())
+        for path, module in model.named_modules():
+            sites[_enclosing(path, sites)].inside.append(module)
         for path, site in sites.items():
             module = model.get_submodule(path)
             handles.append(module.register_forward_pre_hook(untraced(partial(self._enter, site)), with_kwargs=True))
@@ -278,54 +391,8 @@ class Schedule:
         return handles
 
 
-class Visit:
-    """The hook on the outputs of one call of a site's module: acts once in each backward."""
-
-    def __init__(self, schedule: Schedule, units: Sequence[Unit]) -> None:
-        self._schedule = schedule
-        self._units = list(units)
-        self._generations = [unit.weights.generation for unit in units]
-        self._task = -1
-
-    def __call__(self, grad: torch.Tensor) -> None:
-        task = torch._C._current_graph_task_id()
-        if task != self._task:
-            self._task = task
-            self._schedule.reach(self._units, self._generations)
-
-
-class _Boundary(torch.autograd.Function):
-    """An identity that tells when the backward has left what came after it."""
-
-    @staticmethod
-    def forward(ctx: Any, leave: Callable[[], None], *tensors: torch.Tensor) -> Any:
-        ctx.leave = leave
-        ctx.set_materialize_grads(False)
-        return tensors if len(tensors) > 1 else tensors[0]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        ctx.leave()
-        return (None, *grads)
-
-
-def _mark_inputs(args: Any, kwargs: Any, leave: Callable[[], None]) -> Any:
-    """Have `leave` called when the backward reaches what made the inputs, or else an identity in front of leaves."""
-    marked = {id(t): t for t in tensors_in((args, kwargs)) if t.requires_grad}
-    made = [tensor for tensor in marked.values() if tensor.grad_fn is not None]
-    for tensor in made:
-        tensor.register_hook(lambda grad: leave())
-    if made or not marked:
-        return None
-    outputs = _Boundary.apply(leave, *marked.values())  # type: ignore[no-untyped-call]  # torch
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    replaced: dict[int, torch.Tensor] = dict(zip(marked, outputs, strict=True))
-
-    def change(tensor: torch.Tensor) -> torch.Tensor:
-        return replaced.get(id(tensor), tensor)
-
-    return map_tensors(args, change), map_tensors(kwargs, change)
-
-
-def _inside_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+def _enclosing(path: str, sites: Collection[str]) -> str:
+    """The innermost site at or above a module."""
+    while path not in sites:
+        path = path.rpartition(".")[0]
+    return path

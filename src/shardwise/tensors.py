@@ -1,12 +1,20 @@
-"""Finding and replacing the tensors inside whatever a module takes or returns."""
+"""Finding and replacing the tensors inside whatever a module takes, returns, or keeps aside."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
+from torch import nn
+
+_OPAQUE = (nn.Module, type, FunctionType, MethodType, ModuleType, str, bytes, int, float, complex, torch.dtype)
+_KEPT = (torch.Tensor, list, tuple, dict)
+_KEPT_COUNT = 64
+"""Longer lists on a module are tables, not losses."""
+_OWN = frozenset(vars(nn.Module()))
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -35,3 +43,41 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
     if type(value) is dict:
         return {key: map_tensors(item, change) for key, item in value.items()}
     return value
+
+
+def outputs_in(value: Any) -> Iterator[torch.Tensor]:
+    """As `tensors_in`, and also inside objects of any other class, through their attributes; each object once."""
+    seen: set[int] = set()
+    found = [value]
+    while found:
+        value = found.pop()
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif value is not None and not isinstance(value, _OPAQUE) and id(value) not in seen:
+            seen.add(id(value))
+            found += _parts(value)
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return list(value)
+    slots = [name for kind in type(value).__mro__ for name in _slots(kind)]
+    return [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in slots)]
+
+
+def _slots(kind: type) -> Iterable[str]:
+    names = kind.__dict__.get("__slots__", ())
+    return (names,) if isinstance(names, str) else names
+
+
+def kept_by(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
+    """Tensors that modules keep in attributes of theirs, alone or in a short list, tuple or dict: losses put aside."""
+    for module in modules:
+        for name, value in vars(module).items():
+            if value.__class__ in _KEPT and name not in _OWN:
+                if isinstance(value, torch.Tensor):
+                    yield value
+                elif len(value) <= _KEPT_COUNT:
+                    yield from tensors_in(value)

@@ -54,6 +54,7 @@ class Weights:
         self.params = list(params)
         self.state = State.RELEASED
         self.generation = 0
+        self.on_read: Callable[[], None] = lambda: None
         self._pins = 0
         self.owned = layout.shard(comm.rank) if policy.optim_sharded else Span(0, layout.numel)
         self._comm = comm
@@ -159,7 +160,7 @@ class Weights:
         self.settle()
         with mark("release", self.name):
             self._bind(self._stand_ins)
-            pending.watch(self.params, self._refuse_writes)
+            pending.watch(self.params, self._use_by_hand)
             if self._one_storage:
                 mine = self._full.tensor[self.owned.slice]
                 self._part.allocate().copy_(mine)
@@ -170,6 +171,7 @@ class Weights:
     def pin(self) -> None:
         """Make the values ready and keep them until `unpin`."""
         self._pins += 1
+        self.on_read()
         self.gather()
         self.settle()
 
@@ -227,14 +229,17 @@ class Weights:
         pending.watch(self.params, self._settle_before)
 
     def _settle_before(self, func: Callable[..., Any]) -> None:
+        self.on_read()
         self.settle()
 
-    def _refuse_writes(self, func: Callable[..., Any]) -> None:
+    def _use_by_hand(self, func: Callable[..., Any]) -> None:
+        """A released parameter is used by hand: in the middle of a forward, `on_read` gathers it."""
         if pending.writes(func):
             raise RuntimeError(
                 f"a parameter of {self.name} is sharded and not gathered, so {func.__name__} would write nowhere: "
                 "write inside `with shardwise.gathered(params, write=True):`"
             )
+        self.on_read()
 
     def _bind(self, tensors: Sequence[torch.Tensor]) -> None:
         for param, tensor in zip(self.params, tensors, strict=True):

@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from shardwise.overrides import ours
 from shardwise.unit import Unit
 
 if TYPE_CHECKING:
     from shardwise.engine import Engine
+
+# Beside the parameters and not on them, so that they pickle as they are.
+_UNITS: MutableMapping[torch.Tensor, weakref.ref[Unit]] = WeakTensorKeyDictionary()
 
 
 @contextlib.contextmanager
@@ -88,6 +93,11 @@ def full_state(engine: Engine, name: str) -> dict[str, torch.Tensor]:
     return state
 
 
+def is_managed(param: torch.Tensor) -> bool:
+    """Whether an engine has this parameter."""
+    return param in _UNITS
+
+
 class Access:
     """Lets parameters find their units, and state_dict see through sharded weights."""
 
@@ -96,11 +106,11 @@ class Access:
         model, reference = engine.module, weakref.ref(engine)
         for unit in self._units:
             for param in unit.params:
-                param._shardwise_unit = weakref.ref(unit)  # type: ignore[attr-defined]  # ours, on torch's class
+                _UNITS[param] = weakref.ref(unit)
         self._handles = [
-            model.register_state_dict_post_hook(_StateDictHook(reference)),
-            model.register_load_state_dict_pre_hook(_LoadHook(reference, begins=True)),
-            model.register_load_state_dict_post_hook(_LoadHook(reference, begins=False)),
+            model.register_state_dict_post_hook(ours(_StateDictHook(reference))),
+            model.register_load_state_dict_pre_hook(ours(_LoadHook(reference, begins=True))),
+            model.register_load_state_dict_post_hook(ours(_LoadHook(reference, begins=False))),
         ]
 
     def remove(self) -> None:
@@ -108,7 +118,7 @@ class Access:
             handle.remove()
         for unit in self._units:
             for param in unit.params:
-                del param._shardwise_unit  # type: ignore[attr-defined]  # ours, on torch's class
+                del _UNITS[param]
 
 
 class _StateDictHook:
@@ -166,7 +176,7 @@ def _units_of(params: torch.Tensor | Iterable[torch.Tensor | None] | None) -> li
     given = [params] if isinstance(params, torch.Tensor) or params is None else list(params)
     found: dict[tuple[int, str], Unit] = {}
     for param in given:
-        reference = getattr(param, "_shardwise_unit", None)
+        reference = _UNITS.get(param) if param is not None else None
         unit = reference() if reference is not None else None
         if unit is not None:
             found[unit.number, unit.name] = unit

@@ -16,10 +16,12 @@ from shardwise.budget import choose_flight
 from shardwise.comm import Comm
 from shardwise.config import Config
 from shardwise.division import divide
+from shardwise.freezing import check_none_thawed
 from shardwise.memory import Entry, Ledger
 from shardwise.optim import Updater
 from shardwise.optimizers import groups_of
 from shardwise.order import Ahead
+from shardwise.overrides import Overrides
 from shardwise.policy import DTYPES, policy_for
 from shardwise.recompute import Recompute
 from shardwise.report import Clock, Report
@@ -69,6 +71,7 @@ class Engine(nn.Module):
         self._update_hooks: list[Callable[[], None]] = []
         self._pause: str | None = None
         self._access = access.Access(self)
+        self._overrides = Overrides(model)
 
     # The loop
 
@@ -313,9 +316,16 @@ class Engine(nn.Module):
         self._schedule.remove()
         self._recompute.remove()
         self._access.remove()
+        self._overrides.remove()
         for unit in self._units:
             unit.free()
         self._comm.close()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "an engine cannot be copied or pickled: copy.deepcopy(engine.module) gives a plain model with whole "
+            "values, on all ranks together, and engine.state_dict() its weights alone"
+        )
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -421,6 +431,7 @@ class Engine(nn.Module):
 
     def _update(self, updater: Updater) -> None:
         schedule = self._schedule
+        check_none_thawed(self._units)
         trainable = [unit for unit in schedule.forward_order() if unit.grads is not None]
         if not any(unit.grads.has_gradients for unit in trainable if unit.grads):
             return

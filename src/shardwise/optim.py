@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from shardwise.freezing import frozen_kept
 from shardwise.marks import mark
 from shardwise.memory import Entry, Kind, Ledger, Tier
 from shardwise.optimizers import bare_step, members, prefer_fused
@@ -71,7 +72,8 @@ class Updater:
                 grads = _scaled(reduced, coefficient)
                 for (_, piece), span in zip(unit.weights.pieces, unit.weights.piece_spans, strict=True):
                     piece.grad = grads[span.slice].view(piece.shape)
-                self._step_pieces(unit)
+                with frozen_kept(unit, self.optimizer):
+                    self._step_pieces(unit)
                 for _, piece in unit.weights.pieces:
                     piece.grad = None
                 self._settle_ledger(unit)

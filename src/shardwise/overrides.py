@@ -43,9 +43,10 @@ class Overrides:
 
 def _reduce_ex(module: nn.Module, protocol: Any) -> Any:
     """How copies are made: `copy` and `pickle` both ask the instance."""
-    make, args, state, *rest = type(module).__reduce_ex__(module, protocol)
+    reduced: Any = type(module).__reduce_ex__(module, protocol)
+    make, args, state, *rest = reduced
     if isinstance(state, dict):
-        state = _strip({key: _without_ours(value) for key, value in state.items()})
+        state = _strip(_without_hooks(state))
     return make, args, state, *rest
 
 
@@ -56,11 +57,15 @@ def _strip(attributes: dict[str, Any]) -> dict[str, Any]:
     return attributes
 
 
-def _without_ours(value: Any) -> Any:
-    """A module's table of hooks without the engine's; anything else as it is."""
-    if isinstance(value, dict) and any(hasattr(hook, _HOOKS) for hook in value.values()):
-        return type(value)((key, hook) for key, hook in value.items() if not hasattr(hook, _HOOKS))
-    return value
+def _without_hooks(state: dict[str, Any]) -> dict[str, Any]:
+    """The same attributes, the tables of hooks without the engine's. A hook has one number in all of them."""
+    tables = {name: table for name, table in state.items() if "hooks" in name and isinstance(table, dict)}
+    numbers = {key for table in tables.values() for key, hook in table.items() if hasattr(hook, _HOOKS)}
+    cleared = {
+        name: type(table)((key, hook) for key, hook in table.items() if key not in numbers)
+        for name, table in tables.items()
+    }
+    return {**state, **cleared}
 
 
 def _apply(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
@@ -77,9 +82,7 @@ def _apply(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurs
     return module
 
 
-def _check_unchanged(
-    kind: str, name: str, param: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]
-) -> None:
+def _check_unchanged(kind: str, name: str, param: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
     probe = fn(torch.empty(0, dtype=param.dtype, device=param.device))
     if (probe.dtype, probe.device) != (param.dtype, param.device):
         was, wanted = (f"{str(t.dtype).removeprefix('torch.')} on {t.device}" for t in (param, probe))

@@ -11,13 +11,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils import _pytree as pytree
 
-Reaction = Callable[[Callable[..., Any]], None]
-"""Called with the torch function that is about to use the values of a watched parameter."""
+
+class Owner(Protocol):
+    """Who answers for the values of watched parameters."""
+
+    def react(self, func: Callable[..., Any]) -> None:
+        """The torch function `func` is about to use the values."""
+
+    def pin(self) -> None:
+        """The values are needed whole, from now on."""
+
+    def unpin(self) -> None:
+        """They are not any more."""
 
 
 def _functions(kind: str, *names: str) -> set[Any]:
@@ -43,36 +53,57 @@ def writes(func: Callable[..., Any]) -> bool:
     return in_place or name in _OPERATORS
 
 
-def watch(params: Iterable[torch.Tensor], reaction: Reaction) -> None:
-    """From now on, every torch function that uses the values of one of `params` calls `reaction` first."""
+def watch(params: Iterable[torch.Tensor], owner: Owner) -> None:
+    """From now on, `owner` reacts before any torch function uses the values of one of `params`."""
     for param in params:
         param.__class__ = _watched_class(type(param))
-        param._shardwise_reaction = reaction  # type: ignore[attr-defined]  # ours, on torch's class
+        param._shardwise_owner = owner  # type: ignore[attr-defined]  # ours, on torch's class
 
 
 def unwatch(params: Iterable[torch.Tensor]) -> None:
     """Make the parameters plain again."""
     for param in params:
         param.__class__ = type(param).__bases__[0]
-        del param._shardwise_reaction  # type: ignore[attr-defined]  # ours, on torch's class
+        del param._shardwise_owner  # type: ignore[attr-defined]  # ours, on torch's class
 
 
 @cache
 def _watched_class(plain: type[torch.Tensor]) -> type[torch.Tensor]:
-    return type(plain.__name__, (plain,), {"__torch_function__": classmethod(_react), "__reduce_ex__": _reduce_ex})
+    methods = {
+        "__torch_function__": classmethod(_react),
+        "__reduce_ex__": _reduce_ex,
+        "__deepcopy__": _deepcopy,
+    }
+    return type(plain.__name__, (plain,), methods)
 
 
 def _react(cls: type, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
     if func not in _METADATA:
         for leaf in pytree.tree_iter((args, kwargs)):
-            reaction = getattr(leaf, "_shardwise_reaction", None)
-            if reaction is not None:
-                reaction(func)
+            owner = getattr(leaf, "_shardwise_owner", None)
+            if owner is not None:
+                owner.react(func)
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **(kwargs or {}))
 
 
 def _reduce_ex(self: torch.Tensor, protocol: int) -> Any:
     """Pickle the values alone: neither the class, which only exists here, nor what ties it to an engine."""
-    plain = torch.nn.Parameter(self.detach().clone(), requires_grad=self.requires_grad)
-    return plain.__reduce_ex__(protocol)
+    return _plain_copy(self).__reduce_ex__(protocol)
+
+
+def _deepcopy(self: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+    if id(self) not in memo:
+        memo[id(self)] = _plain_copy(self)
+    copied: torch.Tensor = memo[id(self)]
+    return copied
+
+
+def _plain_copy(param: torch.Tensor) -> torch.nn.Parameter:
+    """A parameter of its own with the whole values. Where they are sharded, a collective."""
+    owner: Owner = param._shardwise_owner  # type: ignore[attr-defined]  # ours, on torch's class
+    owner.pin()
+    try:
+        return torch.nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
+    finally:
+        owner.unpin()

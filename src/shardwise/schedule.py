@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise.graph import Ending, Visit, awaits_gradient, inside_backward, leaves_gradients_on, mark_inputs
 from shardwise.order import Ahead, Order
+from shardwise.overrides import ours
 from shardwise.report import Clock
 from shardwise.tensors import kept_by, outputs_in
 from shardwise.unit import Traffic, Unit
@@ -386,8 +387,9 @@ class Schedule:
             sites[_enclosing(path, sites)].inside.append(module)
         for path, site in sites.items():
             module = model.get_submodule(path)
-            handles.append(module.register_forward_pre_hook(untraced(partial(self._enter, site)), with_kwargs=True))
-            handles.append(module.register_forward_hook(untraced(partial(self._exit, site))))
+            enter, leave = (ours(untraced(partial(hook, site))) for hook in (self._enter, self._exit))
+            handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+            handles.append(module.register_forward_hook(leave))
         return handles
 
 

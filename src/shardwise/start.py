@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import HashStore
 
+from shardwise.access import is_managed
 from shardwise.comm import Comm
 from shardwise.config import Config
 from shardwise.config.build import build_optimizer, build_scheduler
@@ -141,9 +142,15 @@ def _check_supported(config: Config) -> None:
 
 
 def _check_model(model: nn.Module) -> None:
-    managed = [name for name, param in model.named_parameters() if hasattr(param, "_shardwise_unit")]
+    managed = [name for name, param in model.named_parameters() if is_managed(param)]
     if managed:
         raise ConfigError(
             f"parameter {managed[0]!r} is under an engine already: call engine.destroy() on that one first"
         )
     check_deferred(model)
+    embeddings = (nn.Embedding, nn.EmbeddingBag)
+    sparse = [name for name, module in model.named_modules() if isinstance(module, embeddings) and module.sparse]
+    if sparse:
+        raise ConfigError(
+            f"{sparse[0]!r} makes sparse gradients, which cannot lie in a flat buffer: build it with sparse=False"
+        )

@@ -160,7 +160,7 @@ class Weights:
         self.settle()
         with mark("release", self.name):
             self._bind(self._stand_ins)
-            pending.watch(self.params, self._use_by_hand)
+            pending.watch(self.params, self)
             if self._one_storage:
                 mine = self._full.tensor[self.owned.slice]
                 self._part.allocate().copy_(mine)
@@ -226,20 +226,17 @@ class Weights:
             return
         self._handle = self._comm.gather(self._full.tensor, "gather")
         self.state = State.GATHERING
-        pending.watch(self.params, self._settle_before)
+        pending.watch(self.params, self)
 
-    def _settle_before(self, func: Callable[..., Any]) -> None:
-        self.on_read()
-        self.settle()
-
-    def _use_by_hand(self, func: Callable[..., Any]) -> None:
-        """A released parameter is used by hand: in the middle of a forward, `on_read` gathers it."""
-        if pending.writes(func):
+    def react(self, func: Callable[..., Any]) -> None:
+        """A parameter that is not ready is used by hand: in the middle of a forward, `on_read` gathers it."""
+        if self.state is State.RELEASED and pending.writes(func):
             raise RuntimeError(
                 f"a parameter of {self.name} is sharded and not gathered, so {func.__name__} would write nowhere: "
                 "write inside `with shardwise.gathered(params, write=True):`"
             )
         self.on_read()
+        self.settle()
 
     def _bind(self, tensors: Sequence[torch.Tensor]) -> None:
         for param, tensor in zip(self.params, tensors, strict=True):

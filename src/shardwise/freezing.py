@@ -1,0 +1,83 @@
+"""Parameters whose `requires_grad` changes under an engine.
+
+torch's optimizers pass over a parameter without a gradient: neither momentum nor decay moves it, and its state stays.
+A piece of which all is frozen is passed over just so. Others hold more parameters than one, and the elements of those
+frozen meanwhile are put back as they were. The other way round there is no gradient buffer and no state to begin with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from shardwise.layout import Span
+from shardwise.unit import Unit
+
+
+def check_none_thawed(units: Sequence[Unit]) -> None:
+    """Refuse to go on where a parameter that was frozen when the engine was made has become trainable."""
+    with torch._C.DisableTorchFunctionSubclass():
+        thawed = [
+            name
+            for unit in units
+            if unit.grads is None
+            for name, param in zip(unit.names, unit.params, strict=True)
+            if param.requires_grad
+        ]
+    if thawed:
+        raise RuntimeError(
+            f"{thawed[0]!r} was frozen when the engine was made, and now requires gradients, for which there is no "
+            "room: initialize with it trainable and freeze it then (a frozen parameter is left alone by step()), or "
+            "copy.deepcopy(engine.module) and initialize that"
+        )
+
+
+@contextlib.contextmanager
+def frozen_kept(unit: Unit, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Within it the unit is updated; the elements of its frozen parameters come out as they went in, state included."""
+    spans = _frozen_spans(unit)
+    if not spans:
+        yield
+        return
+    _pass_over_whole(unit, spans)
+    before = [(place, place.clone()) for place in _places(unit, optimizer, spans)]
+    had_state = any(optimizer.state.get(piece) for _, piece in unit.weights.pieces)
+    yield
+    if not had_state:  # made just now: a frozen parameter begins with none
+        for place in _places(unit, optimizer, spans)[len(before) :]:
+            place.zero_()
+    for place, value in before:
+        place.copy_(value)
+
+
+def _frozen_spans(unit: Unit) -> list[Span]:
+    """Where frozen parameters lie in the owned elements."""
+    with torch._C.DisableTorchFunctionSubclass():
+        slots = [
+            slot.span for slot, param in zip(unit.layout.slots, unit.params, strict=True) if not param.requires_grad
+        ]
+    owned = unit.weights.owned
+    parts = [span.intersect(owned) for span in slots]
+    return [part.shift(-owned.start) for part in parts if part]
+
+
+def _pass_over_whole(unit: Unit, spans: Sequence[Span]) -> None:
+    """Take the gradient from pieces that only hold frozen parameters."""
+    for (_, piece), cut in zip(unit.weights.pieces, unit.weights.piece_spans, strict=True):
+        held = [slot.span.shift(-unit.weights.owned.start).intersect(cut) for slot in unit.layout.slots]
+        if all(part in spans or part.intersect(cut) not in held for part in held if part):
+            piece.grad = None
+
+
+def _places(unit: Unit, optimizer: torch.optim.Optimizer, spans: Sequence[Span]) -> list[torch.Tensor]:
+    """The frozen elements of the master copy, then those of all state laid out as it is."""
+    weights = unit.weights
+    places = [weights.master.detach()[span.slice] for span in spans]
+    for (_, piece), cut in zip(weights.pieces, weights.piece_spans, strict=True):
+        parts = [part.shift(-cut.start) for part in (span.intersect(cut) for span in spans) if part]
+        for value in optimizer.state.get(piece, {}).values():
+            if isinstance(value, torch.Tensor) and value.shape == piece.shape:
+                places += [value.view(-1)[part.slice] for part in parts]
+    return places

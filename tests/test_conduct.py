@@ -1,0 +1,433 @@
+"""What people do with a model under an engine: it works as in plain torch, or stops with an error that says what to do."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise
+from shardwise.overrides import Overrides
+from support import ranks
+from support.awkward import COLLECTED, WIDTH, Chain, Gated, Recurrent, linear, square, with_collected
+from support.conduct import conduct
+from support.training import make_optimizer, make_sgd
+
+STAGES = ["zero0", "zero1", "zero2", "zero3"]
+SHARDED = {"gradients": {"order": "sharded"}}
+
+
+def begin(preset, make=Chain, optimizer=make_sgd, **config):
+    torch.manual_seed(3)
+    model = make()
+    return shardwise.initialize(model, optimizer(model), {"preset": preset, **config})
+
+
+def data(rank, step=0):
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def train(engine, rank, steps=1):
+    for step in range(steps):
+        engine.backward(square(engine.module, engine(data(rank, step)), None))
+        engine.step()
+
+
+def weights(engine):
+    return {name: engine.full_param(name) for name, _ in engine.module.named_parameters()}
+
+
+def assert_same(left, right):
+    assert left.keys() == right.keys()
+    for name, value in left.items():
+        assert torch.equal(value, right[name]), name
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "save": lambda model: reload(model),
+}
+
+
+def reload(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@conduct(
+    "`copy.deepcopy(model)`, `pickle`, `torch.save(model)`",
+    "works",
+    "a plain model with whole values and nothing of the engine; under `zero3` on all ranks together",
+)
+@ranks(2)
+@pytest.mark.parametrize("preset", ["zero1", "zero3"])
+@pytest.mark.parametrize("how", COPIES)
+def test_a_copy_of_the_model_is_plain_and_whole(rank, world_size, preset, how):
+    engine = begin(preset)
+    train(engine, rank)
+    plain = COPIES[how](engine.module)
+    assert_same(weights(engine), {name: param.detach() for name, param in plain.named_parameters()})
+    assert all(type(param) is nn.Parameter and not vars(param) for param in plain.parameters())
+    for module in plain.modules():
+        assert not any(table for name, table in vars(module).items() if "hooks" in name), type(module)
+        assert not {"__reduce_ex__", "_apply"} & vars(module).keys()
+    assert torch.equal(plain(data(rank)), engine(data(rank)))
+    make_sgd(plain.half().float()).step()
+    again = shardwise.initialize(plain, make_sgd(plain), preset)
+    train(again, rank)
+    engine.destroy()
+    again.destroy()
+    assert not any("_apply" in vars(module) for module in engine.module.modules())
+
+
+@conduct("`copy.deepcopy(engine)`, `pickle.dumps(engine)`", "refused", "copy `engine.module`, or use `state_dict()`")
+def test_an_engine_cannot_be_copied():
+    engine = begin("zero1")
+    for attempt in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"copy.deepcopy\(engine.module\)"):
+            attempt(engine)
+    engine.destroy()
+
+
+@conduct(
+    "`model.to(...)`, `half()`, `float()`, `cuda()` after `initialize`",
+    "refused",
+    "unless nothing changes: convert before, or set `precision.compute`",
+)
+@ranks(2)
+@pytest.mark.parametrize("preset", ["zero1", "zero3"])
+def test_conversions_that_change_something_are_refused(rank, world_size, preset):
+    engine = begin(preset)
+    before = weights(engine)
+    for target in (engine, engine.module, engine.module.layers[1]):
+        assert target.to("cpu").float() is target
+        with pytest.raises(RuntimeError, match=r"precision\.compute"):
+            target.half()
+        with pytest.raises(RuntimeError, match="cannot become float32 on meta"):
+            target.to("meta")
+    assert_same(before, weights(engine))
+    train(engine, rank)
+    engine.destroy()
+
+
+def test_recurrent_networks_do_not_move_their_weights():
+    model = Recurrent()
+    calls = []
+    model.lstm.__class__ = type("Counted", (nn.LSTM,), {"flatten_parameters": lambda self: calls.append(1)})
+    overrides = Overrides(model)
+    model.lstm.flatten_parameters()
+    assert not calls
+    overrides.remove()
+    model.lstm.flatten_parameters()
+    assert calls
+
+
+@conduct("`nn.Embedding(sparse=True)`", "refused", "at `initialize`: build it with `sparse=False`")
+def test_sparse_embeddings_are_refused():
+    model = nn.Sequential(nn.Embedding(4, 4, sparse=True), nn.Linear(4, 4))
+    with pytest.raises(shardwise.ConfigError, match="'0' makes sparse gradients.*sparse=False"):
+        shardwise.initialize(model, make_sgd(model), "zero1")
+
+
+@conduct(
+    "`requires_grad_(False)` between steps",
+    "works",
+    "the parameter keeps its value and its state, as in torch; step counts go on with the unit's",
+)
+@ranks(2)
+@pytest.mark.parametrize("optimizer", [make_sgd, make_optimizer])
+def test_a_parameter_frozen_later_is_left_alone(rank, world_size, optimizer):
+    seen = []
+    for preset in STAGES:
+        engine = begin(preset, optimizer=optimizer, **SHARDED)
+        train(engine, rank, 2)
+        frozen = engine.module.layers[1][0].weight.requires_grad_(False)
+        before, state = weights(engine), engine.full_state("layers.1.0.weight")
+        train(engine, rank, 2)
+        assert torch.equal(engine.full_param("layers.1.0.weight"), before["layers.1.0.weight"])
+        assert not torch.equal(engine.full_param("layers.1.0.bias"), before["layers.1.0.bias"])
+        for key, value in engine.full_state("layers.1.0.weight").items():
+            assert key == "step" or torch.equal(value, state[key]), key
+        frozen.requires_grad_(True)
+        train(engine, rank)
+        assert not torch.equal(engine.full_param("layers.1.0.weight"), before["layers.1.0.weight"])
+        seen.append(weights(engine))
+        engine.destroy()
+    for other in seen[1:]:
+        assert_same(seen[0], other)
+
+
+@ranks(2)
+def test_a_parameter_frozen_before_the_first_step_begins_without_state(rank, world_size):
+    engine = begin("zero3", optimizer=make_optimizer)
+    before = weights(engine)
+    engine.module.last.weight.requires_grad_(False)
+    train(engine, rank, 2)
+    assert torch.equal(engine.full_param("last.weight"), before["last.weight"])
+    assert not engine.full_state("last.weight")["exp_avg"].any()
+    engine.destroy()
+
+
+def with_frozen_last():
+    model = Chain()
+    model.last.requires_grad_(False)
+    return model
+
+
+@conduct(
+    "`requires_grad_(True)` on what was frozen at `initialize`",
+    "refused",
+    "by `step()`: initialize with it trainable and freeze it afterwards",
+)
+@ranks(2)
+@pytest.mark.parametrize("preset", ["zero1", "zero3"])
+def test_a_parameter_thawed_later_is_refused(rank, world_size, preset):
+    engine = begin(preset, with_frozen_last)
+    engine.module.last.requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r"'last.weight' was frozen when the engine was made"):
+        train(engine, rank)
+    engine.module.last.requires_grad_(False)
+    engine.zero_grad()
+    train(engine, rank)
+    engine.destroy()
+
+
+class Breaks(Chain):
+    breaks = True
+
+    def forward(self, x):
+        x = super().forward(x)
+        if self.breaks:
+            x.register_hook(self.fail)
+            x = x * 1
+        return x
+
+    @staticmethod
+    def fail(grad):
+        raise ValueError("in the backward")
+
+
+@conduct(
+    "an exception in a plain `loss.backward()`, then another backward",
+    "works",
+    "the gradients of the step so far are dropped, and the accumulation starts anew",
+)
+@ranks(2)
+@pytest.mark.parametrize("preset", STAGES)
+def test_a_backward_after_a_broken_one(rank, world_size, preset):
+    engine, reference = begin(preset, Breaks), begin(preset, Breaks)
+    broken = square(None, engine(data(rank)), None)
+    engine.module.breaks = reference.module.breaks = False
+    good = square(None, engine(data(rank, 1)), None)
+    with pytest.raises(ValueError, match="in the backward"):
+        broken.backward()
+    good.backward()
+    engine.step()
+    square(None, reference(data(rank, 1)), None).backward()
+    reference.step()
+    assert_same(weights(engine), weights(reference))
+    engine.destroy()
+    reference.destroy()
+
+
+@conduct("several forwards, then one backward of the sum", "works", "each unit is reduced once")
+@ranks(2)
+def test_several_forwards_before_a_backward(rank, world_size):
+    seen = []
+    for preset in STAGES:
+        engine = begin(preset, **SHARDED)
+        for _ in range(2):
+            losses = [square(None, engine(data(rank, step)), None) for step in range(3)]
+            engine.backward(sum(losses))
+            engine.step()
+        seen.append(weights(engine))
+        engine.destroy()
+    for other in seen[1:]:
+        assert_same(seen[0], other)
+
+
+@conduct(
+    "several backwards before `step()`, or of one graph (`retain_graph=True`)",
+    "works",
+    "where gradients are replicated, all but the last inside `engine.no_sync()`",
+)
+@ranks(2)
+@pytest.mark.parametrize("preset", STAGES)
+def test_several_backwards_before_a_step(rank, world_size, preset):
+    engine, reference = begin(preset), begin(preset)
+    loss = square(None, engine(data(rank)), None)
+    with engine.no_sync():
+        loss.backward(retain_graph=True)
+    loss.backward()
+    engine.step()
+    reference.backward(2 * square(None, reference(data(rank)), None))
+    reference.step()
+    for name, value in weights(reference).items():
+        torch.testing.assert_close(engine.full_param(name), value, rtol=1e-5, atol=1e-7)
+    engine.destroy()
+    reference.destroy()
+
+
+@conduct("a loss that comes from two engines", "works", "call `backward` of either, once; then `step()` of both")
+@ranks(2)
+def test_a_loss_from_two_engines(rank, world_size):
+    seen = []
+    for presets in [("zero0", "zero0"), ("zero3", "zero3"), ("zero2", "zero3")]:
+        first, second = (begin(preset, **SHARDED) for preset in presets)
+        for step in range(2):
+            first.backward(square(None, second(first(data(rank, step))), None))
+            first.step()
+            second.step()
+        seen.append([weights(first), weights(second)])
+        first.destroy()
+        second.destroy()
+    for other in seen[1:]:
+        for left, right in zip(seen[0], other, strict=True):
+            assert_same(left, right)
+
+
+@conduct(
+    "evaluation and generation between steps, under `no_grad` or not",
+    "works",
+    "on all ranks under `zero3`; where weights are replicated, on some ranks only if you like",
+)
+@ranks(2)
+@pytest.mark.parametrize("preset", STAGES)
+def test_evaluation_between_steps_changes_nothing(rank, world_size, preset):
+    engine, reference = begin(preset), begin(preset)
+    for step in range(3):
+        if preset != "zero3" and rank == 1:
+            with torch.no_grad():
+                engine.eval()(data(rank, 50 + step))
+        with torch.no_grad():
+            x = data(rank, 60 + step)
+            for _ in range(3):
+                x = engine.module(x)
+        engine(data(rank, 70 + step))
+        engine.train()
+        for one in (engine, reference):
+            one.backward(square(None, one(data(rank, step)), None))
+            one.step()
+    assert_same(weights(engine), weights(reference))
+    engine.destroy()
+    reference.destroy()
+
+
+@conduct(
+    "a parameter read between steps",
+    "limit",
+    "NaN under `zero3`: read it inside `with shardwise.gathered(params):`, or `engine.full_param(name)`",
+)
+@ranks(2)
+def test_a_released_parameter_reads_as_nan(rank, world_size):
+    engine = begin("zero3")
+    assert engine.module.last.weight.isnan().all()
+    with shardwise.gathered(engine.module.last.weight):
+        assert not engine.module.last.weight.isnan().any()
+    engine.destroy()
+
+
+class CollectsLate(Chain):
+    class Block(Gated):
+        def forward(self, x):
+            output = torch.tanh(self.inner(x))
+            COLLECTED.append(self.aside(x))
+            return output
+
+    def __init__(self):
+        super().__init__(self.Block)
+
+
+@conduct(
+    "auxiliary losses in a list of your own, made after the module's output",
+    "limit",
+    "NaN under `zero3`, because nothing tells that their backward begins: return them, or keep them on the module",
+)
+@ranks(2)
+@pytest.mark.parametrize("preset", ["zero2", "zero3"])
+def test_losses_collected_after_the_output_are_not_gathered_for(rank, world_size, preset):
+    engine = begin(preset, CollectsLate)
+    engine.backward(with_collected(engine.module, engine(data(rank)), None))
+    grads = [engine.full_grad(name) for name, _ in engine.module.named_parameters()]
+    assert any(grad.isnan().any() for grad in grads) == (preset == "zero3")
+    engine.destroy()
+
+
+class Gathers(Chain):
+    """Uses another module's weights inside `gathered`, in the middle of its forward."""
+
+    def forward(self, x):
+        x = super().forward(x)
+        with shardwise.gathered(self.layers[0].parameters()):
+            weight = self.layers[0][0].weight * 2
+        return x @ weight.t() @ self.layers[1][0].weight.t()
+
+
+@conduct("`shardwise.gathered` inside a forward", "works", "what is gathered there is also there in the backward")
+@ranks(2)
+def test_gathered_inside_a_forward(rank, world_size):
+    seen = []
+    for preset in STAGES:
+        engine = begin(preset, Gathers, **SHARDED)
+        train(engine, rank, 3)
+        seen.append(weights(engine))
+        engine.destroy()
+    for other in seen[1:]:
+        assert_same(seen[0], other)
+
+
+def looks(engine, x):
+    """Gradients on the inputs, a second-order penalty through a plain backward, and what torch makes of the same."""
+    x = x.requires_grad_()
+    (grad,) = torch.autograd.grad(engine(x).square().mean(), x, create_graph=True)
+    (grad.square().sum() - 1).square().backward()
+
+
+@ranks(2)
+@pytest.mark.parametrize("make", [Chain, linear])
+def test_a_plain_second_order_backward_alone(rank, world_size, make):
+    """Of a linear model, no node of the first graph is in the second backward, which has to be noticed all the same."""
+    seen = []
+    for preset in STAGES:
+        engine = begin(preset, make, **SHARDED)
+        for step in range(2):
+            looks(engine, data(rank, step))
+            engine.step()
+        assert engine.steps == 2
+        seen.append(weights(engine))
+        engine.destroy()
+    for other in seen[1:]:
+        assert_same(seen[0], other)
+
+
+@ranks(2)
+def test_weights_are_released_after_looks_and_after_the_step_of_a_double_backward(rank, world_size):
+    engine = begin("zero3")
+    x = data(rank).requires_grad_()
+    output = engine(x)
+    torch.autograd.grad(output.sum(), x, retain_graph=True)
+    assert engine.module.last.weight.isnan().all()
+    torch.autograd.grad(output.sum(), x, create_graph=True)
+    assert not engine.module.last.weight.isnan().any()
+    engine.backward(output.sum())
+    engine.step()
+    assert engine.module.last.weight.isnan().all()
+    engine.destroy()
+
+
+@ranks(2)
+def test_a_second_order_backward_after_the_step_is_refused(rank, world_size):
+    engine = begin("zero3")
+    x = data(rank).requires_grad_()
+    (grad,) = torch.autograd.grad(engine(x).square().mean(), x, create_graph=True)
+    train(engine, rank)
+    with pytest.raises(RuntimeError, match="were changed between this forward and its backward"):
+        grad.sum().backward()
+    engine.zero_grad()
+    train(engine, rank)
+    engine.destroy()

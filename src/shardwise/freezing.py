@@ -37,11 +37,13 @@ def check_none_thawed(units: Sequence[Unit]) -> None:
 @contextlib.contextmanager
 def frozen_kept(unit: Unit, optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Within it the unit is updated; the elements of its frozen parameters come out as they went in, state included."""
-    spans = _frozen_spans(unit)
-    if not spans:
+    with torch._C.DisableTorchFunctionSubclass():
+        none_frozen = all(param.requires_grad for param in unit.params)
+    if none_frozen:
         yield
         return
-    _pass_over_whole(unit, spans)
+    _pass_over_whole(unit)
+    spans = [span for span, is_frozen in _owned_spans(unit) if is_frozen]
     before = [(place, place.clone()) for place in _places(unit, optimizer, spans)]
     had_state = any(optimizer.state.get(piece) for _, piece in unit.weights.pieces)
     yield
@@ -52,22 +54,22 @@ def frozen_kept(unit: Unit, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         place.copy_(value)
 
 
-def _frozen_spans(unit: Unit) -> list[Span]:
-    """Where frozen parameters lie in the owned elements."""
+def _owned_spans(unit: Unit) -> list[tuple[Span, bool]]:
+    """Where parameters lie in the owned elements, and whether they are frozen."""
+    owned = unit.weights.owned
     with torch._C.DisableTorchFunctionSubclass():
         slots = [
-            slot.span for slot, param in zip(unit.layout.slots, unit.params, strict=True) if not param.requires_grad
+            (slot.span.intersect(owned), param.requires_grad)
+            for slot, param in zip(unit.layout.slots, unit.params, strict=True)
         ]
-    owned = unit.weights.owned
-    parts = [span.intersect(owned) for span in slots]
-    return [part.shift(-owned.start) for part in parts if part]
+    return [(span.shift(-owned.start), not is_trained) for span, is_trained in slots if span]
 
 
-def _pass_over_whole(unit: Unit, spans: Sequence[Span]) -> None:
+def _pass_over_whole(unit: Unit) -> None:
     """Take the gradient from pieces that only hold frozen parameters."""
+    spans = _owned_spans(unit)
     for (_, piece), cut in zip(unit.weights.pieces, unit.weights.piece_spans, strict=True):
-        held = [slot.span.shift(-unit.weights.owned.start).intersect(cut) for slot in unit.layout.slots]
-        if all(part in spans or part.intersect(cut) not in held for part in held if part):
+        if all(is_frozen for span, is_frozen in spans if span.intersect(cut)):
             piece.grad = None
 
 

@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-full lint types format clean bench-env bench-carry readme-tables
+.PHONY: help train test test-full lint types format clean bench-env bench-carry readme-tables models-page architectures
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -38,6 +38,7 @@ test: lint types  ## set up, then lint, types and the test suite
 	$(PY) -m pytest
 
 test-full: lint types  ## the same with every matrix in full (long)
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements/full.txt
 	$(PY) -m pytest -m "not gpu" --timeout 1800
 
 # Beside ours and on top of it: the same torch to the byte, so that ratios compare systems and not builds.
@@ -66,6 +67,13 @@ bench-carry: bench-env  ## .bench-carry: what Python 3.12 with torch needs for c
 
 readme-tables: $(STAMP)  ## write the measured tables of README.md from benchmarks/results
 	$(PY) benchmarks/readme_tables.py README.md
+
+models-page: $(STAMP)  ## write the tables of docs/models.md
+	PYTHONPATH=src:tests $(PY) -c "from support import page; page.write()"
+
+architectures: $(STAMP)  ## train real architectures on two processes, write the result and its table
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements/full.txt
+	PYTHONPATH=src:tests $(PY) benchmarks/architectures.py
 
 clean:  ## remove what the set-up and the tests made
 	rm -rf $(VENV) $(BENCH) $(CARRY) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

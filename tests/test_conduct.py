@@ -11,7 +11,7 @@ from torch import nn
 import shardwise
 from shardwise.overrides import Overrides
 from support import ranks
-from support.awkward import WIDTH, Chain, Recurrent, linear, square
+from support.awkward import COLLECTED, WIDTH, Chain, Gated, Recurrent, linear, square, with_collected
 from support.conduct import conduct
 from support.training import make_optimizer, make_sgd
 
@@ -169,7 +169,8 @@ def test_a_parameter_frozen_before_the_first_step_begins_without_state(rank, wor
     engine.module.last.weight.requires_grad_(False)
     train(engine, rank, 2)
     assert torch.equal(engine.full_param("last.weight"), before["last.weight"])
-    assert not engine.full_state("last.weight")["exp_avg"].any()
+    state = engine.full_state("last.weight")
+    assert not any(value.any() for key, value in state.items() if key != "step")
     engine.destroy()
 
 
@@ -329,6 +330,64 @@ def test_a_released_parameter_reads_as_nan(rank, world_size):
     assert engine.module.last.weight.isnan().all()
     with shardwise.gathered(engine.module.last.weight):
         assert not engine.module.last.weight.isnan().any()
+    engine.destroy()
+
+
+class Catches(Chain):
+    """A hook on an inner module catches what it returns, for a loss that nobody else sees."""
+
+    def __init__(self):
+        super().__init__(Gated)
+        for layer in self.layers:
+            layer.gate.register_forward_hook(lambda module, args, output: COLLECTED.append(output.square().mean()))
+
+
+class CollectsLate(Chain):
+    class Block(Gated):
+        def forward(self, x):
+            output = torch.tanh(self.inner(x))
+            COLLECTED.append(self.aside(x))
+            return output
+
+    def __init__(self):
+        super().__init__(self.Block)
+
+
+@conduct(
+    "losses in a list of your own, or caught by a hook on an inner module",
+    "works",
+    "from the first training step on; what is hidden for the first time in a later step is not gathered for under "
+    "`zero3`: return it, or keep it on the module",
+)
+@ranks(2)
+@pytest.mark.parametrize("make", [Catches, CollectsLate])
+def test_losses_that_no_module_shows(rank, world_size, make):
+    seen = []
+    for preset in STAGES:
+        engine = begin(preset, make, **SHARDED)
+        for step in range(3):
+            engine.backward(with_collected(engine.module, engine(data(rank, step)), None))
+            engine.step()
+        seen.append(weights(engine))
+        engine.destroy()
+    for other in seen[1:]:
+        assert_same(seen[0], other)
+
+
+@ranks(2)
+@pytest.mark.parametrize("make", [Chain, CollectsLate])
+def test_saved_tensors_are_watched_once_unless_that_found_something(rank, world_size, make):
+    engine = begin("zero3", make)
+    watched = []
+    for step in range(3):
+        calls = []
+        pack = engine._schedule.rehearsal._pack
+        engine._schedule.rehearsal._pack = lambda tensor, calls=calls, pack=pack: calls.append(1) or pack(tensor)
+        engine.backward(with_collected(engine.module, engine(data(rank, step)), None))
+        engine._schedule.rehearsal._pack = pack
+        engine.step()
+        watched.append(bool(calls))
+    assert watched == [True, make is CollectsLate, make is CollectsLate]
     engine.destroy()
 
 

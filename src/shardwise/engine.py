@@ -82,7 +82,8 @@ class Engine(nn.Module):
         if precision.cast_inputs and not precision.autocast:
             args, kwargs = map_tensors((args, kwargs), lambda t: t.to(dtype) if t.is_floating_point() else t)
         try:
-            with torch.autocast(self._comm.device.type, dtype, enabled=precision.autocast):
+            autocast = torch.autocast(self._comm.device.type, dtype, enabled=precision.autocast)
+            with self._schedule.rehearsal.watching(), autocast:
                 return self.module(*args, **kwargs)
         except BaseException:
             self._schedule.rest()

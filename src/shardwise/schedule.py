@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from shardwise.graph import Ending, Visit, awaits_gradient, inside_backward, leaves_gradients_on, mark_inputs
 from shardwise.order import Ahead, Order
 from shardwise.overrides import ours
+from shardwise.rehearsal import Rehearsal
 from shardwise.report import Clock
 from shardwise.tensors import kept_by, outputs_in
 from shardwise.unit import Traffic, Unit
@@ -72,6 +73,7 @@ class Schedule:
         self._waiting: list[Unit] = []
         self._sites: list[Site] = []
         self._running: list[Site] = []
+        self.rehearsal = Rehearsal(self.units, self.bring)
         self._handles = self._hook(model)
         for unit in self.units:
             unit.weights.on_read = partial(self._read, unit)
@@ -84,6 +86,7 @@ class Schedule:
             self._reduce(unit)
         self._finish_reduce()
         self.rest()
+        self.rehearsal.end()
         self._check_late()
 
     def begin_backward(self) -> None:

@@ -86,6 +86,11 @@ class Weights:
         return self._full.tensor
 
     @property
+    def storage_id(self) -> int:
+        """What tells the storage of `full` from others, also while it is freed."""
+        return int(self._full.tensor.untyped_storage()._cdata)
+
+    @property
     def full_bytes(self) -> int:
         """What the unit takes while it is gathered."""
         return self._full.size_bytes

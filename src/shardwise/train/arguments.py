@@ -12,8 +12,8 @@ def train(
     paths: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Text files, folders, or one .npy/.bin file of tokens [Python's standard library].",
-            metavar="[PATH]...",
+            help="Text files, folders, or one .npy/.bin file of tokens (else: Python's standard library).",
+            metavar="PATH",
             show_default=False,
         ),
     ] = None,
@@ -29,17 +29,17 @@ def train(
     context: Annotated[int | None, typer.Option(help="Tokens of a sequence.", rich_help_panel=MODEL)] = None,
     steps: Annotated[int, typer.Option(help="Updates in all.", rich_help_panel=UPDATES)] = 800,
     batch: Annotated[
-        int | None, typer.Option(help="Sequences per step over all ranks [16].", rich_help_panel=UPDATES)
+        int | None, typer.Option(help="Sequences per step over all ranks (16).", rich_help_panel=UPDATES)
     ] = None,
-    accumulate: Annotated[int | None, typer.Option(help="Micro-batches per step [1].", rich_help_panel=UPDATES)] = None,
+    accumulate: Annotated[int | None, typer.Option(help="Micro-batches per step (1).", rich_help_panel=UPDATES)] = None,
     lr: Annotated[
-        float | None, typer.Option(help="Highest learning rate [by the model's width].", rich_help_panel=UPDATES)
+        float | None, typer.Option(help="Highest learning rate (by the model's width).", rich_help_panel=UPDATES)
     ] = None,
     schedule: Annotated[
         str | None, typer.Option(help="cosine, linear or constant, after the warm-up.", rich_help_panel=UPDATES)
     ] = None,
     warmup: Annotated[
-        int | None, typer.Option(help="Steps of rising rate [a twentieth].", rich_help_panel=UPDATES)
+        int | None, typer.Option(help="Steps of rising rate (a twentieth of them).", rich_help_panel=UPDATES)
     ] = None,
     seed: Annotated[int, typer.Option(help="Of weights, order and sample.", rich_help_panel=UPDATES)] = 0,
     config: Annotated[
@@ -48,11 +48,11 @@ def train(
     ] = "zero3",
     precision: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16.", rich_help_panel=PLACING)] = None,
     clip: Annotated[
-        float | None, typer.Option(help="Largest gradient norm; 0 does not clip [1].", rich_help_panel=PLACING)
+        float | None, typer.Option(help="Largest gradient norm; 0 does not clip (1).", rich_help_panel=PLACING)
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.", rich_help_panel=PLACING)] = "auto",
     nproc: Annotated[
-        int | None, typer.Option("-n", "--nproc", help="Local ranks [the GPUs, else 2].", rich_help_panel=PLACING)
+        int | None, typer.Option("-n", "--nproc", help="Local ranks (the GPUs, else 2).", rich_help_panel=PLACING)
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder of the run.", rich_help_panel=OUTPUTS)] = Path("runs/train"),
     resume: Annotated[

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
+import shutil
 
 from shardwise.errors import ConfigError
 from shardwise.train.folder import Folder
 from shardwise.train.loop import Loop
 from shardwise.train.memory import Trace
 from shardwise.train.metrics import Row
-from shardwise.train.model import hub_config
 from shardwise.train.sample import as_text, sample
 from shardwise.train.screen import Screen, duration
 
@@ -25,7 +24,6 @@ def finish(loop: Loop, folder: Folder) -> None:
     _export(loop, folder)
     if loop.metrics is None:
         return
-    (folder.export / "config.json").write_text(json.dumps(hub_config(job.shape), indent=1) + "\n")
     folder.report.write_text(report + "\n")
     if text:
         folder.sample.write_text(text + "\n")
@@ -59,12 +57,10 @@ def _sample(loop: Loop) -> str:
 
 
 def _export(loop: Loop, folder: Folder) -> None:
-    from safetensors.torch import save_file
-
-    weights = {name: value.clone() for name, value in loop.engine.state_dict().items()}
     if loop.metrics is not None:
-        folder.export.mkdir(exist_ok=True)
-        save_file(weights, folder.export / "model.safetensors", metadata={"format": "pt"})
+        shutil.rmtree(folder.export, ignore_errors=True)  # of fewer steps
+    loop.comm.share_object(None)
+    loop.engine.export(folder.export)
 
 
 def _observed(trace: Trace | None) -> str:

@@ -6,6 +6,7 @@ billion.
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import torch
@@ -98,11 +99,22 @@ class Decoder(nn.Module):
         return out
 
 
+class HubConfig:
+    """What makes `config.json` of an export."""
+
+    def __init__(self, shape: Shape) -> None:
+        self._shape = shape
+
+    def to_json_string(self) -> str:
+        return json.dumps(hub_config(self._shape), indent=1) + "\n"
+
+
 class LanguageModel(nn.Module):
     """`model(tokens)` gives logits, `model(tokens, targets)` the mean loss of a batch."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
+        self.config = HubConfig(shape)
         self.model = Decoder(shape)
         self.lm_head = nn.Linear(shape.hidden, shape.vocabulary, bias=False)
         self.apply(initialise)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import shardwise
 from shardwise.comm import Comm
-from shardwise.config.build import build_optimizer, build_scheduler
+from shardwise.config.build import build_scheduler
 from shardwise.engine import Engine
 from shardwise.errors import ConfigError
 from shardwise.train import finish
@@ -58,17 +58,18 @@ def run(job: Job, here: Here, comm: Comm) -> None:
 def build_engine(job: Job, here: Here) -> Engine:
     """Model, optimizer and schedule under the configuration."""
     torch.manual_seed(job.options.updates.seed)
-    model = LanguageModel(job.shape).to(here.device)
-    section = job.config.optimizer
-    optimizer = build_optimizer(section, model.parameters()) if section is not None else _optimizer(model, job.rate)
+    with shardwise.deferred_init(device=here.device):
+        model = LanguageModel(job.shape)
+    optimizer = None if job.config.optimizer is not None else functools.partial(_optimizer, rate=job.rate)
     return shardwise.initialize(model, optimizer, job.config, functools.partial(_scheduler, job))
 
 
-def _optimizer(model: nn.Module, rate: float) -> torch.optim.Optimizer:
+def _optimizer(params: Iterable[Any], rate: float) -> torch.optim.Optimizer:
     """AdamW; vectors (norms) are not pulled to zero."""
+    given = list(params)
     groups = [
-        {"params": [param for param in model.parameters() if param.ndim > 1], "weight_decay": WEIGHT_DECAY},
-        {"params": [param for param in model.parameters() if param.ndim <= 1], "weight_decay": 0.0},
+        {"params": [param for param in given if param.ndim > 1], "weight_decay": WEIGHT_DECAY},
+        {"params": [param for param in given if param.ndim <= 1], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=rate, betas=BETAS, fused=True)
 

@@ -23,6 +23,10 @@ _GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_ga
 _GATHER_TAG, _REDUCE_TAG = 0, 1
 
 
+Blocks = Sequence[tuple[int, int]]
+"""Parts of a long tensor, each from an element to before another, that are worked on one after the other."""
+
+
 class Handle(Protocol):
     """A collective under way."""
 
@@ -49,10 +53,14 @@ DONE: Handle = _Done()
 
 
 class Comm:
-    """Collectives over one data-parallel group, asynchronous and counted."""
+    """Collectives over one data-parallel group, asynchronous and counted.
+
+    `device` is where its tensors lie, `kernels` the kind of device that work is cut for: the same, but in a dry run.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self.device = device
+        self.kernels = device.type
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.sent_bytes: Counter[str] = Counter()
@@ -109,6 +117,10 @@ class Comm:
         receives = [dist.irecv(received[other], group=group, group_src=other, tag=tag) for other in reversed(others)]
         sends = [dist.isend(sent[other], group=group, group_dst=other, tag=tag) for other in others]
         return _All([work for work in (*receives, *sends) if work is not None])
+
+    def blocks(self, numel: int, block: int) -> Blocks:
+        """`numel` elements in blocks of `block`."""
+        return [(start, min(start + block, numel)) for start in range(0, numel, block)]
 
     def share(self, values: torch.Tensor) -> torch.Tensor:
         """A few values of every rank, on every rank: shape [W, *values.shape]. A control message."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 from torch import nn
 
-from shardwise.comm import DONE, Comm, Handle
+from shardwise.comm import DONE, Blocks, Comm, Handle
 from shardwise.layout import Layout, Span
 from shardwise.memory import Buffer, Entry, Kind, Ledger, Tier
 
@@ -157,9 +157,10 @@ class Exchange:
                 self._drop_sent()
             tensor, adds = place = place or target()
             piece = tensor[start:stop]
-            block_bytes = 0 if _sums_in_place(self._parts, piece, adds) else _sum_bytes(piece)
+            block = block_numel(piece.numel(), comm.kernels)
+            block_bytes = 0 if _sums_in_place(self._parts, piece, adds) else _sum_bytes(piece, block)
             with self._ledger.passing("exchange", Tier.DEVICE, block_bytes):
-                _mean_in_rank_order(self._parts, piece, adds)
+                _mean_in_rank_order(self._parts, piece, adds, comm.blocks(piece.numel(), block))
             self.abandon()
         if place is None:
             target()
@@ -200,13 +201,14 @@ class Exchange:
             self._sent = None
 
 
-def _mean_in_rank_order(parts: Sequence[torch.Tensor], target: torch.Tensor, add: bool) -> None:
+def _mean_in_rank_order(parts: Sequence[torch.Tensor], target: torch.Tensor, add: bool, blocks: Blocks) -> None:
     """target (+)= (parts[0] + parts[1] + ...) / W, in fp32 whatever the dtypes, rounded once."""
     scale, in_place = 1.0 / len(parts), _sums_in_place(parts, target, add)
-    block = target if in_place else target.new_empty(_sum_bytes(target) // 4, dtype=torch.float32)
-    for start, stop in _blocks(target):
+    longest = max((stop - start for start, stop in blocks), default=0)
+    scratch = target if in_place else target.new_empty(longest, dtype=torch.float32)
+    for start, stop in blocks:
         place, rows = target[start:stop], [part[start:stop] for part in parts]
-        mean = place if in_place else block[: stop - start]
+        mean = place if in_place else scratch[: stop - start]
         if in_place and len(rows) > 1:
             torch.add(rows[0], rows[1], out=mean)
         else:
@@ -220,22 +222,20 @@ def _mean_in_rank_order(parts: Sequence[torch.Tensor], target: torch.Tensor, add
 
 def _sums_in_place(parts: Sequence[torch.Tensor], target: torch.Tensor, add: bool) -> bool:
     """Whether the sum can grow where it belongs: that may be where one of its first two parts lies, not a later one."""
-    later = {part.data_ptr() for part in parts[2:]}
     is_exact = all(tensor.dtype == torch.float32 for tensor in (parts[0], target))
-    return is_exact and not add and target.data_ptr() not in later
+    return is_exact and not add and _place(target) not in map(_place, parts[2:])
 
 
-def _sum_bytes(shard: torch.Tensor) -> int:
+def _place(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where a tensor begins. Not its address, which a dry run's tensors do not have."""
+    return tensor.untyped_storage()._cdata, tensor.storage_offset()
+
+
+def _sum_bytes(shard: torch.Tensor, block: int) -> int:
     """The fp32 block in which a mean is made that cannot be made in place."""
-    return min(shard.numel(), block_numel(shard)) * torch.float32.itemsize
+    return min(shard.numel(), block) * torch.float32.itemsize
 
 
-def block_numel(target: torch.Tensor) -> int:
+def block_numel(numel: int, kernels: str) -> int:
     """How many elements of a shard are added up at a time."""
-    return _BLOCK_NUMEL if target.device.type == "cpu" else max(1 << 18, -(-target.numel() // 16))
-
-
-def _blocks(target: torch.Tensor) -> Iterator[tuple[int, int]]:
-    numel, block = target.numel(), block_numel(target)
-    for start in range(0, numel, block):
-        yield start, min(start + block, numel)
+    return _BLOCK_NUMEL if kernels == "cpu" else max(1 << 18, -(-numel // 16))

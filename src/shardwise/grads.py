@@ -92,7 +92,7 @@ class Grads:
             sent=row * self._comm.world_size,
             received=row * self._comm.rows_received,
             shard_numel=self._layout.shard_numel,
-            block_numel=block_numel(self._held.tensor),
+            block_numel=block_numel(self._layout.shard_numel, self._comm.kernels),
         )
 
     def open(self) -> None:

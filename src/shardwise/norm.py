@@ -34,8 +34,8 @@ def clip_coefficient(norm: torch.Tensor, limit: float) -> torch.Tensor:
 
 
 def _ordinary_norm(shards: Sequence[torch.Tensor], comm: Comm) -> torch.Tensor:
-    if shards[0].device.type == "cpu":
-        sums = torch.stack([_sum_of_squares(shard) for shard in shards])
+    if comm.kernels == "cpu":
+        sums = torch.stack([_sum_of_squares(shard, comm) for shard in shards])
     else:
         # One launch for all. Shards are of one dtype and aligned alike under every placement, so the bits are too.
         norms = torch._foreach_norm(list(shards), 2, dtype=torch.float32)
@@ -44,9 +44,9 @@ def _ordinary_norm(shards: Sequence[torch.Tensor], comm: Comm) -> torch.Tensor:
     return norm
 
 
-def _sum_of_squares(shard: torch.Tensor) -> torch.Tensor:
+def _sum_of_squares(shard: torch.Tensor, comm: Comm) -> torch.Tensor:
     """Blocks in fp32, their sums in fp64."""
-    blocks = (block.to(torch.float32) for block in shard.split(_BLOCK_NUMEL))
+    blocks = (shard[start:stop].to(torch.float32) for start, stop in comm.blocks(shard.numel(), _BLOCK_NUMEL))
     sums = [torch.dot(block, block) for block in blocks]
     return torch.stack(sums).to(torch.float64).sum() if sums else torch.zeros((), dtype=torch.float64)
 
@@ -58,7 +58,7 @@ def _exact_norm(shards: Sequence[torch.Tensor], comm: Comm) -> torch.Tensor:
     ceiling = torch.ldexp(torch.ones_like(top), torch.frexp(top).exponent)
     sums = torch.zeros(_PARTS, dtype=torch.float64, device=top.device)
     for shard in shards:
-        for block in _blocks(shard):
+        for block in _blocks(shard, comm):
             sums += _split_sums(block.square_(), ceiling)
     total = comm.share(sums).sum(dim=0)
     return torch.where(torch.isfinite(top), total.sum(), top).sqrt()
@@ -76,8 +76,8 @@ def _split_sums(squares: torch.Tensor, ceiling: torch.Tensor) -> torch.Tensor:
     return torch.stack(sums)
 
 
-def _blocks(shard: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Fresh fp64 copies of a shard, a block at a time on the CPU."""
-    block = _BLOCK_NUMEL if shard.device.type == "cpu" else max(1, -(-shard.numel() // 8))
-    for start in range(0, shard.numel(), block):
-        yield shard[start : start + block].to(torch.float64, copy=True)
+def _blocks(shard: torch.Tensor, comm: Comm) -> Iterator[torch.Tensor]:
+    """Fresh fp64 copies of a shard, a block at a time."""
+    block = _BLOCK_NUMEL if comm.kernels == "cpu" else max(1, -(-shard.numel() // 8))
+    for start, stop in comm.blocks(shard.numel(), block):
+        yield shard[start:stop].to(torch.float64, copy=True)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -253,6 +252,5 @@ class Weights:
             piece.data = master[span.slice].view(shape)
 
 
-@cache
 def _blank(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device)

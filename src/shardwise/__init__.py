@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from shardwise.ema import ema
     from shardwise.engine import Engine
     from shardwise.errors import ConfigError, ShardwiseError
+    from shardwise.planning import plan
     from shardwise.start import initialize
 
 # Loaded at first use: `import shardwise` then costs little more than `import torch`.
@@ -28,6 +29,7 @@ _HOMES = {
     "ema": "ema",
     "gathered": "access",
     "initialize": "start",
+    "plan": "planning",
 }
 
 __all__ = [
@@ -42,6 +44,7 @@ __all__ = [
     "ema",
     "gathered",
     "initialize",
+    "plan",
 ]
 
 

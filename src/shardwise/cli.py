@@ -76,6 +76,49 @@ def compare(
 
 
 @app.command()
+def plan(
+    model: Annotated[
+        str | None, typer.Argument(help="A known model (llama3-8b), a config.json, a model folder, file.py:function.")
+    ] = None,
+    params: Annotated[str | None, typer.Option(help="Only a number of parameters: 8e9, 8B.")] = None,
+    gpus: Annotated[int | None, typer.Option(help="GPUs in all (8).")] = None,
+    gpu_memory: Annotated[str | None, typer.Option(help="Of each GPU: 44GB (80GB).")] = None,
+    host_memory: Annotated[str | None, typer.Option(help="Of each node.")] = None,
+    disk: Annotated[str | None, typer.Option(help="Of each node, for what rests on NVMe.")] = None,
+    nodes: Annotated[int, typer.Option(help="Machines that the GPUs are spread over.")] = 1,
+    here: Annotated[bool, typer.Option("--here", help="Take this machine's GPUs, memory and disk.")] = False,
+    seq: Annotated[int, typer.Option(help="Tokens of a sample.")] = 2048,
+    micro_batch: Annotated[int, typer.Option(help="Samples of a rank at a time.")] = 1,
+    accumulate: Annotated[int, typer.Option(help="Micro-batches per step.")] = 1,
+    global_batch: Annotated[int | None, typer.Option(help="Samples per step; gives the micro-batches.")] = None,
+    precision: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
+    optimizer: Annotated[str, typer.Option(help="A torch optimizer: AdamW, SGD, ...")] = "AdamW",
+    checkpointing: Annotated[bool, typer.Option(help="Recompute activations in the backward.")] = True,
+    lora: Annotated[int | None, typer.Option(help="Train adapters of this rank on frozen weights.")] = None,
+    lora_targets: Annotated[str | None, typer.Option(help="Matrices with adapters (q_proj,v_proj).")] = None,
+    presets: Annotated[str | None, typer.Option(help="Only these presets.")] = None,
+    detailed: Annotated[bool | None, typer.Option(help="Run the engine on fake tensors, or only reckon.")] = None,
+    search: Annotated[bool, typer.Option("--search", help="Vary micro-batch and recomputation too.")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Show the arithmetic.")] = False,
+    accounting: Annotated[str | None, typer.Option(help="Model states alone: full, no-master or fp32.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    emit: Annotated[Path | None, typer.Option(help="Write the chosen configuration (for DeepSpeed too).")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the presets into this file (.png, .svg, .pdf).")] = None,
+    debug: Debug = False,
+) -> None:
+    """Say before the launch what every rank will hold, whether it fits, and which preset to take."""
+    from shardwise.planning import Workload, command
+
+    machine = command.hardware(gpus, gpu_memory, host_memory, disk, nodes, here)
+    adapters = command.lora(lora, lora_targets)
+    work = Workload(seq, micro_batch, accumulate, precision, optimizer, checkpointing, adapters)
+    if global_batch is not None:
+        work = work.for_global_batch(global_batch, machine.gpus)
+    output = command.Output(json, explain, search, accounting, emit, plot)
+    command.run(model, params, machine, work, presets, detailed, output)
+
+
+@app.command()
 def env(
     disk: Annotated[Path | None, typer.Option(help="Measure the disk below this folder too (writes 1 GiB).")] = None,
     measure: Annotated[bool, typer.Option(help="Measure bandwidths.")] = True,

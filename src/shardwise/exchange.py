@@ -228,7 +228,7 @@ def _sums_in_place(parts: Sequence[torch.Tensor], target: torch.Tensor, add: boo
 
 def _place(tensor: torch.Tensor) -> tuple[int, int]:
     """Where a tensor begins. Not its address, which a dry run's tensors do not have."""
-    return tensor.untyped_storage()._cdata, tensor.storage_offset()
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
 
 
 def _sum_bytes(shard: torch.Tensor, block: int) -> int:

@@ -32,6 +32,16 @@ class Settings:
     steps: int = 20
 
 
+def config_for(settings: Settings, preset: str) -> dict[str, object]:
+    """The configuration of a row of ours."""
+    return {
+        "preset": preset,
+        "precision": {"compute": settings.precision},
+        "batch": {"accumulation": settings.accumulate},
+        "gradients": {"clip_norm": settings.clip_norm, "deterministic": settings.deterministic},
+    }
+
+
 @dataclass(frozen=True)
 class Job:
     """One rank of one row. `store` is a file through which the ranks find each other."""

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import shardwise
-from shardwise.compare.job import LEARNING_RATE, WEIGHT_DECAY, Job, peer_settings
+from shardwise.compare.job import LEARNING_RATE, WEIGHT_DECAY, Job, config_for, peer_settings
 from shardwise.compare.workload import loss_of
 from shardwise.division import divide
 
@@ -91,13 +91,7 @@ class Shardwise(System):
     wrapped: shardwise.Engine
 
     def wrap(self, model: nn.Module) -> shardwise.Engine:
-        settings = self.job.settings
-        config = {
-            "preset": self.job.row.preset,
-            "precision": {"compute": settings.precision},
-            "batch": {"accumulation": settings.accumulate},
-            "gradients": {"clip_norm": settings.clip_norm, "deterministic": settings.deterministic},
-        }
+        config = config_for(self.job.settings, self.job.row.preset)
         optimizer = torch.optim.AdamW(
             [param for param in model.parameters() if param.requires_grad], lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY
         )

@@ -46,7 +46,10 @@ def load(name: str, device: str) -> Workload:
             model, make_batch = BUILT_IN[name].build(), BUILT_IN[name].make_batch
         else:
             model, make_batch = _call(name)
-    return model.to(device), make_batch
+    is_there = all(
+        tensor.device.type == torch.device(device).type for tensor in (*model.parameters(), *model.buffers())
+    )
+    return model if is_there else model.to(device), make_batch
 
 
 def arguments(make_batch: MakeBatch, rank: int, step: int) -> dict[str, Any]:

@@ -45,6 +45,7 @@ class StorageObserver(TorchDispatchMode):
     the garbage collector knows. What is missed there counts from its first use on.
     `label`: names a storage when it is first seen, from the tensor it was seen through; `observer.label("weights",
     model)` names storages at any time and wins. `breakdown_at_peak` has the bytes per name.
+    `granularity_bytes`: what an allocator rounds each storage up to.
 
     >>> with StorageObserver(existing=()) as memory:
     ...     x = torch.ones(1000)
@@ -59,11 +60,13 @@ class StorageObserver(TorchDispatchMode):
         device: str | torch.device = "cpu",
         existing: Iterable[Watchable] | None = None,
         label: Callable[[torch.Tensor], str] | None = None,
+        granularity_bytes: int = 1,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch
         self.device = torch.empty(0, device=device).device  # with its index: cuda is cuda:0
         self._existing = existing
         self._label = label
+        self._granularity_bytes = granularity_bytes
         self._entries: dict[int, _Entry] = {}
         # Storages are freed at any moment, in any thread: their finalizers only append, and we settle later.
         self._freed: deque[_Entry] = deque()
@@ -102,6 +105,14 @@ class StorageObserver(TorchDispatchMode):
             torch.cuda.reset_peak_memory_stats(self.device)
         self._settle()
         self._peak_bytes, self._at_peak = self._bytes, self.breakdown
+
+    def passing(self, size_bytes: int) -> None:
+        """Take `size_bytes` that came and went unseen, inside an operator, into the peak."""
+        self._bytes += size_bytes
+        self._by_label[UNLABELLED] += size_bytes
+        self._note_peak()
+        self._bytes -= size_bytes
+        self._by_label[UNLABELLED] -= size_bytes
 
     def label(self, label: str, *things: Watchable) -> None:
         """Call the storages of these tensors, modules (parameters and buffers) or optimizers (states) `label`."""
@@ -158,16 +169,19 @@ class StorageObserver(TorchDispatchMode):
         entry = self._entries.get(storage._cdata)
         if entry is None:
             entry = self._add(storage, self._label(tensor) if self._label else UNLABELLED)
-        elif entry.nbytes != storage.nbytes():
-            self._resized(entry, storage.nbytes())
+        elif entry.nbytes != (size := self._size(storage)):
+            self._resized(entry, size)
         return entry
 
     def _add(self, storage: torch.UntypedStorage, label: str) -> _Entry:
         entry = _Entry(storage, self._freed.append)
         entry.key, entry.nbytes, entry.label = storage._cdata, 0, label
         self._entries[entry.key] = entry
-        self._resized(entry, storage.nbytes())
+        self._resized(entry, self._size(storage))
         return entry
+
+    def _size(self, storage: torch.UntypedStorage) -> int:
+        return -(-storage.nbytes() // self._granularity_bytes) * self._granularity_bytes
 
     def _resized(self, entry: _Entry, nbytes: int) -> None:
         change = nbytes - entry.nbytes
@@ -194,7 +208,7 @@ class StorageObserver(TorchDispatchMode):
             self._settle()
             entry = self._entries.get(storage._cdata)
             if entry is not None:
-                self._resized(entry, storage.nbytes())
+                self._resized(entry, self._size(storage))
             elif storage.device == self.device:
                 self._add(storage, UNLABELLED)
             self._note_peak()

@@ -1,0 +1,200 @@
+"""Is the plan right? Cases drawn from a seeded grid, each foreseen and measured from outside, in one dated table.
+
+    python benchmarks/plan_accuracy.py                    # 44 cases on CPU, ranks over Gloo
+    python benchmarks/plan_accuracy.py --device cuda      # 20 cases; the ranks share one GPU
+
+What is measured is what `shardwise compare` measures: the peak of a rank over two steps after two that warm up, by the
+observer of tensor storage on CPU, by torch's allocator on CUDA. Writes results/DATE-plan-accuracy-DEVICE.json and .md.
+"""
+
+import argparse
+import gc
+import itertools
+import json
+import os
+import random
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from shardwise import env, launch
+from shardwise.compare import Settings
+from shardwise.compare.job import Job
+from shardwise.compare.rows import Row
+from shardwise.compare.worker import Worker
+from shardwise.planning.foresee import foresee_settings
+
+HERE = Path(__file__).parent
+PRESETS = ("zero0", "zero1", "zero2", "zero3")
+KINDS = ("weights", "grads", "optim", "activations", "in_flight")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One point of the grid."""
+
+    model: str
+    preset: str
+    world_size: int
+    accumulate: int
+    precision: str
+
+    def settings(self, device: str) -> Settings:
+        own = f"{HERE / 'plan_models.py'}:{self.model}"
+        name = self.model if "-" in self.model else own
+        return Settings(name, self.world_size, self.precision, device, self.accumulate)
+
+
+def cpu_cases(count: int, seed: int) -> list[Case]:
+    models = ("mlp-100k", "gpt-1m", "gpt", "gpt_recomputed", "tied", "tied_recomputed", "decoder", "one_unit")
+    grid = list(itertools.product(models, PRESETS, (1, 2, 3, 4), (1, 2, 3), ("fp32", "bf16", "fp16")))
+    return [Case(*point) for point in random.Random(seed).sample(grid, count)]
+
+
+def cuda_cases(count: int, seed: int) -> list[Case]:
+    """Section by section: the 0.5 B MLP on two ranks in both precisions, then points of the grid."""
+    first = [Case("mlp-0.5b", preset, 2, 1, precision) for precision in ("fp16", "bf16") for preset in PRESETS]
+    models = ("gpu_gpt", "gpu_gpt_recomputed", "gpu_decoder")
+    grid = list(itertools.product(models, PRESETS, (1, 2, 4), (1, 2), ("bf16", "fp16", "fp32")))
+    return first + [Case(*point) for point in random.Random(seed).sample(grid, count - len(first))]
+
+
+def measure(rank: int, cases: list[Case], device: str, folder: str) -> None:
+    """One process of all cases in turn: those with fewer ranks pass it by."""
+    torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(0)
+    for number, case in enumerate(cases):
+        if rank < case.world_size:
+            store = dist.FileStore(os.path.join(folder, f"store{number}"), case.world_size)
+            dist.init_process_group(
+                "gloo", store=store, rank=rank, world_size=case.world_size, timeout=timedelta(minutes=10)
+            )
+            seen = observe(Job(case.settings(device), Row(case.preset), rank, "", 1))
+            dist.destroy_process_group()
+            Path(folder, f"{number}-{rank}.json").write_text(json.dumps(seen))
+    os._exit(0)
+
+
+def observe(job: Job) -> dict:
+    try:
+        seen = Worker(job).observe()
+    except Exception as error:
+        seen = {"error": f"{type(error).__name__}: {error}"}
+    gc.collect()
+    if job.device.type == "cuda":
+        torch.cuda.synchronize()
+        torch._C._cuda_clearCublasWorkspaces()  # every case begins as a fresh process does
+        torch.cuda.empty_cache()
+    return seen
+
+
+def compared(case: Case, device: str, ranks: list[dict]) -> dict:
+    """Predicted beside measured, of the rank with the highest peak."""
+    started = time.process_time()
+    try:
+        foreseen = foresee_settings(case.settings(device), case.preset)
+    except Exception as error:
+        return {**asdict(case), "error": f"foreseeing: {type(error).__name__}: {error}"}
+    took_s = time.process_time() - started
+    errors = [rank["error"] for rank in ranks if "error" in rank]
+    if errors or len(ranks) < case.world_size:
+        return {**asdict(case), "error": f"measuring: {errors[0] if errors else 'a rank ended early'}"}
+    highest = max(ranks, key=lambda rank: rank["peak_bytes"])
+    split = foreseen.categories
+    return {
+        **asdict(case),
+        "predicted_bytes": foreseen.peak_bytes,
+        "measured_bytes": highest["peak_bytes"],
+        "off": foreseen.peak_bytes / highest["peak_bytes"] - 1,
+        "predicted_split": {
+            "weights": split["weights"],
+            "grads": split["grads"],
+            "optim": split["master"] + split["moments"],
+            "activations": split["activations"] + split["logits"],
+            "in_flight": split["in flight"] + split["overhead"],
+        },
+        "measured_split": highest["peak_split_bytes"],
+        "predicted_startup_bytes": foreseen.startup_bytes,
+        "measured_startup_bytes": max(rank["startup_peak_bytes"] for rank in ranks),
+        "foreseen_in_cpu_s": round(took_s, 2),
+    }
+
+
+def line(row: dict) -> str:
+    name = f"{row['model']} {row['preset']} W={row['world_size']} K={row['accumulate']} {row['precision']}"
+    if "error" in row:
+        return f"{name:<44} {row['error']}"
+    split = "  ".join(f"{k} {mb(row['predicted_split'][k])}/{mb(row['measured_split'].get(k, 0))}" for k in KINDS)
+    peaks = f"{mb(row['predicted_bytes'])} / {mb(row['measured_bytes'])} MB"
+    return f"{name:<44} {row['off']:+8.3%}  {peaks:>20}   {split}"
+
+
+def mb(size_bytes: int) -> str:
+    return f"{size_bytes / 1e6:.4g}"
+
+
+def summary(rows: list[dict]) -> str:
+    good = [abs(row["off"]) for row in rows if "off" in row]
+    worst, middle = max(good, default=float("nan")), median(good) if good else float("nan")
+    return f"{len(good)} of {len(rows)} cases; off by {worst:.3%} at worst, {middle:.3%} at the median"
+
+
+def table(result: dict) -> str:
+    lines = [
+        f"# Predicted and measured peaks on {result['device']}",
+        "",
+        f"{result['made']['date']}, commit {result['made']['commit']}, torch {result['versions']['torch']}; "
+        f"{summary(result['rows'])}. Made by `python benchmarks/plan_accuracy.py --device {result['device']}`.",
+        "",
+        "| model | preset | W | K | precision | predicted MB | measured MB | off |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in result["rows"]:
+        cells = [row[key] for key in ("model", "preset", "world_size", "accumulate", "precision")]
+        known = "off" in row
+        cells += (
+            [mb(row["predicted_bytes"]), mb(row["measured_bytes"]), f"{row['off']:+.2%}"]
+            if known
+            else ["", "", row["error"]]
+        )
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--count", type=int)
+    parser.add_argument("--seed", type=int, default=8)
+    args = parser.parse_args()
+    os.environ |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    if args.device == "cpu":
+        os.environ |= launch.matmul_environment()
+    cases = cpu_cases(args.count or 44, args.seed) if args.device == "cpu" else cuda_cases(args.count or 20, args.seed)
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        most = max(case.world_size for case in cases)
+        crew = mp.spawn(measure, (cases, args.device, folder), nprocs=most, join=False)
+        while not crew.join(timeout=600):
+            pass
+        for number, case in enumerate(cases):
+            files = sorted(Path(folder).glob(f"{number}-*.json"))
+            rows.append(compared(case, args.device, [json.loads(file.read_text()) for file in files]))
+            print(line(rows[-1]), flush=True)
+    print(summary(rows))
+    result = {"device": args.device, "made": env.made(), "versions": env.versions(), "seed": args.seed, "rows": rows}
+    stem = Path(os.environ.get("OUT", HERE / "results")) / f"{result['made']['date']}-plan-accuracy-{args.device}"
+    stem.with_name(stem.name + ".json").write_text(json.dumps(result, indent=1) + "\n")
+    stem.with_name(stem.name + ".md").write_text(table(result))
+
+
+if __name__ == "__main__":
+    main()

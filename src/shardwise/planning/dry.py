@@ -1,0 +1,258 @@
+"""The dry run: the engine's own code on fake tensors, as one rank of any number, with nobody on the other side.
+
+Fake tensors have shapes, dtypes and storages of a size, and no values: a model of any size takes no memory and no time
+to compute. The observer that measures real runs from outside watches the fake storages come and go, so the prediction
+sees what a measurement would: every buffer of the engine, every activation that autograd keeps, every temporary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from shardwise.comm import DONE, Blocks, Comm, Handle
+from shardwise.config import Config
+from shardwise.config.build import build_optimizer
+from shardwise.engine import Engine
+from shardwise.labelling import KINDS, Labelling, by_kind
+from shardwise.models import MakeBatch
+from shardwise.observe import StorageObserver
+from shardwise.planning.kernels import CPU, Kernels, replacing
+from shardwise.tensors import map_tensors
+
+LOGITS = "logits"
+CATEGORIES = (*KINDS[:5], LOGITS, "in flight", "overhead")
+"""What a peak is made of. `logits` are activations, and their gradients, as wide as the vocabulary; `overhead` is what
+the device's libraries keep."""
+
+
+class Untraceable(Exception):
+    """The model cannot be run without values: the message says where."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What is foreseen: `build` gives the model and its data, as for `shardwise compare`."""
+
+    build: Callable[[], tuple[nn.Module, MakeBatch]]
+    config: Config
+    world_size: int
+    kernels: Kernels = CPU
+
+    @property
+    def rank(self) -> int:
+        """The rank that stands for all: from the third on, sums are not made in place."""
+        return min(2, self.world_size - 1)
+
+
+@dataclass(frozen=True)
+class Foreseen:
+    """One rank's memory and traffic. `peak_bytes` is that of a step after the first; `startup_bytes` the most while
+    the model is built whole on the device, cut up, and takes its first step."""
+
+    peak_bytes: int
+    categories: dict[str, int]
+    startup_bytes: int
+    sent_bytes: dict[str, int]
+    parameters: int
+    trainable: int
+
+
+class DryComm(Comm):
+    """One rank of `world_size`, alone: what would be sent is counted, what would arrive is left as it is."""
+
+    def __init__(self, rank: int, world_size: int, kernels: str) -> None:
+        self.device = torch.device("cpu")
+        self.kernels = kernels
+        self.rank = rank
+        self.world_size = world_size
+        self.sent_bytes = Counter()
+        self._own = []
+        self._sends_directly = kernels == "cpu"
+
+    def gather(self, full: torch.Tensor, kind: str) -> Handle:
+        if self.world_size > 1 and full.numel():
+            self._count(kind, full)
+        return DONE
+
+    def exchange(self, received: torch.Tensor, sent: torch.Tensor, kind: str) -> tuple[Handle, list[torch.Tensor]]:
+        """Two rows stand for those of all ranks; our own is among them where it decides how sums are made."""
+        self._count(kind, sent)
+        if not self._sends_directly:
+            return DONE, list(received[:2])
+        others = [received[0]] * min(self.rank, 2)
+        return DONE, [*others, sent[self.rank], received[-1]]
+
+    def blocks(self, numel: int, block: int) -> Blocks:
+        """One block stands for all: they take the same memory, one after the other."""
+        return super().blocks(numel, block)[:1]
+
+    def share(self, values: torch.Tensor) -> torch.Tensor:
+        if self.world_size == 1:
+            return values.unsqueeze(0)
+        return values.new_empty(self.world_size, *values.shape)
+
+    def share_object(self, value: Any) -> list[Any]:
+        return [value] * self.world_size
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class _Observer(StorageObserver):
+    """Sees what the allocator of the foreseen device would."""
+
+    def __init__(self, kernels: Kernels, label: Callable[[torch.Tensor], str]) -> None:
+        super().__init__("cpu", existing=(), label=label, granularity_bytes=kernels.granularity_bytes)
+        self._scratch = kernels.scratch
+        self.is_engine_at_work = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:
+            return self.device  # fake tensors ask for each operator; there is one answer
+        if func is torch.ops.aten._local_scalar_dense.default and self.is_engine_at_work:
+            return 0  # the engine asks whether gradients overflowed: they did not
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        scratch = self._scratch.get(func)
+        if scratch is not None:
+            self.passing(scratch(*args, **(kwargs or {})))
+        return result
+
+
+class _Labelling(Labelling):
+    """Tells tensors as wide as the vocabulary from other activations."""
+
+    def __init__(self) -> None:
+        super().__init__(names=False)
+        self.vocabulary: int | None = None
+
+    def first_sight(self, tensor: torch.Tensor) -> str:
+        kind = super().first_sight(tensor)
+        is_wide = self.vocabulary is not None and tensor.ndim > 1 and tensor.shape[-1] == self.vocabulary
+        return LOGITS if is_wide and kind in ("activations", "in flight") else kind
+
+
+def dry_run(scenario: Scenario) -> Foreseen:
+    """Two steps of one rank. A model that needs values to decide what to do raises `Untraceable`."""
+    labelling, kernels = _Labelling(), scenario.kernels
+    observer = _Observer(kernels, labelling.first_sight)
+    with warnings.catch_warnings(), _traced(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        warnings.simplefilter("ignore")
+        with observer, replacing(kernels.replaced):
+            model, make_batch = scenario.build()
+            _check_fake(model)
+            engine = _engine(model, scenario)
+            labelling.vocabulary = _vocabulary(model)
+            labelling.attach(
+                observer, model, engine.optimizer, master=scenario.config.precision.weights_dtype != "fp32"
+            )
+            engine.register_grad_hook(lambda name, shard: labelling.label(observer, "grads", name, shard))
+            train = _Step(engine, make_batch, mode, observer, scenario)
+            train.step(0)
+            startup_bytes = observer.peak_bytes
+            observer.reset_peak()
+            engine._comm.sent_bytes.clear()
+            train.step(1)
+        return _foreseen(observer, engine, kernels, max(startup_bytes, observer.peak_bytes))
+
+
+class _Step:
+    """The loop that `shardwise compare` measures."""
+
+    def __init__(
+        self, engine: Engine, make_batch: MakeBatch, mode: FakeTensorMode, observer: _Observer, scenario: Scenario
+    ) -> None:
+        self._engine = engine
+        self._make_batch = make_batch
+        self._mode = mode
+        self._observer = observer
+        self._rank = scenario.rank
+        self._count = scenario.config.batch.accumulation
+
+    def step(self, number: int) -> None:
+        from shardwise.compare.workload import loss_of
+
+        total = torch.zeros(())
+        for micro in range(self._count):
+            loss = loss_of(self._engine(**self._batch(number * self._count + micro)))
+            self._engine.backward(loss)
+            total += loss.detach() / self._count
+            del loss
+            self._update()
+
+    def _update(self) -> None:
+        self._observer.is_engine_at_work = True
+        self._engine.step()
+        self._observer.is_engine_at_work = False
+
+    def _batch(self, number: int) -> dict[str, Any]:
+        from shardwise.compare.workload import arguments
+
+        batch = arguments(self._make_batch, self._rank, number)
+        moved: dict[str, Any] = map_tensors(
+            batch, lambda tensor: tensor if isinstance(tensor, FakeTensor) else self._mode.from_tensor(tensor)
+        )
+        return moved
+
+
+def _engine(model: nn.Module, scenario: Scenario) -> Engine:
+    config = scenario.config
+    params = [param for param in model.parameters() if param.requires_grad]
+    if config.optimizer is not None:
+        optimizer = build_optimizer(config.optimizer, params)
+    else:
+        optimizer = torch.optim.AdamW(params, lr=1e-3)
+    return Engine(model, optimizer, config, DryComm(scenario.rank, scenario.world_size, scenario.kernels.name))
+
+
+def _foreseen(observer: _Observer, engine: Engine, kernels: Kernels, startup_bytes: int) -> Foreseen:
+    split = by_kind(observer.breakdown_at_peak)
+    split["in flight"] += split.pop("other")
+    split["overhead"] = kernels.overhead_bytes
+    params = [*engine.module.parameters()]
+    return Foreseen(
+        peak_bytes=observer.peak_bytes + kernels.overhead_bytes,
+        categories={name: split.get(name, 0) for name in CATEGORIES},
+        startup_bytes=startup_bytes + kernels.overhead_bytes,
+        sent_bytes=dict(engine._comm.sent_bytes),
+        parameters=sum(param.numel() for param in params),
+        trainable=sum(param.numel() for param in params if param.requires_grad),
+    )
+
+
+def _vocabulary(model: nn.Module) -> int | None:
+    """The rows of the largest embedding."""
+    return max((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), default=None)
+
+
+def _check_fake(model: nn.Module) -> None:
+    real = [name for name, param in model.named_parameters() if not isinstance(param, FakeTensor) and not param.is_meta]
+    if real:
+        raise Untraceable(f"its parameter {real[0]!r} has values of its own (loaded from a file?)")
+
+
+@contextlib.contextmanager
+def _traced() -> Iterator[None]:
+    """Whatever fails for want of values is one exception with one line."""
+    try:
+        yield
+    except Untraceable:
+        raise
+    except Exception as error:
+        from shardwise.errors import ConfigError
+
+        if isinstance(error, ConfigError):
+            raise
+        text = " ".join(str(error).split())
+        raise Untraceable(f"{type(error).__name__}: {text[:200]}") from error

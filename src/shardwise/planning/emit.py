@@ -1,0 +1,50 @@
+"""A configuration file of the chosen preset that both shardwise and DeepSpeed read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardwise.config import Config
+from shardwise.config.presets import NVME_FOLDER, PRESETS, STAGES
+from shardwise.errors import ConfigError
+
+if TYPE_CHECKING:
+    from shardwise.planning.planner import Plan
+
+_TIERS = {"host": "cpu", "disk": "nvme"}
+
+
+def emit(plan: Plan, path: Path) -> None:
+    """Write the recommended configuration."""
+    if plan.advice.preset is None:
+        raise ConfigError(f"--emit {path}: {plan.advice.reason}")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"--emit {path}: there is no folder {path.absolute().parent}")
+    settings = deepspeed_settings(plan, plan.advice.preset)
+    Config.load(settings)
+    path.write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def deepspeed_settings(plan: Plan, preset: str) -> dict[str, Any]:
+    """The settings of `preset` in DeepSpeed's words."""
+    workload, placement = plan.workload, PRESETS[preset]
+    shardings = [(row.weights.sharding, row.grads.sharding, row.optim.sharding) for row in STAGES]
+    own = (placement.weights.sharding, placement.grads.sharding, placement.optim.sharding)
+    zero: dict[str, Any] = {"stage": shardings.index(own)}
+    for key, kind in (("offload_optimizer", placement.optim), ("offload_param", placement.weights)):
+        if kind.tier != "device":
+            zero[key] = {"device": _TIERS[kind.tier], "pin_memory": True}
+            if kind.tier == "disk":
+                zero[key]["nvme_path"] = NVME_FOLDER
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": workload.micro_batch,
+        "gradient_accumulation_steps": workload.accumulation,
+        "gradient_clipping": 1.0,
+        "zero_optimization": zero,
+        "optimizer": {"type": workload.optimizer, "params": {"lr": 1e-4}},
+    }
+    if workload.precision != "fp32":
+        settings[workload.precision] = {"enabled": True}
+    return settings

@@ -1,0 +1,150 @@
+"""The analytic mode: the peak of a rank from sizes alone, at once.
+
+A peak falls on one of three moments, and the highest counts:
+
+    start of the backward   all activations and the logits are there, hardly any gradients
+    end of the backward     gradients are all there, activations gone; units and parts of them in flight
+    the update              gradients are there, one unit's in fp32 beside them
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+from shardwise.config import Config
+from shardwise.config.costs import Resting, resting
+from shardwise.planning.dimensions import Dimensions
+from shardwise.planning.workload import Model, Workload
+
+UNKNOWN_LAYERS = 32
+"""Into so many units a model is cut of which only the size is known."""
+LOGIT_BYTES = 12
+"""Of each logit: in fp32, its log-softmax, and the gradient of that."""
+CUBLAS_BYTES = 64 << 20
+CATEGORIES = ("weights", "grads", "master", "moments", "in flight", "activations", "logits", "overhead")
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Device bytes of a rank at its peak by category; what rests on other tiers, of one rank."""
+
+    categories: dict[str, int]
+    tiers: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(self.categories.values())
+
+
+def estimate(model: Model, workload: Workload, config: Config, world_size: int) -> Estimate:
+    """The peak of one rank under a configuration."""
+    sizes = _Sizes(model, workload, config, world_size)
+    held: Counter[str] = Counter()
+    tiers: Counter[str] = Counter()
+    for part in resting(config):
+        size = sizes.at_rest(part)
+        if part.tier == "device":
+            held[part.kind] += size
+        else:
+            tiers[part.tier] += size
+    moments = [sizes.backward_starts(held), sizes.backward_ends(held), sizes.update(held)]
+    highest = max(moments, key=lambda moment: sum(moment.values()))
+    highest["overhead"] = CUBLAS_BYTES
+    return Estimate({name: int(highest[name]) for name in CATEGORIES}, dict(tiers))
+
+
+class _Sizes:
+    """The sizes that the moments are made of."""
+
+    def __init__(self, model: Model, workload: Workload, config: Config, world_size: int) -> None:
+        self.model, self.workload, self.config, self.world_size = model, workload, config, world_size
+        of = model.dimensions
+        self.unit = of.layer_numel() if of else model.parameters // UNKNOWN_LAYERS
+        self.largest = max(self.unit, of.embedding_numel) if of else self.unit
+        if model.frozen:
+            self.trained_unit = model.trainable // (of.layers if of else UNKNOWN_LAYERS)
+        else:
+            self.trained_unit = self.largest
+        self.item = 4 if config.precision.weights_dtype == "fp32" else 2
+        self.layer_bytes = layer_activation_bytes(of, workload, self.item) if of else 0
+        self.logit_bytes = LOGIT_BYTES * workload.tokens * of.vocabulary if of else 0
+
+    def at_rest(self, part: Resting) -> int:
+        """One kind's bytes: trainable parameters have all kinds, frozen ones weights alone, in their own dtype."""
+        cut = Fraction(1, self.world_size) if part.sharding == "sharded" else Fraction(1)
+        size = part.bytes_each * self.model.trainable * cut
+        if part.kind == "weights":
+            size += self.item * self.model.frozen * cut
+        return int(size)
+
+    def frozen_at_rest(self) -> int:
+        """Frozen weights where `resting` names none: 16-bit weights that are cast from a master they do not have."""
+        weights = self.config.placement.weights
+        if any(part.kind == "weights" for part in resting(self.config)) or weights.tier != "device":
+            return 0
+        return int(Fraction(self.item * self.model.frozen, self.world_size))
+
+    def gathered(self, numel: int) -> int:
+        """Weights that are whole beside what rests: two units, where they rest sharded."""
+        is_sharded = self.config.placement.weights.sharding == "sharded"
+        return (numel + self.unit) * self.item if is_sharded else 0
+
+    def backward_starts(self, held: Counter[str]) -> Counter[str]:
+        moment = self._base(held)
+        moment["weights"] += self.gathered(self.largest)
+        if self.config.batch.accumulation == 1:
+            moment["grads"] = 0
+        layers = self.model.dimensions.layers if self.model.dimensions else 0
+        if self.workload.checkpointing:
+            moment["activations"] = layers * self._saved_input() + self._saved_input()
+        else:
+            moment["activations"] = layers * self.layer_bytes + 2 * self._saved_input()
+        moment["logits"] = self.logit_bytes
+        return moment
+
+    def backward_ends(self, held: Counter[str]) -> Counter[str]:
+        moment = self._base(held)
+        moment["weights"] += self.gathered(self.unit)
+        is_sharded = self.config.placement.grads.sharding == "sharded"
+        # A unit's gradients as they arrive; where they are sharded, another unit's on its way, sent and received.
+        moment["in flight"] = self.trained_unit * self.item * (3 if is_sharded and self.world_size > 1 else 1)
+        moment["activations"] = self.layer_bytes
+        return moment
+
+    def update(self, held: Counter[str]) -> Counter[str]:
+        moment = self._base(held)
+        is_sharded = self.config.placement.optim.sharding == "sharded"
+        owned = self.trained_unit // (self.world_size if is_sharded else 1)
+        states = 12 if self.config.placement.optim.tier != "device" else 0
+        moment["in flight"] = owned * ((4 if self.item == 2 else 0) + 2 * states)
+        return moment
+
+    def _base(self, held: Counter[str]) -> Counter[str]:
+        moment = Counter(held)
+        moment["weights"] += self.frozen_at_rest()
+        return moment
+
+    def _saved_input(self) -> int:
+        of = self.model.dimensions
+        return self.workload.tokens * of.hidden * self.item if of else 0
+
+
+def layer_activation_bytes(of: Dimensions, workload: Workload, item: int) -> int:
+    """What one layer keeps for its backward.
+
+    Inputs and outputs of both norms (4 hidden), queries, keys, values and what attention gives, the gate, its
+    activation, the other branch and their product; one fp32 number per head and token.
+    """
+    query, keys = of.heads * of.head_dim, of.kv_heads * of.head_dim
+    each = 4 * of.hidden + 2 * query + 2 * keys
+    if of.qk_norm:
+        each += query + keys
+    if of.norms == 4:
+        each += 2 * of.hidden
+    if of.experts is None:
+        each += (4 if of.gated else 2) * of.width
+    else:
+        each += of.experts.used * (2 * of.hidden + 4 * of.experts.width) + 4 * of.experts.shared_width
+    return workload.tokens * (item * each + 4 * of.heads)

@@ -1,0 +1,58 @@
+"""Dry runs of what `shardwise compare` would measure, and of what a plan is asked about."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from torch import nn
+
+from shardwise.compare import workload
+from shardwise.compare.job import Settings, config_for
+from shardwise.config import Config
+from shardwise.models import MakeBatch
+from shardwise.planning.decoder import adapt, decoder
+from shardwise.planning.dry import Foreseen, Scenario, Untraceable, dry_run
+from shardwise.planning.kernels import CPU, cuda
+from shardwise.planning.workload import Model, Workload
+
+
+def foresee_settings(settings: Settings, preset: str) -> Foreseen:
+    """One preset of a comparison. Raises `Untraceable`, or a ConfigError as the comparison itself would."""
+
+    def build() -> tuple[nn.Module, MakeBatch]:
+        return workload.load(settings.model, "cpu")
+
+    config = Config.load(config_for(settings, preset)).for_world_size(settings.world_size)
+    kernels = CPU if settings.device == "cpu" else cuda()
+    return dry_run(Scenario(build, config, settings.world_size, kernels))
+
+
+def foresee_peaks(settings: Settings, presets: Sequence[str]) -> dict[str, int | None]:
+    """The peak of a rank under each preset, None where it cannot be foreseen."""
+    peaks: dict[str, int | None] = {}
+    for preset in presets:
+        try:
+            peaks[preset] = foresee_settings(settings, preset).peak_bytes
+        except (Untraceable, ValueError):
+            peaks[preset] = None
+    return peaks
+
+
+def foresee_workload(model: Model, workload: Workload, preset: str, world_size: int) -> Foreseen | str:
+    """One preset of a plan on CUDA; a text says why it cannot be foreseen."""
+    config = workload.config(preset).for_world_size(world_size)
+    build = model.build or partial(described, model, workload)
+    try:
+        return dry_run(Scenario(build, config, world_size, cuda()))
+    except Untraceable as failure:
+        return str(failure)
+
+
+def described(model: Model, workload: Workload) -> tuple[nn.Module, MakeBatch]:
+    """The decoder of a model's dimensions, with adapters where the workload has them."""
+    assert model.dimensions is not None
+    built, make_batch = decoder(model.dimensions, workload.micro_batch, workload.sequence)
+    if workload.lora is not None:
+        adapt(built, *workload.lora)
+    return built, make_batch

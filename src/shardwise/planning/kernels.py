@@ -1,0 +1,125 @@
+"""What a device does with the memory it is asked for: rounding, workspaces, and operators of its own.
+
+A dry run works on fake CPU tensors, whatever device it foresees. Most operators allocate the same on both; those that
+do not are replaced here by the ones that CUDA would run, and what CUDA kernels take for themselves is listed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+Scratch = Callable[..., int]
+"""From the arguments of an operator to the bytes that its kernel takes while it runs."""
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """A kind of device.
+
+    granularity_bytes  what its allocator rounds each storage up to
+    workspace_bytes    what its libraries keep from the first product on, by name
+    """
+
+    name: str
+    granularity_bytes: int = 1
+    workspace_bytes: Mapping[str, int] = field(default_factory=dict)
+    replaced: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    scratch: Mapping[Any, Scratch] = field(default_factory=dict)
+
+    @property
+    def overhead_bytes(self) -> int:
+        """What the allocator holds for libraries."""
+        return sum(self.workspace_bytes.values())
+
+
+@contextlib.contextmanager
+def replacing(replaced: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Within it, these functions stand in the place of those of `torch.nn.functional`.
+
+    Not a torch function mode: it would be off in what checkpoints recompute inside a backward.
+    """
+    originals = {name: getattr(F, name) for name in replaced}
+    for name, function in replaced.items():
+        setattr(F, name, function)
+    try:
+        yield
+    finally:
+        for name, function in originals.items():
+            setattr(F, name, function)
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """CUDA's choice: flash in 16 bit without a mask, else the memory-efficient kernel."""
+    is_half = query.dtype in (torch.float16, torch.bfloat16)
+    if is_half and attn_mask is None and query.shape[-1] <= 256:
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        return _first(flash(query, key, value, dropout_p, is_causal, scale=scale))
+    if enable_gqa:
+        groups = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+    return _first(efficient(query, key, value, attn_mask, query.requires_grad, dropout_p, is_causal, scale=scale))
+
+
+def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    """One fused kernel that keeps a mask of bytes."""
+    if not training or p == 0:
+        return input
+    return _first(torch.native_dropout(input, p, True))
+
+
+def _rms_norm(
+    input: torch.Tensor, normalized_shape: Any, weight: torch.Tensor | None = None, eps: float | None = None
+) -> torch.Tensor:
+    return _first(torch.ops.aten._fused_rms_norm(input, list(normalized_shape), weight, eps))
+
+
+def _first(outputs: Any) -> torch.Tensor:
+    """What a fused operator computes, before what it keeps for its backward."""
+    out: torch.Tensor = outputs[0]
+    return out
+
+
+def _flash_backward_bytes(grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *rest: Any, **named: Any) -> int:
+    """The fp32 sum of the query's gradient, and one number a row."""
+    batch, heads, length, size = query.shape
+    rounded = -(-length // 128) * 128
+    wide = -(-size // 32) * 32
+    repeated = 2 * (heads // key.shape[1]) * key.nbytes if heads != key.shape[1] else 0
+    return int(batch * heads * rounded * (4 * wide + 4) + repeated)
+
+
+CPU = Kernels("cpu")
+
+MIB = 1 << 20
+
+
+def cuda(compute_capability: int = 9) -> Kernels:
+    """CUDA with torch's allocator. cuBLAS keeps a workspace for the thread of the forward and one for the backward's:
+    32 MiB each on Hopper and later, about 8 MiB before."""
+    workspace = 32 * MIB if compute_capability >= 9 else 8320 * 1024
+    fused: dict[str, Callable[..., Any]] = {"scaled_dot_product_attention": _attention, "dropout": _dropout}
+    if hasattr(torch.ops.aten, "_fused_rms_norm"):
+        fused["rms_norm"] = _rms_norm
+    return Kernels(
+        name="cuda",
+        granularity_bytes=512,
+        workspace_bytes={"cuBLAS, forward": workspace, "cuBLAS, backward": workspace},
+        replaced=fused,
+        scratch={torch.ops.aten._scaled_dot_product_flash_attention_backward.default: _flash_backward_bytes},
+    )

@@ -1,0 +1,83 @@
+"""The dry run beside real ones: the same peak, the same bytes sent."""
+
+import gc
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwise.compare import Settings
+from shardwise.compare.job import Job
+from shardwise.compare.rows import Row
+from shardwise.compare.worker import Worker
+from shardwise.config import Config
+from shardwise.models import BUILT_IN
+from shardwise.planning.dry import Scenario, Untraceable, dry_run
+from shardwise.planning.foresee import foresee_settings
+from support import ranks
+
+STAGES = Path(__file__).parents[2] / "benchmarks" / "results" / "2026-11-15-gpu-stages.json"
+CASES = [
+    (Settings("mlp-100k", 2, "fp32"), "zero0"),
+    (Settings("mlp-100k", 2, "bf16"), "zero3"),
+    (Settings("gpt-1m", 2, "fp16", accumulate=2), "zero2"),
+    (Settings("gpt-1m", 3, "fp32"), "zero1"),
+    (Settings("mlp-100k", 3, "bf16", accumulate=2), "zero3"),
+]
+
+
+def scenario(model, preset="zero3", world_size=2):
+    config = Config.load(preset).for_world_size(world_size)
+    return Scenario(lambda: (model, lambda rank, step: {"x": torch.ones(2, 8)}), config, world_size)
+
+
+@ranks(2, 3)
+def test_the_peak_is_the_measured_one(rank, world_size):
+    for settings, preset in [case for case in CASES if case[0].world_size == world_size]:
+        gc.collect()  # what an earlier test left would be freed in the middle of this one
+        seen = Worker(Job(settings, Row(preset), rank, "", 1)).observe()
+        foreseen = foresee_settings(settings, preset)
+        peak = torch.tensor([seen["peak_bytes"]])
+        dist.all_reduce(peak, dist.ReduceOp.MAX)
+        assert foreseen.peak_bytes == pytest.approx(peak.item(), rel=0.01), (settings, preset)
+        sent = sum(foreseen.sent_bytes.get(kind, 0) for kind in ("gather", "reduce"))
+        assert sent == seen["wire_bytes_per_step"]["gather"] + seen["wire_bytes_per_step"]["reduce"]
+
+
+@pytest.mark.parametrize("preset", ["zero0", "zero1", "zero2", "zero3"])
+def test_the_peak_on_a_gpu_is_the_measured_one(preset):
+    """Against figures of an H200: the dry run needs no GPU to know them."""
+    rows = [row for run in json.loads(STAGES.read_text())["runs"] for row in run["rows"]]
+    measured = next(row["peak_mib"] for row in rows if row["row"] == preset and row["precision"] == "fp16")
+    foreseen = foresee_settings(Settings("mlp-0.5b", 2, "fp16", "cuda"), preset)
+    assert foreseen.peak_bytes / 2**20 == pytest.approx(measured, rel=0.003)
+    assert sum(foreseen.categories.values()) == foreseen.peak_bytes
+    assert foreseen.categories["overhead"] == 64 << 20
+
+
+def test_any_number_of_ranks():
+    peaks = [foresee_settings(Settings("mlp-100k", ranks, "bf16"), "zero3").peak_bytes for ranks in (2, 5, 64)]
+    assert peaks == sorted(peaks, reverse=True)
+
+
+def test_nothing_fake_is_left_behind():
+    foresee_settings(Settings("mlp-100k", 2), "zero3")
+    model, make_batch = BUILT_IN["mlp-100k"].build(), BUILT_IN["mlp-100k"].make_batch
+    assert model(**make_batch(0, 0)).item() > 0
+
+
+def test_what_needs_values_is_untraceable():
+    class Branching(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).sum() if x.sum() > 0 else x.sum()
+
+    with pytest.raises(Untraceable, match="DataDependent"):
+        dry_run(Scenario(lambda: (Branching(8, 8), lambda rank, step: {"x": torch.ones(2, 8)}), Config(), 1))
+
+
+def test_a_model_with_values_of_its_own_is_untraceable():
+    with pytest.raises(Untraceable, match="'weight' has values of its own"):
+        dry_run(scenario(nn.Linear(8, 8)))

@@ -29,11 +29,13 @@ class Flight:
 
 @dataclass(frozen=True)
 class GradSizes:
-    """Bytes of one unit: its full gradients, its largest parameter's, the shard held after the reduction; what is sent
+    """Bytes of one unit: its full gradients, what they would rest in if they were replicated (fp32 where several
+    micro-batches are added up), its largest parameter's, the shard held after the reduction; what is sent
     for it (the same in the wire's dtype) and received (the parts of all ranks, or of all others, where our own is taken
     from what we send). Elements of its shard, and of the fp32 block in which parts are added up."""
 
     full: int
+    rested: int
     largest: int
     held: int
     sent: int
@@ -74,7 +76,7 @@ def exchange_bytes(unit: GradSizes, flight: Flight) -> int:
 
 def replicated_peak(units: Sequence[GradSizes], accumulates: bool) -> int:
     """The most that gradients take in a backward where they are replicated and sent from where they are."""
-    resting = sum(unit.full for unit in units) if accumulates else 0
+    resting = sum(unit.rested for unit in units) if accumulates else 0
     peak = 0
     for unit, later in _backward(units):
         receiving = later.received if later else 0

@@ -87,6 +87,7 @@ class Grads:
         row = self._layout.shard_numel * self.policy.reduce_dtype.itemsize
         return GradSizes(
             full=self._layout.numel * item,
+            rested=self._layout.numel * self.policy.accumulate_dtype.itemsize,
             largest=largest * item,
             held=self._held.size_bytes,
             sent=row * self._comm.world_size,

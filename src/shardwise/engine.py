@@ -56,6 +56,7 @@ class Engine(nn.Module):
         self._was_skipped = False
         self._is_exhausted = False
         self._ledger = Ledger()
+        self._expected_bytes: int | None = None
         self._clock = Clock(comm.device if config.runtime.timers else None)
         self._units = self._build_units()
         self._choose_flight()
@@ -207,7 +208,11 @@ class Engine(nn.Module):
 
     def report(self) -> Report:
         """Memory by kind and tier, bytes sent by kind, time by phase."""
-        return Report.of(self._ledger, self._comm, self._clock, self.steps)
+        return Report.of(self._ledger, self._comm, self._clock, self.steps, self._expected_bytes)
+
+    def expect(self, peak_bytes: int) -> None:
+        """Have `report()` show what a plan foresaw as this rank's peak."""
+        self._expected_bytes = peak_bytes
 
     @property
     def comm(self) -> Comm:

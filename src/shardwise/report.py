@@ -38,7 +38,11 @@ class Clock:
 
 @dataclass(frozen=True)
 class Report:
-    """One rank's account. Printing it gives a short table."""
+    """One rank's account. Printing it gives a short table.
+
+    `peak_bytes` is the engine's own; `measured_peak_bytes` the allocator's, activations included, on CUDA; predicted
+    is what `engine.expect` was told.
+    """
 
     steps: int
     memory_bytes: dict[str, int]
@@ -47,9 +51,11 @@ class Report:
     peak_memory_bytes: dict[str, int]
     sent_bytes: dict[str, int]
     phase_s: dict[str, float]
+    measured_peak_bytes: int | None = None
+    predicted_peak_bytes: int | None = None
 
     @classmethod
-    def of(cls, ledger: Ledger, comm: Comm, clock: Clock, steps: int) -> Report:
+    def of(cls, ledger: Ledger, comm: Comm, clock: Clock, steps: int, predicted_bytes: int | None = None) -> Report:
         return cls(
             steps=steps,
             memory_bytes=ledger.by_kind(),
@@ -58,6 +64,8 @@ class Report:
             peak_memory_bytes=ledger.by_kind(at_peak=True),
             sent_bytes=dict(comm.sent_bytes),
             phase_s=dict(clock.seconds),
+            measured_peak_bytes=torch.cuda.max_memory_allocated(comm.device) if comm.device.type == "cuda" else None,
+            predicted_peak_bytes=predicted_bytes,
         )
 
     def __str__(self) -> str:
@@ -66,6 +74,9 @@ class Report:
         for kind in sorted(self.memory_bytes.keys() | self.peak_memory_bytes.keys()):
             now, peak = self.memory_bytes.get(kind, 0), self.peak_memory_bytes.get(kind, 0)
             lines.append(f"  {kind:<24}{_mib(now)}  {_mib(peak)}")
+        for name, peak_bytes in (("predicted", self.predicted_peak_bytes), ("measured", self.measured_peak_bytes)):
+            if peak_bytes is not None:
+                lines.append(f"  {f'everything, {name}':<24}{'':>14}  {_mib(peak_bytes)}")
         lines += ["sent per step"]
         lines += [f"  {kind:<24}{_mib(sent / steps)}" for kind, sent in sorted(self.sent_bytes.items())]
         lines += ["host time per step"]

@@ -49,6 +49,11 @@ class Run:
         """The highest peak of any rank."""
         return max(self.peak_bytes, default=None)
 
+    @property
+    def predicted(self) -> int | None:
+        """The highest peak that was foreseen."""
+        return max(self.predicted_peak_bytes or (), default=None)
+
     def set_observed(self, ranks: list[dict[str, Any]]) -> None:
         """Take what every rank's observers saw; splits and wire are those of the rank with the highest peak."""
         self.peak_bytes = [rank["peak_bytes"] for rank in ranks]

@@ -92,9 +92,18 @@ class Session:
                 self._runs[row].error = str(failure)
                 continue
             self._runs[row].set_observed(ranks)
+            self._foresee(row)
             self._host_bytes += sum(rank["peak_rss_bytes"] or 0 for rank in ranks)
             self.comparison.parameters = ranks[0]["parameters"]
             self.comparison.versions |= ranks[0]["versions"]  # a peer's interpreter has packages that ours lacks
+
+    def _foresee(self, row: Row) -> None:
+        """What the plan says of a row of ours, where it can say anything."""
+        from shardwise.planning.foresee import foresee_peaks
+
+        if row.peer is None:
+            peak = foresee_peaks(self.settings, [row.preset])[row.preset]
+            self._runs[row].predicted_peak_bytes = [peak] * self.settings.world_size if peak is not None else None
 
     def time(self) -> None:
         """Seconds per step, losses and hashes of every row that lives."""

@@ -27,7 +27,7 @@ def render(comparison: Comparison) -> RenderableType:
     parts: list[RenderableType] = [Text(title(comparison), style="bold")]
     if any(run.peak is not None for run in comparison.runs):
         parts += [
-            Text("\nMemory per rank in MB, from outside: the peak, its parts; at rest; the process"),
+            Text("\nMemory per rank in MB, from outside: the peak, as planned, its parts; at rest; the process"),
             memory_table(comparison),
         ]
     if any(run.step_s is not None for run in comparison.runs):
@@ -55,7 +55,7 @@ def title(comparison: Comparison) -> str:
 def memory_table(comparison: Comparison) -> Table:
     """Peaks, and what they were made of."""
     table = _table()
-    for name in ("peak", "saved", *SPLIT, "rest w", "rest g", "rest o", "RSS"):
+    for name in ("peak", "plan", "saved", *SPLIT, "rest w", "rest g", "rest o", "RSS"):
         table.add_column(name.replace("_", " "), justify="right")
     for run in comparison.runs:
         if run.peak is None:
@@ -64,6 +64,7 @@ def memory_table(comparison: Comparison) -> Table:
         table.add_row(
             escape(run.name),
             f"[bold]{_mb(run.peak)}[/]",
+            _mb(run.predicted),
             NOTHING if run is comparison.runs[0] or saved is None else f"{saved:.0%}",
             *(_mb(run.peak_split_bytes.get(kind, 0)) for kind in SPLIT),
             *(_mb(run.resting_bytes.get(kind, 0)) for kind in ("weights", "grads", "optim")),

@@ -63,6 +63,7 @@ class _Sizes:
         of = model.dimensions
         self.unit = of.layer_numel() if of else model.parameters // UNKNOWN_LAYERS
         self.largest = max(self.unit, of.embedding_numel) if of else self.unit
+        self.head = of.embedding_numel if of else self.unit
         if model.frozen:
             self.trained_unit = model.trainable // (of.layers if of else UNKNOWN_LAYERS)
         else:
@@ -93,7 +94,7 @@ class _Sizes:
 
     def backward_starts(self, held: Counter[str]) -> Counter[str]:
         moment = self._base(held)
-        moment["weights"] += self.gathered(self.largest)
+        moment["weights"] += self.gathered(self.head)
         if self.config.batch.accumulation == 1:
             moment["grads"] = 0
         layers = self.model.dimensions.layers if self.model.dimensions else 0

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from multiprocessing import get_context
 from typing import Any
 
 from shardwise.config.presets import PRESETS
@@ -182,7 +183,8 @@ def _dry_runs(
     if cores() < 2 or len(presets) < 2:
         found = [foresee_workload(model, workload, preset, world_size) for preset in presets]
     else:
-        with ProcessPoolExecutor(min(cores(), len(presets))) as pool:
+        # Forked: a fresh interpreter would import torch again, which takes as long as a dry run.
+        with ProcessPoolExecutor(min(cores(), len(presets)), get_context("fork")) as pool:
             count = len(presets)
             found = list(pool.map(foresee_workload, [model] * count, [workload] * count, presets, [world_size] * count))
     failure = next((each for each in found if isinstance(each, str)), None)

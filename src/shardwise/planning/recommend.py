@@ -56,7 +56,7 @@ def _why(
         why += f": {last.preset} needs {format_bytes(last.peak_bytes)} of {format_bytes(hardware.gpu_bytes)}"
     elif hardware.gpus == 1:
         why += "; on one GPU there is nothing to shard"
-    elif "zero3" in rows:
+    elif "zero3" in rows and row.preset != "zero3":
         more = rows["zero3"].wire_bytes / max(1, row.wire_bytes)
         saved = row.peak_bytes - rows["zero3"].peak_bytes
         why += f"; zero3 would free {format_bytes(max(0, saved))} more a GPU and send {more:g} times as much"

@@ -93,8 +93,8 @@ def states(parameters: int, world_size: int, each: Accounting, name: str) -> Ren
         size = total_bytes(preset, parameters, world_size, each)
         table.add_row(preset, f"{float(size) / 1e9:.4g}", f"1/{float(whole / size):.3g}")
     kinds = f"weights {each.weights} + grads {each.grads} + master {each.master} + moments {each.moments} bytes"
-    title = f"Model states of {format_count(parameters)} parameters on {world_size} ranks, accounting {name}: {kinds}"
-    return Group(Text(title, style="bold"), table)
+    title = f"Model states of {format_count(parameters)} parameters on {world_size} ranks, accounting {name}"
+    return Group(Text(title, style="bold"), Text(kinds), table)
 
 
 def _gb(size_bytes: int) -> str:

@@ -1,0 +1,152 @@
+"""The command as a user meets it: the table, the files, messages; and every claim of docs/claims.md."""
+
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+import shardwise
+from shardwise.cli import main
+from shardwise.config import Config
+from shardwise.planning import Hardware, Workload
+from shardwise.planning.search import search
+from shardwise.planning.workload import from_parameters
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Run `shardwise ...` in this process; its exit code and what it printed."""
+
+    def call(line):
+        monkeypatch.setattr(sys, "argv", shlex.split(line))
+        monkeypatch.setenv("COLUMNS", "100")
+        with pytest.raises(SystemExit) as end:
+            main()
+        seen = capsys.readouterr()
+        return end.value.code or 0, seen.out, seen.err
+
+    return call
+
+
+def claims():
+    text = (ROOT / "docs" / "claims.md").read_text()
+    blocks = re.findall(r"^```\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines()]
+    found = []
+    for line in lines:
+        if line.startswith("$ "):
+            found.append((line[2:], []))
+        else:
+            found[-1][1].append(line.removeprefix("→ "))
+    return found
+
+
+@pytest.mark.parametrize(("command", "expected"), claims(), ids=lambda value: value if isinstance(value, str) else "")
+def test_every_claim_is_proven_by_its_command(command, expected, run):
+    code, out, err = run(command)
+    assert code == 0, err
+    assert expected
+    flat = re.sub(r" +", " ", out)
+    for figure in expected:
+        assert re.sub(r" +", " ", figure) in flat, out
+
+
+def test_the_table_names_all_presets_and_one_recommendation(run):
+    code, out, _ = run("shardwise plan llama3-8b --gpus 5 --gpu-memory 44GB --host-memory 512GB --disk 2TB --explain")
+    assert code == 0
+    assert max(map(len, out.splitlines())) <= 112
+    for preset in ("zero0", "zero1", "zero2", "zero3", "zero1_offload", "zero2_offload", "zero3_offload", "zero3_nvme"):
+        assert preset in out
+    assert out.count("→ zero3") == 2
+    assert "2Ψ + 2Ψ + 12Ψ" in out
+
+
+def test_json_emitted_configuration_and_picture(run, tmp_path):
+    files = f"--emit {tmp_path}/config.json --plot {tmp_path}/plan.png"
+    code, out, _ = run(f"shardwise plan llama3-8b --gpus 5 --gpu-memory 44GB --accumulate 2 --json {files}")
+    assert code == 0
+    data = json.loads(out)
+    assert data["advice"]["preset"] == "zero3"
+    assert {row["preset"] for row in data["rows"]} >= {"zero0", "zero3_nvme"}
+    for row in data["rows"]:
+        assert sum(row["categories"].values()) == row["peak_bytes"]
+    config = Config.load(tmp_path / "config.json")
+    assert config.placement == Config.load("zero3").placement
+    assert config.batch.accumulation == 2
+    assert json.loads((tmp_path / "config.json").read_text())["zero_optimization"]["stage"] == 3
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("", "name the model or its size"),
+        ("llama3-8c", "did you mean"),
+        ("--params eight", "--params eight: expected a count"),
+        ("--params 8e9 --gpu-memory much", "--gpu-memory much: expected a size"),
+        ("--params 8e9 --gpus 0", "at least one"),
+        ("--params 8e9 --gpus 5 --nodes 2", "cannot be spread evenly"),
+        ("--params 8e9 --gpu-memory 100MB", "the driver's context"),
+        ("--params 8e9 --precision fp8", "unknown precision 'fp8'"),
+        ("--params 8e9 --optimizer Adamm", "Adamm"),
+        ("--params 8e9 --presets zero9", "unknown preset 'zero9'"),
+        ("--params 8e9 --accounting half", "unknown accounting"),
+        ("--params 8e9 --detailed", "needs a model"),
+        ("llama3-8b --global-batch 7 --gpus 2", "is no multiple"),
+        ("llama3-8b --lora 0", "at least 1"),
+        ("llama3-8b --lora-targets q_proj", "needs --lora"),
+        ("llama3-8b --seq 0", "at least 1"),
+        ("llama3-8b --emit nowhere/config.json", "there is no folder"),
+        ("llama3-405b --gpus 1 --emit config.json", "nothing fits"),
+        ("nowhere/config.json", "no such file"),
+    ],
+)
+def test_bad_input_is_one_message_and_exit_code_2(arguments, message, run):
+    code, _, err = run(f"shardwise plan {arguments}")
+    assert code == 2
+    assert message in err
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+
+
+def test_a_model_that_cannot_be_traced_gets_arithmetic_and_a_note(run, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import torch\n"
+        "class Model(torch.nn.Linear):\n"
+        "    def forward(self, x):\n"
+        "        y = super().forward(x).sum()\n"
+        "        return y if y > 0 else -y\n"
+        "def build():\n"
+        "    return Model(8, 4), lambda rank, step: {'x': torch.ones(2, 8)}\n"
+    )
+    code, out, err = run(f"shardwise plan {tmp_path}/mine.py:build --gpus 2 --presets zero3")
+    assert code == 0, err
+    assert "no dry run: DataDependent" in out
+    assert "arithmetic" in out
+
+
+def test_advice_goes_from_fast_to_slow():
+    def preset(parameters, **more):
+        return shardwise.plan(params=parameters, hardware=Hardware(8, 80 * 10**9, **more)).advice.preset
+
+    sizes = (10**9, 18 * 10**9, 24 * 10**9, 36 * 10**9)
+    assert [preset(size) for size in sizes] == ["zero1", "zero2", "zero3", "zero3"]
+    assert preset(70 * 10**9, host_bytes=2 * 10**12).endswith("offload")
+    assert preset(70 * 10**9, host_bytes=10**11) is None
+    nothing = shardwise.plan("llama3-70b", hardware=Hardware(8, 80 * 10**9, 10**11, 10**11)).advice
+    assert nothing.preset is None
+    assert "LoRA of rank 16 would do under zero3" in nothing.reason
+
+
+def test_the_search_ranks_what_fits():
+    found = search(from_parameters(30 * 10**9), Workload(accumulation=8), Hardware(8, 80 * 10**9))
+    assert found
+    assert found[0].preset == "zero3"
+    assert found[0].micro_batch == 8  # fewer gathers per sample
+    assert [each.rank for each in found] == sorted(each.rank for each in found)
+    assert search(from_parameters(10**12), Workload(), Hardware(2, 80 * 10**9)) == []

@@ -1,0 +1,29 @@
+"""Arithmetic beside the dry run: near, for models of which only the dimensions are known."""
+
+import pytest
+
+from shardwise.planning.dimensions import Dimensions, Experts
+from shardwise.planning.estimate import estimate
+from shardwise.planning.foresee import foresee_workload
+from shardwise.planning.workload import Workload, from_dimensions
+
+DENSE = Dimensions("dense", 1024, 6, 16, 8000, 4096, kv_heads=4)
+MIXTURE = Dimensions("mixture", 512, 4, 8, 8000, 2048, experts=Experts(8, 2, 1024))
+CASES = [
+    (DENSE, "zero1", Workload(sequence=1024, micro_batch=2, checkpointing=False)),
+    (DENSE, "zero2", Workload(sequence=512, accumulation=2)),
+    (DENSE, "zero3", Workload(sequence=2048)),
+    (DENSE, "zero3", Workload(sequence=1024, lora=(8, ("q_proj", "v_proj")))),
+    (MIXTURE, "zero3", Workload(sequence=1024)),
+]
+
+
+@pytest.mark.parametrize(("of", "preset", "workload"), CASES)
+def test_arithmetic_is_near_the_dry_run(of, preset, workload):
+    model = from_dimensions(of, workload.lora)
+    foreseen = foresee_workload(model, workload, preset, world_size=4)
+    assert not isinstance(foreseen, str), foreseen
+    assert foreseen.parameters == model.parameters
+    assert foreseen.trainable == model.trainable
+    reckoned = estimate(model, workload, workload.config(preset).for_world_size(4), 4)
+    assert reckoned.peak_bytes == pytest.approx(foreseen.peak_bytes, rel=0.12), (reckoned, foreseen)

@@ -26,4 +26,4 @@ def test_arithmetic_is_near_the_dry_run(of, preset, workload):
     assert foreseen.parameters == model.parameters
     assert foreseen.trainable == model.trainable
     reckoned = estimate(model, workload, workload.config(preset).for_world_size(4), 4)
-    assert reckoned.peak_bytes == pytest.approx(foreseen.peak_bytes, rel=0.12), (reckoned, foreseen)
+    assert reckoned.peak_bytes == pytest.approx(foreseen.peak_bytes, rel=0.15), (reckoned, foreseen)

@@ -160,6 +160,27 @@ def test_weights_are_read_from_files(rank, world_size, preset, files, kept, tmp_
     engine.destroy()
 
 
+@pytest.mark.full  # transformers takes seconds to import
+def test_a_model_of_transformers_is_built_and_read(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4, vocab_size=500
+    )
+    torch.manual_seed(1)
+    source = transformers.AutoModelForCausalLM.from_config(config)
+    source.save_pretrained(tmp_path, max_shard_size="500KB")
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    tokens = torch.randint(500, (2, 12))
+    for weights in (None, tmp_path):
+        torch.manual_seed(1 if weights is None else 2)
+        with shardwise.deferred_init(weights):
+            model = transformers.AutoModelForCausalLM.from_config(config)
+        engine = shardwise.initialize(model, torch.optim.AdamW(model.parameters()), "zero3")
+        with torch.no_grad():
+            assert torch.equal(engine(tokens).logits, source(tokens).logits)
+        engine.destroy()
+
+
 def test_buffers_are_read_too_unless_they_do_not_last(tmp_path):
     source = Attached()
     source.lasting.add_(1)

@@ -170,3 +170,52 @@ def test_compiled_blocks(preset, checkpointed):
         losses[compiled] = [train_step(engine, 0, step).item() for step in range(4)]
         engine.destroy()
     assert losses[True] == pytest.approx(losses[False], rel=2e-2)
+
+
+@pytest.mark.parametrize("preset", ["zero1", "zero3"])
+def test_a_deferred_model_goes_to_this_ranks_gpu(preset):
+    torch.manual_seed(0)
+    plain = GPT(256, 4, 4, 1000, 128)
+    torch.manual_seed(0)
+    with shardwise.deferred_init():
+        model = GPT(256, 4, 4, 1000, 128)
+    assert all(param.is_meta or param.nbytes <= 16 << 10 for param in model.parameters())
+    engine = shardwise.initialize(model, make_optimizer(model), preset)
+    for name, param in plain.named_parameters():
+        assert torch.equal(engine.full_param(name).cpu(), param.detach()), name
+    average = shardwise.ema(engine, decay=0.9)
+    for step in range(2):
+        train_step(engine, 0, step)
+    with average.applied(), torch.no_grad():
+        assert engine(tokens(9)).isfinite()
+    engine.destroy()
+
+
+@pytest.mark.parametrize("preset", STAGES)
+def test_muon_on_whole_matrices_is_torchs(preset):
+    torch.use_deterministic_algorithms(True)
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(GPT(256, 2, 4, 1000, 128).cuda())
+    engine = shardwise.initialize(models[0], muon_and_adamw(models[0]), preset)
+    optimizers = muon_and_adamw(models[1])
+    for step in range(2):
+        train_step(engine, 0, step)
+        models[1](tokens(step)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.use_deterministic_algorithms(False)
+    for name, param in models[1].named_parameters():
+        torch.testing.assert_close(engine.full_param(name), param.detach(), rtol=1e-4, atol=1e-5)
+    engine.destroy()
+
+
+def muon_and_adamw(model):
+    inner = {id(param) for param in model.blocks.parameters() if param.ndim == 2}
+    params = list(model.parameters())
+    return [
+        torch.optim.Muon([param for param in params if id(param) in inner], lr=0.02),
+        torch.optim.AdamW([param for param in params if id(param) not in inner], lr=1e-3, fused=True),
+    ]

@@ -8,21 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardwise.held import Held, InMemory, held_by
+from shardwise.held import InMemory, held_by
 from shardwise.memory import Entry, Kind, Tier
 from shardwise.unit import Unit
 
 if TYPE_CHECKING:
     from shardwise.engine import Engine
 
-KEY = "ema"
-
 
 def ema(engine: Engine, decay: float = 0.999) -> Ema:
     """An average of the weights that `engine.step()` keeps up: average = decay * average + (1 - decay) * weights.
 
     It is of the fp32 master copy, and each rank holds the average of what it updates: 4Ψ/W bytes where the optimizer is
-    sharded. The first update copies the weights, as `torch.optim.swa_utils.AveragedModel` does.
+    sharded. The first update copies the weights, as `torch.optim.swa_utils.AveragedModel` does. Make it before
+    `engine.load`: checkpoints hold it.
 
     >>> import torch, shardwise
     >>> model = torch.nn.Linear(4, 1)
@@ -44,12 +43,15 @@ class Ema:
             raise ValueError(f"decay is {decay}: it lies between 0 and 1, mostly near 1, such as 0.999")
         self.decay = decay
         self.updates = 0
+        self.key = f"ema{len(engine.averages) or ''}"
         self._engine = engine
         self._units = [unit for unit in engine.units if unit.grads is not None]
         self._averages = [_master(unit).clone() for unit in self._units]
         for unit, average in zip(self._units, self._averages, strict=True):
             tier = Tier.DEVICE if average.device == engine.comm.device else Tier.HOST
-            engine.account(Entry(Kind.OPTIM, f"{unit.name} (average)", tier), average.nbytes)
+            engine.account(Entry(Kind.OPTIM, f"{unit.name} ({self.key})", tier), average.nbytes)
+            unit.kept.append(InMemory(self.key, unit.weights.owned, average))
+        engine.averages.append(self)
         engine.register_update_hook(self._update)
 
     @contextlib.contextmanager
@@ -69,11 +71,6 @@ class Ema:
                 return unit.view(unit.weights.whole(average), name).clone()
         return self._engine.full_param(name)  # what is frozen is its own average
 
-    def held(self, unit: Unit) -> list[Held]:
-        """The averages of a unit that this rank holds, as `held_by` gives its master."""
-        pairs = zip(self._units, self._averages, strict=True)
-        return [InMemory(KEY, unit.weights.owned, average) for other, average in pairs if other is unit]
-
     def state_dict(self) -> dict[str, Any]:
         """Decay, number of updates and every trained parameter's average, whole, on the CPU. A collective."""
         names = [name for unit in self._units for name in unit.names]
@@ -88,11 +85,11 @@ class Ema:
             raise ValueError(f"the state is of another model: parameter {wrong[0]!r} is in one and not in the other")
         self.decay, self.updates = state["decay"], state["updates"]
         for unit in self._units:
-            for held in self.held(unit):
-                for slot in unit.layout.slots:
-                    if part := slot.span.intersect(held.span):
-                        flat = averages[slot.spec.name].reshape(-1)
-                        held.write(part, flat[part.shift(-slot.span.start).slice])
+            (held,) = [held for held in unit.kept if held.key == self.key]
+            for slot in unit.layout.slots:
+                if part := slot.span.intersect(held.span):
+                    flat = averages[slot.spec.name].reshape(-1)
+                    held.write(part, flat[part.shift(-slot.span.start).slice])
 
     @torch.no_grad()
     def _update(self) -> None:

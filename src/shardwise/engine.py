@@ -6,7 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -29,6 +29,9 @@ from shardwise.scaling import Outcome, Scaler
 from shardwise.schedule import Schedule
 from shardwise.tensors import map_tensors
 from shardwise.unit import Unit, layout_for
+
+if TYPE_CHECKING:
+    from shardwise.ema import Ema
 
 _LOG = logging.getLogger("shardwise")
 
@@ -71,6 +74,7 @@ class Engine(nn.Module):
         self._grad_hooks: list[Callable[[str, torch.Tensor], None]] = []
         self._update_hooks: list[Callable[[], None]] = []
         self._pause: str | None = None
+        self.averages: list[Ema] = []
         self._access = access.Access(self)
         self._overrides = Overrides(model)
 
@@ -298,6 +302,7 @@ class Engine(nn.Module):
             "was_skipped": self._was_skipped,
             "is_exhausted": self._is_exhausted,
             "scaler": self._scaler.state_dict() if self._scaler is not None else None,
+            "averages": {average.key: average.updates for average in self.averages},
         }
 
     def set_progress(self, progress: Mapping[str, Any]) -> None:
@@ -309,6 +314,8 @@ class Engine(nn.Module):
         self._is_exhausted = progress["is_exhausted"]
         if self._scaler is not None and progress["scaler"] is not None:
             self._scaler.load_state_dict(progress["scaler"])
+        for average in self.averages:
+            average.updates = progress.get("averages", {}).get(average.key, 0)
         if self._updater is not None:
             self._updater.account()
 

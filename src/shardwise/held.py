@@ -69,14 +69,15 @@ class Extra:
 
 
 def held_by(unit: Unit, optimizer: torch.optim.Optimizer | None) -> list[Held]:
-    """All values of a unit that this rank holds one per element: its master first."""
+    """All values of a unit that this rank holds one per element: its master first, and nothing else without an
+    optimizer."""
     weights = unit.weights
     values: list[Held] = [InMemory(MASTER, weights.owned, weights.master)]
     for piece, span, state in _states(unit, optimizer):
         for key, value in state.items():
             if _is_per_element(value, piece):
                 values.append(InMemory(f"optim/{key}", span, value.detach().view(-1)))
-    return values
+    return values + unit.kept if optimizer is not None else values
 
 
 def extras_of(unit: Unit, optimizer: torch.optim.Optimizer | None) -> list[Extra]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import count
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -17,6 +18,9 @@ from shardwise.memory import Ledger
 from shardwise.optimizers import Group
 from shardwise.policy import Policy
 from shardwise.weights import Weights
+
+if TYPE_CHECKING:
+    from shardwise.held import Held
 
 
 @dataclass
@@ -58,6 +62,7 @@ class Unit:
         self.names = [slot.spec.name for slot in layout.slots]
         self.params = [params[name] for name in self.names]
         self.traffic = Traffic()
+        self.kept: list[Held] = []  # what lasts besides master and optimizer state: averages
         self.weights = Weights(spec.name, self.params, layout, policy, comm, ledger)
         self.grads: Grads | None = None
         self.weights.adopt()

@@ -79,7 +79,9 @@ def _restore(engine: Engine, reader: Reader) -> Any:
             _prepare_states(unit, engine.optimizer, reader, states)
         for held in held_by(unit, engine.optimizer):
             for slot, part in overlaps(unit, held.span):
-                stored = manifest.tensors[f"{held.key}/{slot.spec.name}"]
+                stored = manifest.tensors.get(f"{held.key}/{slot.spec.name}")
+                if stored is None:
+                    continue  # an average that was not kept when this was saved: `Engine.set_progress` begins it anew
                 for elements, values in reader.parts(stored, part.shift(-slot.span.start)):
                     held.write(elements.shift(slot.span.start), values)
     same_ranks = manifest.world_size == comm.world_size

@@ -78,7 +78,7 @@ def train(
     sample: Annotated[int, typer.Option(help="Tokens of the sample.", rich_help_panel=OUTPUTS)] = 400,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
-    """Train a language model. Without arguments: a small one on Python's own sources, in about two minutes.
+    """Train a language model. Without arguments: a small one on Python's own sources, in a few minutes.
 
     Ctrl-C saves and leaves; the same command goes on. Under torchrun it is one of torchrun's ranks.
     """

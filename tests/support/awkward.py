@@ -279,12 +279,12 @@ class Gated(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         output = torch.tanh(self.inner(x))
-        self.gate.loss = self.aside(x)
+        self.loss = self.aside(x)
         return output
 
 
 def with_kept(model: nn.Module, output: Any, x: torch.Tensor) -> torch.Tensor:
-    return square(model, output, x) + sum(layer.gate.loss for layer in model.layers)
+    return square(model, output, x) + sum(layer.loss for layer in model.layers)
 
 
 def with_collected(model: nn.Module, output: Any, x: torch.Tensor) -> torch.Tensor:

@@ -62,4 +62,5 @@ class Rehearsal:
 
 
 def _others_watch() -> bool:
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    hooks: Any = torch._C._autograd
+    return not hooks._saved_tensors_hooks_is_enabled() or hooks._top_saved_tensors_default_hooks(True) is not None

@@ -216,7 +216,7 @@ class Schedule:
         # A call that raised an exception which the model caught has not come here.
         while self._running and self._running.pop() is not site:
             pass
-        site.depth -= 1
+        site.depth = max(0, site.depth - 1)  # a backward inside the forward has set it to 0
         if site.depth:
             return
         for unit in units:

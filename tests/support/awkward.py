@@ -333,6 +333,16 @@ class Penalised(Chain):
     pass
 
 
+@case(
+    "models that differentiate themselves: forces from an energy",
+    "`torch.autograd.grad` inside a forward works as outside of it",
+)
+class Forces(Chain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        (force,) = torch.autograd.grad(super().forward(x).square().sum(), x, create_graph=True)
+        return force
+
+
 def after_looks(model: nn.Module, output: Any, x: torch.Tensor) -> torch.Tensor:
     for _ in range(2):
         (grad,) = torch.autograd.grad(output.sum(), x, retain_graph=True)

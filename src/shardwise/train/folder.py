@@ -42,9 +42,9 @@ class Folder:
     def report(self) -> Path:
         return self.root / "report.txt"
 
-    @property
-    def error(self) -> Path:
-        return self.root / "error.txt"
+    def error(self, rank: int) -> Path:
+        """The traceback of a rank that failed."""
+        return self.root / f"error-rank{rank}.txt"
 
     @property
     def record(self) -> Path:
@@ -66,7 +66,8 @@ class Folder:
             return
         for path in (self.checkpoints, self.export, self.root / "tensorboard"):
             shutil.rmtree(path, ignore_errors=True)
-        for path in (self.plot, self.sample, self.report, self.error, *self.root.glob("metrics.*"), self.record):
+        found = [*self.root.glob("metrics.*"), *self.root.glob("error-rank*.txt")]
+        for path in (self.plot, self.sample, self.report, *found, self.record):
             path.unlink(missing_ok=True)
 
     @property

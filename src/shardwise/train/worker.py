@@ -24,6 +24,7 @@ from torch.distributed.rendezvous import rendezvous
 from shardwise.comm import Comm
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.train import crew
+from shardwise.train.folder import Folder
 from shardwise.train.job import Job, prepare
 from shardwise.train.options import Options
 from shardwise.train.run import run
@@ -117,11 +118,11 @@ def _agreed_job(options: Options, comm: Comm) -> Job:
 
 
 def _tell(store: Store | None, options: Options, rank: int, message: str) -> None:
-    """Say what went wrong if nobody has; the traceback goes to error.txt."""
+    """Say what went wrong if nobody has; the traceback goes to a file."""
     error = sys.exception()
     is_consequence = isinstance(error, RuntimeError) and any(word in str(error).lower() for word in CONSEQUENCES)
     if not isinstance(error, ShardwiseError):
-        path = options.outputs.out / (f"error-rank{rank}.txt" if rank else "error.txt")
+        path = Folder(options.outputs.out).error(rank)
         with contextlib.suppress(OSError):
             path.write_text(traceback.format_exc())
             message += f" (traceback: {path})"

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from shardwise.division import describe_units
     from shardwise.ema import ema
     from shardwise.engine import Engine
-    from shardwise.errors import ConfigError, ShardwiseError
+    from shardwise.errors import ConfigError, DisagreementError, ShardwiseError
     from shardwise.planning import plan
     from shardwise.start import initialize
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Config": "config",
     "ConfigError": "errors",
+    "DisagreementError": "errors",
     "Engine": "engine",
     "MemoryAnalyzer": "analyzer",
     "ShardwiseError": "errors",
@@ -35,6 +36,7 @@ _HOMES = {
 __all__ = [
     "Config",
     "ConfigError",
+    "DisagreementError",
     "Engine",
     "MemoryAnalyzer",
     "ShardwiseError",

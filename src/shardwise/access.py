@@ -82,7 +82,8 @@ def full_state(engine: Engine, name: str) -> dict[str, torch.Tensor]:
     mine, others = _owned_state(engine.optimizer, unit, name)
     # Ranks own different parts, some of them none: what there is to gather is agreed upon first.
     told = {key: value.dtype for key, value in mine.items()} | others
-    everyone = {key: kind for one in reversed(unit.comm.share_object(told)) for key, kind in one.items()}
+    tellings = unit.comm.share_object(told, f"state of {name}")
+    everyone = {key: kind for one in reversed(tellings) for key, kind in one.items()}
     state: dict[str, torch.Tensor] = {}
     for key, kind in sorted(everyone.items()):
         if isinstance(kind, torch.Tensor):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shardwise import access, checkpoint, norm
+from shardwise import access, checkpoint, norm, oom
 from shardwise.budget import choose_flight
 from shardwise.comm import Comm
 from shardwise.config import Config
@@ -88,7 +88,7 @@ class Engine(nn.Module):
             args, kwargs = map_tensors((args, kwargs), lambda t: t.to(dtype) if t.is_floating_point() else t)
         try:
             autocast = torch.autocast(self._comm.device.type, dtype, enabled=precision.autocast)
-            with self._schedule.rehearsal.watching(), autocast:
+            with self._telling("forward"), self._schedule.rehearsal.watching(), autocast:
                 return self.module(*args, **kwargs)
         except BaseException:
             self._schedule.rest()
@@ -108,11 +108,12 @@ class Engine(nn.Module):
             self.zero_grad()
         self._schedule.begin_backward()
         try:
-            loss.backward()
+            with self._telling("backward"):
+                loss.backward()
+                self._schedule.end_backward()
         except BaseException:
             self.zero_grad()
             raise
-        self._schedule.end_backward()
 
     def step(self, closure: None = None) -> None:
         """At the accumulation boundary: clip, update, and send the new weights on their way. Otherwise count."""
@@ -129,14 +130,17 @@ class Engine(nn.Module):
             self.zero_grad()
         elif not self.is_boundary:
             self._micro_step += 1
+            self._comm.micro_step = self._micro_step
         else:
             self._micro_step = 0
-            self._update(self._updater)
+            with self._telling("step"):
+                self._update(self._updater)
+            self._comm.micro_step = 0
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients accumulated so far and start a new accumulation. `step()` does it by itself."""
         self._schedule.abandon()
-        self._micro_step = 0
+        self._micro_step = self._comm.micro_step = 0
 
     @property
     def loss_scale(self) -> float:
@@ -326,6 +330,7 @@ class Engine(nn.Module):
         self._is_destroyed = True
         if self._saving is not None:
             self._saving.leave()
+        self._comm.begin_close()
         self._schedule.remove()
         self._recompute.remove()
         self._access.remove()
@@ -417,6 +422,23 @@ class Engine(nn.Module):
         if final and not self._grad_hooks:
             assert unit.grads is not None
             unit.grads.start_gather()
+
+    @contextlib.contextmanager
+    def _telling(self, what: str) -> Iterator[None]:
+        """An exception is something that all ranks must meet with, or the others would wait in this pass for ever.
+
+        Where memory ran out, say what was held and what would hold less.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                error.args = (f"{error}\n{oom.explain(error, self.config, self._units, self._ledger)}",)
+            # A forward on replicated weights sends nothing: one rank alone may fail and try again.
+            if what != "forward" or self.config.placement.weights.sharding == "sharded":
+                first_line = str(error).partition("\n")[0]
+                self._comm.note(f"the {what} was broken off by {type(error).__name__}: {first_line}")
+            raise
 
     def _unscale(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Whether gradients overflowed, and what they are multiplied with: 1/scale and clipping in one number."""

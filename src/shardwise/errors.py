@@ -1,6 +1,6 @@
 """The errors that users meet. Each message names what was seen and what to do about it."""
 
-__all__ = ["CheckpointError", "ConfigError", "ConfigWarning", "DamagedError", "ShardwiseError"]
+__all__ = ["CheckpointError", "ConfigError", "ConfigWarning", "DamagedError", "DisagreementError", "ShardwiseError"]
 
 
 class ShardwiseError(Exception):
@@ -21,3 +21,7 @@ class DamagedError(CheckpointError):
 
 class ConfigWarning(UserWarning):
     """A configuration that loads, but holds something its author should know about."""
+
+
+class DisagreementError(ShardwiseError, RuntimeError):
+    """The ranks do not issue the same operations, or one of them is gone: none can go on. Start all of them again."""

@@ -123,7 +123,10 @@ class Exchange:
     Gradients that lie in one flat buffer are sent from there; others are packed first, all at once or in pieces.
     """
 
-    def __init__(self, source: Source, layout: Layout, dtype: torch.dtype, pieces: int, ledger: Ledger) -> None:
+    def __init__(
+        self, name: str, source: Source, layout: Layout, dtype: torch.dtype, pieces: int, ledger: Ledger
+    ) -> None:
+        self._name = name
         self._source = source
         self._world_size = layout.world_size
         self._dtype = dtype
@@ -188,7 +191,8 @@ class Exchange:
         if self._world_size > 1:
             shape = (comm.rows_received, stop - start)
             self._received = self._buffer(comm, shape)
-            self._handle, self._parts = comm.exchange(self._received.allocate().view(shape), parts, "reduce")
+            received = self._received.allocate().view(shape)
+            self._handle, self._parts = comm.exchange(received, parts, "reduce", self._name)
 
     def _buffer(self, comm: Comm, shape: tuple[int, int]) -> Buffer:
         entry = Entry(Kind.WORK, "exchange", Tier.DEVICE)

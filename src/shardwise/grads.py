@@ -148,7 +148,9 @@ class Grads:
             source: Source = Strays(self._params, self._layout, self._packing, self._let_go)
             if self._full is not None:
                 source = Flat(self._full.tensor.view(self._layout.world_size, -1))
-            self._exchange = Exchange(source, self._layout, self.policy.reduce_dtype, self.flight.pieces, self._ledger)
+            self._exchange = Exchange(
+                self.name, source, self._layout, self.policy.reduce_dtype, self.flight.pieces, self._ledger
+            )
             self._exchange.start(self._comm)
             if self._full is not None:
                 self._let_go()
@@ -183,7 +185,7 @@ class Grads:
             return
         if self._full is None:
             self._whole = self._whole_buffer()
-        self._gathering = self._comm.gather(self._everything, "reduce")
+        self._gathering = self._comm.gather(self._everything, "reduce", self.name)
 
     def owned(self) -> torch.Tensor:
         """The reduced gradients of the elements whose optimizer state this rank holds."""
@@ -198,7 +200,7 @@ class Grads:
         """The whole unit's reduced gradients, in a fresh tensor. A collective."""
         full = self.reduced.new_empty(self._layout.numel)
         full[self._shard.slice] = self.reduced
-        self._comm.gather(full, "control").wait()
+        self._comm.gather(full, "control", self.name).wait()
         return full
 
     def clear(self) -> None:

@@ -40,6 +40,12 @@ def awaits_gradient(params: Iterable[torch.Tensor]) -> bool:
         return any(param.grad is None and param.requires_grad and _is_added_to(param) for param in params)
 
 
+def adds_to(params: Iterable[torch.Tensor]) -> bool:
+    """Whether the backward we are in brings, or has brought, a gradient to one of these."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return any(param.requires_grad and _is_added_to(param) for param in params)
+
+
 def _is_added_to(param: torch.Tensor) -> bool:
     try:
         return torch._C._will_engine_execute_node(get_gradient_edge(param).node)

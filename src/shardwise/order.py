@@ -40,8 +40,26 @@ class Ahead:
         )
 
 
+def merged(sequences: Sequence[Sequence[int]]) -> list[int]:
+    """One sequence with everything that is in any of them: the first, and what others have besides, each behind what it
+    follows there.
+
+    >>> merged([[0, 1, 3], [0, 2, 3, 4]])
+    [0, 2, 1, 3, 4]
+    """
+    whole: list[int] = []
+    for sequence in sequences:
+        place = 0
+        for item in sequence if whole else ():
+            if item not in whole:
+                whole.insert(place, item)
+            place = whole.index(item) + 1
+        whole = whole or list(sequence)
+    return whole
+
+
 class Order:
-    """The order in which the last forward entered the units; at first, that of registration."""
+    """The order in which a forward entered the units; at first, that of registration."""
 
     def __init__(self, units: Sequence[Unit], ahead: Ahead) -> None:
         self._all = list(units)
@@ -68,6 +86,18 @@ class Order:
         last = {unit.name: index for index, unit in enumerate(entered)}
         end = list(entered[-1:])
         self._stays_from = {unit.name: last[unit.name] for unit in end + [u for e in end for u in self.behind(e)]}
+
+    def place(self, unit: Unit, before: int) -> int:
+        """Where a unit that is entered stands: at its next place after `before`, or there if it has none."""
+        for index in range(before + 1, len(self._entered)):
+            if self._entered[index] is unit:
+                return index
+        return before
+
+    @property
+    def staying(self) -> list[Unit]:
+        """The units that are not released between forward and backward."""
+        return [unit for unit in self._all if unit.name in self._stays_from]
 
     def ahead(self, index: int) -> Sequence[Unit]:
         """The units to gather while the one entered at `index` computes its forward."""

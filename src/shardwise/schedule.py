@@ -5,8 +5,9 @@ released after the last. Backward: a hook on each output gathers the unit again 
 on the inputs tells when the backward has left it. Autograd runs nodes in the reverse order of their creation, so by
 the time it reaches the identity of a unit's first use, everything that came after is done.
 
-The order in which units are entered is learned from the last forward; it decides what is gathered ahead and the order
-of reductions, which is the same on all ranks however the backward of one of them runs.
+The order in which units are entered is learned from a forward, that of all ranks together; it decides what is gathered
+ahead and the order of reductions, which is the same on all ranks however the backward of one of them runs. Gathers are
+in one order too, whichever units a rank enters (see `course`).
 
 A parameter may also be used by a module that does not hold it. Released parameters notice (see `pending`): the unit is
 then gathered at once and is a guest of the innermost module with hooks that is running, until that returns.
@@ -23,14 +24,18 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from shardwise.graph import Ending, Visit, awaits_gradient, inside_backward, leaves_gradients_on, mark_inputs
-from shardwise.order import Ahead, Order
+from shardwise.course import Passes
+from shardwise.graph import Ending, Visit, adds_to, awaits_gradient, inside_backward, leaves_gradients_on, mark_inputs
+from shardwise.order import Ahead, Order, merged
 from shardwise.overrides import ours
 from shardwise.rehearsal import Rehearsal
 from shardwise.report import Clock
 from shardwise.tensors import kept_by, outputs_in
 from shardwise.unit import Traffic, Unit
 from shardwise.weights import State
+
+_AGREE_EVERY = 100
+"""Backwards that reduce, between two times that ranks tell each other in which order they entered the units."""
 
 
 @dataclass
@@ -70,7 +75,11 @@ class Schedule:
         self._is_loud = False
         self._reduces_now = False
         self._entered: list[Unit] = []
+        self._taught: list[Unit] = []
+        self._place = -1
+        self._reductions = 0
         self._order = Order(self.units, ahead)
+        self._passes = Passes(self.units, _containers(model))
         self._waiting: list[Unit] = []
         self._sites: list[Site] = []
         self._running: list[Site] = []
@@ -83,6 +92,8 @@ class Schedule:
         """Everything the backward left open: units nobody entered are reduced as zeros; all weights rest."""
         if not self._in_backward:
             return
+        self._reduce_done()
+        self._passes.finish(between=self._reduce_done)
         for unit in self._waiting:
             self._reduce(unit)
         self._finish_reduce()
@@ -96,10 +107,15 @@ class Schedule:
             self._in_backward = True
             self._is_looking = False
             self._reduces_now = self.reduces()
+            if self._reduces_now:
+                self._agree()
+            self._passes.begin("backward")
             self._waiting = [unit for unit in self._order.backward if unit.grads is not None]
 
     def reduce_all(self) -> None:
         """Reduce every unit now: for gradients that were left to `step()`."""
+        if not all(unit.grads.is_reduced for unit in self.trainable if unit.grads is not None):
+            self._agree()
         for unit in self._order.backward:
             if unit.grads is not None and not unit.grads.is_reduced:
                 self._start_reduce(unit)
@@ -135,9 +151,7 @@ class Schedule:
 
     def bring(self, unit: Unit, ahead: Sequence[Unit] = ()) -> None:
         """Make a unit's weights ready, with the gathers of those `ahead` issued before waiting."""
-        unit.weights.gather()
-        for other in ahead:
-            other.weights.gather()
+        self._passes.gather(unit, ahead)
         if unit.weights.state is not State.READY:
             with self._clock.phase("wait for gather"):
                 unit.weights.settle()
@@ -151,6 +165,7 @@ class Schedule:
 
     def rest(self) -> None:
         """Between passes: sharded weights are released and nothing is entered."""
+        self._passes.drop()
         self.release_all()
         for site in self._sites:
             site.depth = 0
@@ -176,7 +191,7 @@ class Schedule:
 
     def _enter(self, site: Site, module: nn.Module, args: Any, kwargs: Any) -> Any:
         recompute = inside_backward()
-        if site.is_root and not recompute:
+        if site.is_root and not recompute and not site.depth:
             self._begin_forward()
         if not recompute:
             site.depth += 1
@@ -201,9 +216,8 @@ class Schedule:
         units = site.units + site.guests
         if not inside_backward():
             self._end_call(site, units)
-            # Evaluation is no teacher: one rank alone may evaluate, and the order must stay the same on all.
-            if site.is_root and self._is_loud:
-                self._order.learn(self._entered)
+            if site.is_root and not site.depth:
+                self._end_forward(site)
         # Also at a root without units: only its outputs tell the outermost backward from those inside checkpoints.
         if torch.is_grad_enabled() and (units or site.is_root):
             visit = Visit(partial(self.reach, units, [unit.weights.generation for unit in units]))
@@ -241,25 +255,51 @@ class Schedule:
                 unit.traffic.loud_uses += 1
             elif self._is_loud:
                 unit.traffic.quiet_uses += 1
-        if self._entered[-1:] != [unit]:
-            self._entered.append(unit)
-        self.bring(unit, self._order.ahead(len(self._entered) - 1))
+        self._note_entry(unit)
+        self.bring(unit, self._order.ahead(self._place))
 
     def _begin_forward(self) -> None:
         self._drop_broken()
         self._entered = []
+        self._place = -1
         self._is_loud = torch.is_grad_enabled()
+        self._passes.begin("forward" if self._is_loud else "evaluation")
+
+    def _end_forward(self, root: Site) -> None:
+        self._passes.finish((*root.units, *self._order.staying) if self._is_loud else ())
+        # Evaluation is no teacher: one rank alone may evaluate, and the order must stay the same on all.
+        if self._is_loud:
+            self._taught = self._entered
+            if not self._has_company:
+                self._order.learn(self._taught)
+
+    @property
+    def _has_company(self) -> bool:
+        return any(unit.comm.is_checked for unit in self.units[:1])
+
+    def _agree(self) -> None:
+        """Make one order of those in which the ranks entered the units: they may differ."""
+        if self._has_company and self._reductions % _AGREE_EVERY == 0:
+            numbers = [self.units.index(unit) for unit in self._taught]
+            everyone = self.units[0].comm.share_object(numbers, "the order of units")
+            self._order.learn([self.units[number] for number in merged(everyone)])
+        self._reductions += 1
 
     def _record(self, site: Site, recompute: bool) -> int:
-        if not recompute:
-            self._entered.extend(unit for unit in site.units if self._entered[-1:] != [unit])
-        return len(self._entered) - 1
+        for unit in site.units if not recompute else ():
+            self._note_entry(unit)
+        return self._place
+
+    def _note_entry(self, unit: Unit) -> None:
+        if self._entered[-1:] != [unit]:
+            self._entered.append(unit)
+            self._place = self._order.place(unit, self._place)
 
     def _stays(self, site: Site, unit: Unit) -> bool:
         """A unit that is gathered when the backward begins is not released just to be gathered again."""
         # A re-entrant checkpoint turns gradients off inside a forward that has them on.
         has_backward = torch.is_grad_enabled() or (self._is_loud and self._sites[0].depth > 0)
-        return has_backward and (site.is_root or self._order.is_needed_next(unit, len(self._entered)))
+        return has_backward and (site.is_root or self._order.is_needed_next(unit, self._place + 1))
 
     def _count_quiet(self, site: Site, recompute: bool) -> None:
         if self._is_loud and not recompute:
@@ -282,6 +322,7 @@ class Schedule:
                 self._hold(unit)
             if unit.grads is not None and not self._is_looking:
                 unit.grads.open()
+        self._reduce_done()
 
     def _begin_plain_backward(self) -> None:
         """A backward of the user's own begins; it leaves gradients on parameters, or it only looks."""
@@ -345,7 +386,11 @@ class Schedule:
         unit.traffic.is_done = True
         if unit.weights.policy.weights_sharded:
             unit.weights.release()
-        while self._waiting and self._waiting[0].traffic.is_done:
+        self._reduce_done()
+
+    def _reduce_done(self) -> None:
+        """Reduce what this rank's backward has left, or has no part in, as far as the order allows."""
+        while self._waiting and (self._waiting[0].traffic.is_done or self._is_skipped(self._waiting[0])):
             self._reduce(self._waiting.pop(0))
 
     def _is_used_before(self, unit: Unit) -> bool:
@@ -354,6 +399,13 @@ class Schedule:
         if unit not in self._used_before and awaits_gradient(unit.params):
             self._used_before.append(unit)
         return unit in self._used_before
+
+    def _is_skipped(self, unit: Unit) -> bool:
+        """Whether this rank's backward has no part in a unit, and its gather, which others' may need, is behind us."""
+        if not self._has_company or unit.traffic != Traffic():
+            return False
+        is_awaited = inside_backward() and adds_to(unit.params)
+        return not is_awaited and self._passes.passes(unit)
 
     def _reduce(self, unit: Unit) -> None:
         assert unit.grads is not None
@@ -405,3 +457,9 @@ def _enclosing(path: str, sites: Collection[str]) -> str:
     while path not in sites:
         path = path.rpartition(".")[0]
     return path
+
+
+def _containers(model: nn.Module) -> set[str]:
+    """The paths of lists and dictionaries of modules."""
+    kinds = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+    return {path for path, module in model.named_modules() if isinstance(module, kinds)}

@@ -121,7 +121,7 @@ class Weights:
                 exact[part.slice].copy_(origin.read(part.shift(-start)))
             set_origin(param, None)
         if is_shared:
-            self._comm.broadcast(exact)
+            self._comm.broadcast(exact, unit=self.name)
         if not self._one_storage:
             self._part.allocate().copy_(exact[self.owned.slice])
             self._full.allocate().copy_(exact)
@@ -138,6 +138,15 @@ class Weights:
                 self._full.allocate()
                 pending.unwatch(self.params)
                 self._bind(self._views)
+                self._publish()
+
+    def gather_again(self) -> None:
+        """Take part in a gather that other ranks need, also if the values are here: they come once more."""
+        if self.state is State.RELEASED:
+            self.gather()
+        else:
+            with mark("gather", self.name):
+                self.settle()
                 self._publish()
 
     def refresh(self) -> None:
@@ -190,7 +199,7 @@ class Weights:
             return owned
         full = owned.new_empty(self._full.tensor.numel())
         full[self.owned.slice] = owned
-        self._comm.gather(full, "control").wait()
+        self._comm.gather(full, "control", self.name).wait()
         return full
 
     def take_back(self, source: int | None = None) -> None:
@@ -199,7 +208,7 @@ class Weights:
         Untouched elements keep every bit of their master.
         """
         if source is not None:
-            self._comm.broadcast(self.full, source)
+            self._comm.broadcast(self.full, source, self.name)
         if not self._one_storage:
             mine = self.full[self.owned.slice]
             same = mine == self.master.to(mine.dtype)
@@ -228,7 +237,7 @@ class Weights:
         if self.is_whole:
             self.state = State.READY
             return
-        self._handle = self._comm.gather(self._full.tensor, "gather")
+        self._handle = self._comm.gather(self._full.tensor, "gather", self.name)
         self.state = State.GATHERING
         pending.watch(self.params, self)
 

@@ -1,0 +1,106 @@
+"""What it costs to check that all ranks issue the same operations, as a share of a step.
+
+    torchrun --nproc-per-node 2 benchmarks/agreement_cost.py --model gpt-26m --preset zero3
+
+Two engines take steps in turn in the same processes, one with the check and one without; the ratio of their times is
+noisy on a busy machine. So the parts are measured alone as well: what an operation pays in issuing and waiting, times
+the operations of a step, and the looks of the thread beside. One JSON line, of rank 0.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+import shardwise
+from shardwise.agreement import watch
+from shardwise.models import BUILT_IN
+
+WARM_STEPS, CALLS, LOOKS = 3, 20_000, 200
+
+
+def build(name: str, preset: str) -> shardwise.Engine:
+    torch.manual_seed(0)
+    model = BUILT_IN[name].build()
+    config = {"preset": preset, "gradients": {"clip_norm": 1.0}}
+    return shardwise.initialize(model, torch.optim.AdamW(model.parameters()), config)
+
+
+def seconds(engine: shardwise.Engine, name: str, index: int) -> float:
+    batch = BUILT_IN[name].make_batch(dist.get_rank(), index)
+    dist.barrier()
+    started = time.perf_counter()
+    engine.backward(engine(**batch))
+    engine.step()
+    for unit in engine.units:
+        unit.weights.settle()
+    return time.perf_counter() - started
+
+
+def count(agreement: watch.Agreement) -> int:
+    return sum(agreement._log._counts.values())
+
+
+def alone(agreement: watch.Agreement) -> tuple[float, float]:
+    """Seconds of one operation's bookkeeping, and of one look."""
+    other = watch.Log()
+    with mock.patch.object(agreement, "_log", other):
+        started = time.perf_counter()
+        for _ in range(CALLS):
+            agreement.wait(agreement.issue("gather", f"gather blocks.{7}, {1024} elements", True), [])
+        operation_s = (time.perf_counter() - started) / CALLS
+    started = time.thread_time()
+    for _ in range(LOOKS):
+        agreement.look()
+    return operation_s, (time.thread_time() - started) / LOOKS
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=list(BUILT_IN), default="gpt-26m")
+    parser.add_argument("--preset", default="zero3")
+    parser.add_argument("--steps", type=int, default=20)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    checked = build(args.model, args.preset)
+    with mock.patch("shardwise.comm._agree", return_value=None):
+        plain = build(args.model, args.preset)
+    agreement = checked._comm._agreement
+    assert agreement is not None
+    times: dict[str, list[float]] = {"checked": [], "plain": []}
+    for index in range(WARM_STEPS + args.steps):
+        before = count(agreement)
+        turns = [("checked", checked), ("plain", plain)]
+        for name, engine in turns if index % 2 else reversed(turns):
+            times[name].append(seconds(engine, args.model, index))
+        operations = count(agreement) - before
+    step_s = {name: statistics.median(values[WARM_STEPS:]) for name, values in times.items()}
+    ratios = [c / p for c, p in zip(times["checked"][WARM_STEPS:], times["plain"][WARM_STEPS:], strict=True)]
+    operation_s, look_s = alone(agreement)
+    share = operations * operation_s / step_s["plain"] + look_s / watch.LOOK_S
+    if dist.get_rank() == 0:
+        found = {
+            "model": args.model,
+            "preset": args.preset,
+            "units": len(checked.units),
+            "operations_per_step": operations,
+            "step_ms": round(step_s["plain"] * 1e3, 1),
+            "checked_over_plain": round(statistics.median(ratios), 3),
+            "operation_us": round(operation_s * 1e6, 2),
+            "look_us": round(look_s * 1e6),
+            "share_percent": round(share * 100, 3),
+        }
+        print(json.dumps(found), flush=True)
+    dist.barrier()
+    checked.destroy()
+    plain.destroy()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,480 @@
+"""Contract C4: ranks that cannot agree all stop with one error; ranks that can are left alone, however slow."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import nullcontext
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardwise
+from shardwise.agreement import judge, watch
+from shardwise.agreement.posts import Post, State
+from shardwise.comm import Comm
+from support import ranks, run_ranks
+from support.training import make_batch, start, train_step
+
+LIMIT_S = 10.0
+
+
+def begin(preset, model="gpt", **config):
+    watch.LOOK_S = 0.1
+    return start(model, {"preset": preset, "runtime": {"min_unit_bytes": 1}, **config})
+
+
+def forward(engine, rank, index=0):
+    return engine(make_batch(engine.module, rank, index))
+
+
+# Faults: what rank 1 does, or fails to do, while the others train on
+
+
+def extra_forward(engine, rank):
+    if rank == 1:
+        forward(engine, rank)
+    train_on(engine, rank)
+
+
+def extra_evaluation(engine, rank):
+    if rank == 1:
+        with torch.no_grad():
+            forward(engine, rank)
+    train_on(engine, rank)
+
+
+def lone_state_dict(engine, rank):
+    if rank == 1:
+        engine.state_dict()
+    train_on(engine, rank)
+
+
+def lone_full_param(engine, rank):
+    if rank == 1:
+        engine.full_param("head.weight")
+    train_on(engine, rank)
+
+
+def lone_gathered(engine, rank):
+    if rank == 1:
+        with shardwise.gathered(engine.module.parameters()):
+            pass
+    train_on(engine, rank)
+
+
+def lone_step(engine, rank):
+    for index in range(4):
+        try:
+            engine.backward(forward(engine, rank, index))
+        except shardwise.DisagreementError:
+            raise
+        except RuntimeError:  # rank 1 is told at once what it did where gradients are replicated
+            assert rank == 1
+        if rank != 1 or index != 1:
+            engine.step()
+
+
+def forgotten_backward(engine, rank):
+    for index in range(4):
+        loss = forward(engine, rank, index)
+        if rank != 1 or index != 1:
+            engine.backward(loss)
+        engine.step()
+
+
+def other_boundary(engine, rank):
+    for index in range(4):
+        engine.set_boundary(index % 2 == (rank == 1))
+        engine.backward(forward(engine, rank, index))
+        engine.step()
+
+
+def early_end(engine, rank):
+    for index in range(2 if rank == 1 else 4):
+        train_step(engine, rank, index)
+
+
+def dropped_gradients(engine, rank):
+    engine.backward(forward(engine, rank))
+    if rank == 1:
+        engine.zero_grad()
+    engine.step()
+    train_on(engine, rank)
+
+
+def caught_exception_in_forward(engine, rank):
+    with failing(engine.module.blocks[1], rank == 1):
+        skip_bad_batches(engine, rank)
+
+
+def caught_exception_in_backward(engine, rank):
+    for index in range(3):
+        loss = forward(engine, rank, index)
+        if rank == 1 and index == 1:
+            loss = Fails.apply(loss)
+        try:
+            engine.backward(loss)
+        except ValueError:
+            continue
+        engine.step()
+
+
+def caught_exception_in_step(engine, rank):
+    engine.register_grad_hook(lambda name, shard: 1 / (rank != 1))
+    for index in range(3):
+        engine.backward(forward(engine, rank, index))
+        try:
+            engine.step()
+        except ZeroDivisionError:
+            engine.zero_grad()
+
+
+def train_on(engine, rank):
+    for index in range(1, 4):
+        train_step(engine, rank, index)
+
+
+def commit(fault, engine, rank):
+    fault(engine, rank)
+    # A rank may have come out even with the others, a batch behind: what comes next tells.
+    engine.full_param("head.weight")
+
+
+class failing:
+    """Within it, `module` raises if `fails`."""
+
+    def __init__(self, module, fails):
+        self.handle = module.register_forward_hook(self.fail) if fails else None
+
+    def fail(self, *args):
+        raise ValueError("a bad batch")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        if self.handle is not None:
+            self.handle.remove()
+
+
+def skip_bad_batches(engine, rank):
+    for index in range(3):
+        try:
+            loss = forward(engine, rank, index)
+        except ValueError:
+            continue
+        engine.backward(loss)
+        engine.step()
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ValueError("a bad gradient")
+
+
+EVERYWHERE = ["zero0", "zero1", "zero2", "zero3"]
+FAULTS = [
+    (extra_forward, ["zero3"]),
+    (extra_evaluation, ["zero3"]),
+    (lone_state_dict, ["zero3"]),
+    (lone_full_param, ["zero1", "zero3"]),
+    (lone_gathered, ["zero3"]),
+    (lone_step, ["zero0", "zero2", "zero3"]),
+    (forgotten_backward, ["zero1", "zero3"]),
+    (other_boundary, ["zero1", "zero2", "zero3"]),
+    (early_end, ["zero1", "zero3"]),
+    (dropped_gradients, ["zero1", "zero3"]),
+    (caught_exception_in_forward, ["zero3"]),
+    (caught_exception_in_backward, ["zero0", "zero1", "zero2", "zero3"]),
+    (caught_exception_in_step, ["zero1", "zero3"]),
+]
+
+
+@ranks(2, timeout=30)
+@pytest.mark.parametrize(("fault", "preset"), [(fault, preset) for fault, presets in FAULTS for preset in presets])
+def test_every_rank_stops_with_the_same_error(rank, world_size, fault, preset):
+    engine = begin(preset)
+    train_step(engine, rank, 0)
+    started = time.monotonic()
+    with pytest.raises(shardwise.DisagreementError) as caught:
+        commit(fault, engine, rank)
+    assert time.monotonic() - started < LIMIT_S
+    check_told(str(caught.value), world_size)
+    engine.destroy()
+
+
+def check_told(text, world_size):
+    """All ranks have the same text; it names every rank, an operation and a unit."""
+    texts = [None] * world_size
+    dist.all_gather_object(texts, text)
+    assert texts == [text] * world_size
+    rows = [line for line in text.splitlines() if line.startswith("  rank")]
+    named = {number for row in rows for number in row.split(":")[0].replace(",", "").split()[1:]}
+    assert named == {str(rank) for rank in range(world_size)}, text
+    assert any(verb in text for verb in ("gather", "reduce", "share")), text
+    assert any(unit in text for unit in ("embed", "position", "blocks", "norm", "head")), text
+
+
+@ranks(3, timeout=30)
+def test_the_ranks_that_agree_are_told_from_the_one_that_does_not(rank, world_size):
+    engine = begin("zero3")
+    train_step(engine, rank, 0)
+    with pytest.raises(shardwise.DisagreementError) as caught:
+        commit(extra_forward, engine, rank)
+    check_told(str(caught.value), world_size)
+    assert "\n  ranks 0, 2: " in str(caught.value)
+    assert "\n  rank 1: gather" in str(caught.value)
+    engine.destroy()
+
+
+class WithoutTags(Comm):
+    """As over NCCL: nothing on the wire tells operations apart."""
+
+    def __init__(self, group, device):
+        super().__init__(group, device)
+        self._sends_directly = False
+
+
+@ranks(2, timeout=30)
+@pytest.mark.parametrize(
+    ("fault", "preset"),
+    [(extra_forward, "zero3"), (lone_full_param, "zero1"), (lone_step, "zero2"), (caught_exception_in_step, "zero1")],
+)
+def test_without_tags_nothing_is_issued_that_others_do_not_issue(rank, world_size, fault, preset):
+    with mock.patch("shardwise.start.Comm", WithoutTags):
+        engine = begin(preset)
+    train_step(engine, rank, 0)
+    with pytest.raises(shardwise.DisagreementError) as caught:
+        commit(fault, engine, rank)
+    check_told(str(caught.value), world_size)
+    engine.destroy()
+
+
+@ranks(2)
+@pytest.mark.parametrize("preset", ["zero1", "zero3"])
+def test_without_tags_what_is_repeated_is_not_met_over(rank, world_size, preset):
+    with mock.patch("shardwise.start.Comm", WithoutTags):
+        engine = begin(preset, batch={"accumulation": 2})
+    for index in range(2):
+        train_step(engine, rank, index)
+    with mock.patch.object(watch.Agreement, "_meet", side_effect=AssertionError("met over what is known")):
+        for index in range(2, 4):
+            train_step(engine, rank, index)
+    engine.destroy()
+
+
+# A rank that is gone
+
+
+def one_leaves(rank, world_size, how):
+    engine = begin("zero3")
+    train_step(engine, rank, 0)
+    if rank == 1:
+        how(engine)
+    with pytest.raises(shardwise.DisagreementError) as caught:
+        commit(train_on, engine, rank)
+    return str(caught.value)
+
+
+def exits(engine):
+    os._exit(3)
+
+
+def is_killed(engine):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("how", [exits, is_killed])
+def test_a_rank_that_dies_is_named(how):
+    started = time.monotonic()
+    outcomes = run_ranks(one_leaves, 3, how, fresh=True, check=False, timeout=40, grace=15)
+    assert outcomes[1].exitcode is not None
+    assert outcomes[0].value == outcomes[2].value is not None, outcomes
+    assert "rank 1 left" in outcomes[0].value
+    assert "it does not answer" in outcomes[0].value
+    assert "gather" in outcomes[0].value
+    assert time.monotonic() - started < 40
+
+
+SCRIPT = """
+import sys, torch, shardwise
+from shardwise.models import MLP
+model = MLP(width=8, depth=3)
+engine = shardwise.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "zero3")
+rank = torch.distributed.get_rank()
+for step in range(5):
+    if rank == 1 and step == 2:
+        {act}
+    engine.backward(engine(torch.ones(2, 8)))
+    engine.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("act", "told"),
+    [("raise ValueError('a bad batch')", "it ended with ValueError: a bad batch"), ("break", "its process ended")],
+    ids=["exception", "break"],
+)
+def test_a_script_that_ends_early_on_one_rank(act, told, tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT.format(act=act))
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    names = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "OMP_NUM_THREADS": "1"}
+    common = os.environ | names | {"TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": "lo"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(path)], env=common | {"RANK": str(rank)}, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    first, second = (process.communicate(timeout=60)[1] for process in processes)
+    assert processes[0].returncode == 1
+    assert "DisagreementError: rank 1 left while others wait" in first
+    assert told in first
+    assert processes[1].returncode == ("ValueError" in second)
+
+
+@ranks(2, timeout=30)
+def test_a_rank_whose_engine_was_destroyed_is_named(rank, world_size):
+    engine = begin("zero3")
+    train_step(engine, rank, 0)
+    if rank == 0:
+        with pytest.raises(shardwise.DisagreementError, match="its engine was destroyed"):
+            train_on(engine, rank)
+    engine.destroy()
+
+
+@ranks(2, timeout=30)
+def test_a_rank_that_waits_outside_the_engine_is_named(rank, world_size):
+    engine = begin("zero2")
+    train_step(engine, rank, 0)
+    if rank == 0:
+        with pytest.raises(shardwise.DisagreementError, match=r"torch\.distributed\.barrier at .*test_agreement\.py"):
+            train_on(engine, rank)
+    dist.barrier()
+    if rank == 1:
+        with pytest.raises(shardwise.DisagreementError, match=r"torch\.distributed\.barrier"):
+            train_on(engine, rank)
+    engine.destroy()
+
+
+# Ranks that are to be left alone
+
+
+@ranks(2, timeout=60)
+@pytest.mark.parametrize("preset", ["zero1", "zero3"])
+def test_a_slow_rank_is_waited_for(rank, world_size, preset):
+    engine = begin(preset)
+    watch.LOOK_S = 0.02  # a second is then as long as half a minute
+    for index in range(3):
+        if rank == 1:
+            time.sleep(1.2)
+        train_step(engine, rank, index)
+    engine.destroy()
+
+
+@ranks(2, timeout=60)
+def test_ranks_slow_in_turn_and_outside_are_waited_for(rank, world_size):
+    engine = begin("zero3")
+    watch.LOOK_S = 0.02
+    for index in range(4):
+        if rank == index % 2:
+            time.sleep(0.5)
+        if index % 2:
+            dist.barrier()
+        train_step(engine, rank, index)
+    engine.destroy()
+
+
+@ranks(2)
+def test_one_rank_alone_may_try_again_where_weights_are_replicated(rank, world_size):
+    engine = begin("zero2")
+    with (
+        failing(engine.module.blocks[1], rank == 1),
+        pytest.raises(ValueError, match="bad batch") if rank == 1 else nullcontext(),
+    ):
+        forward(engine, rank)
+    for index in range(2):
+        train_step(engine, rank, index)
+    engine.destroy()
+
+
+@ranks(2)
+def test_the_thread_ends_with_the_engine(rank, world_size):
+    before = [thread for thread in threading.enumerate() if thread.name == "shardwise"]
+    engine = begin("zero1")
+    train_step(engine, rank, 0)
+    assert len([thread for thread in threading.enumerate() if thread.name == "shardwise"]) == len(before) + 1
+    engine.destroy()
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline and len(threading.enumerate()) > len(before) + 1:
+        time.sleep(0.05)
+    assert len([thread for thread in threading.enumerate() if thread.name == "shardwise"]) <= len(before)
+
+
+# The judge alone
+
+
+def post(state, at=None, gather=(), reduce=(), first=0, **rest):
+    issued = {"gather": (first, list(gather)), "reduce": (0, list(reduce))}
+    return Post(state, at, issued, **rest)
+
+
+def test_different_operations_under_one_number_are_a_disagreement():
+    posts = [post(State.WAITS, ("gather", 1), ["a", "b"]), post(State.RUNS, None, ["a", "c", "d"])]
+    finding = judge.judge(posts)
+    assert finding.is_final
+    assert "  rank 0: b\n  rank 1: c\n" in finding.text
+
+
+def test_windows_that_begin_at_different_numbers_are_compared_by_number():
+    posts = [post(State.WAITS, ("gather", 7), ["a", "b", "c"], first=5), post(State.RUNS, None, ["b", "c"], first=6)]
+    assert judge.judge(posts) is None
+
+
+@pytest.mark.parametrize("state", [State.RUNS, State.WAITS])
+def test_an_operation_that_all_have_issued_may_be_on_its_way(state):
+    posts = [post(State.WAITS, ("gather", 0), ["a", "b"]), post(state, ("gather", 1), ["a", "b"])]
+    assert judge.judge(posts) is None
+
+
+def test_a_rank_that_runs_is_waited_for():
+    assert judge.judge([post(State.WAITS, ("gather", 1), ["a", "b"]), post(State.RUNS, None, ["a"])]) is None
+
+
+def test_a_rank_that_is_gone_is_not():
+    finding = judge.judge(
+        [post(State.WAITS, ("gather", 1), ["a", "b"]), post(State.GONE, None, ["a"], detail="it ended")]
+    )
+    assert finding.is_final
+    assert "rank 1: gone: it ended" in finding.text
+
+
+def test_a_rank_that_left_with_nothing_owed_is_no_reason_to_stop():
+    posts = [post(State.WAITS, ("gather", 0), ["a"]), post(State.GONE, None, ["a"])]
+    assert judge.judge(posts) is None
+
+
+def test_ranks_that_wait_for_each_other_in_two_streams_are_at_a_standstill():
+    posts = [
+        post(State.WAITS, ("gather", 0), ["a"]),
+        post(State.WAITS, ("reduce", 0), [], ["r"]),
+    ]
+    finding = judge.judge(posts)
+    assert finding is not None
+    assert not finding.is_final
+
+
+def test_posts_survive_the_store():
+    told = post(State.OUTSIDE, ("gather", 3), ["a"], ["b"], detail="barrier", looks=4)
+    assert Post.load(told.dump().encode()) == told

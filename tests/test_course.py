@@ -1,0 +1,161 @@
+"""Ranks whose data take different ways through the model: the same gathers and reductions in one order, and exact."""
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise
+from shardwise.agreement import watch
+from shardwise.observe import WireObserver
+from shardwise.order import merged
+from support import ranks
+from support.training import digest
+
+WIDTH, LAYERS = 16, 5
+
+
+class Branching(nn.Module):
+    """Layers that a batch enters in the order that it brings along, each a unit of its own."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+        self.last = nn.Linear(WIDTH, 1)
+
+    def forward(self, x, way):
+        x = torch.tanh(self.first(x))
+        for index in way:
+            x = x + torch.tanh(self.layers[index](x))
+        return self.last(x).square().mean()
+
+
+# The layers that rank r enters in step s.
+WAYS = {
+    "all the same": lambda r, s: [0, 1, 2, 3, 4],
+    "one skips the first": lambda r, s: [1, 2, 3, 4] if r == 1 else [0, 1, 2, 3, 4],
+    "one skips the last": lambda r, s: [0, 1, 2] if r == 1 else [0, 1, 2, 3, 4],
+    "one enters none": lambda r, s: [] if r == 1 else [0, 1, 2, 3, 4],
+    "each its own": lambda r, s: [(r + s) % LAYERS],
+    "layers dropped at random": lambda r, s: [i for i in range(LAYERS) if (i * 7 + r * 3 + s * 5) % 4],
+    "an expert that wakes late": lambda r, s: [0, 4] if r == 1 and s >= 2 else [0, 1],
+    "all change their ways": lambda r, s: [0, 1, 2] if s < 2 else [2, 3],
+    "neighbours in another order": lambda r, s: [0, 2, 1, 3] if r == 1 else [0, 1, 2, 3],
+}
+
+
+def begin(preset, **config):
+    model = Branching()
+    runtime = {"min_unit_bytes": 1, **config.pop("runtime", {})}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return shardwise.initialize(model, optimizer, {"preset": preset, "runtime": runtime, **config})
+
+
+def batch(rank, step):
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def run(preset, way, rank, steps=4, **config):
+    engine = begin(preset, **config)
+    for step in range(steps):
+        engine.backward(engine(batch(rank, step), way(rank, step)))
+        engine.step()
+    found = digest(engine), {name: engine.full_param(name) for name, _ in engine.module.named_parameters()}
+    engine.destroy()
+    return found
+
+
+def plainly(way, world_size, steps=4):
+    """One process that adds the ranks' gradients in rank order."""
+    model = Branching()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(steps):
+        sums = [torch.zeros_like(param) for param in model.parameters()]
+        for rank in range(world_size):
+            grads = torch.autograd.grad(
+                model(batch(rank, step), way(rank, step)), model.parameters(), allow_unused=True
+            )
+            sums = [total if grad is None else total + grad for total, grad in zip(sums, grads, strict=True)]
+        for param, total in zip(model.parameters(), sums, strict=True):
+            param.grad = total / world_size
+        optimizer.step()
+    return dict(model.named_parameters())
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("name", WAYS)
+def test_ranks_may_take_different_ways(rank, world_size, name):
+    hashes = {}
+    for preset in ("zero1", "zero2", "zero3"):
+        hashes[preset], values = run(preset, WAYS[name], rank)
+    assert len(set(hashes.values())) == 1, hashes
+    for key, value in plainly(WAYS[name], world_size).items():
+        torch.testing.assert_close(values[key], value.detach(), rtol=1e-5, atol=1e-6)
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"runtime": {"prefetch": 0}},
+        {"runtime": {"prefetch": 3}},
+        {"checkpointing": {"enabled": True}},
+        {"batch": {"accumulation": 2}},
+    ],
+    ids=str,
+)
+def test_ways_differ_under_any_schedule(rank, world_size, config):
+    way = WAYS["layers dropped at random"]
+    assert run("zero3", way, rank, **config)[0] == run("zero2", way, rank, **config)[0]
+
+
+@ranks(2)
+def test_ranks_may_evaluate_in_different_ways(rank, world_size):
+    engine = begin("zero3")
+    for step in range(3):
+        engine.backward(engine(batch(rank, step), [0, 1, 2]))
+        engine.step()
+        with torch.no_grad():
+            for way in ([rank], [rank, 3], []):
+                assert engine(batch(rank, step), way).isfinite()
+    engine.destroy()
+
+
+@ranks(2)
+def test_after_the_first_pass_nothing_is_asked(rank, world_size):
+    engine = begin("zero3")
+    way = WAYS["each its own"]
+    sent = []
+    for step in range(4):
+        with WireObserver(control=lambda record: record.dtype != torch.float32) as wire:
+            engine.backward(engine(batch(rank, step), way(rank, step)))
+            engine.step()
+        sent.append(wire.control_sent_bytes)
+    assert sent[0] > sent[1] == sent[2] == sent[3] > 0  # the norm is all that is left
+    engine.destroy()
+
+
+def enter_twice_on_one_rank(engine, rank):
+    engine(batch(rank, 2), [0, 1, 2, 0] if rank == 1 else [0, 1, 2])
+    engine.full_param("last.weight")
+
+
+@ranks(2, timeout=30)
+def test_a_gather_out_of_turn_on_one_rank_is_named(rank, world_size):
+    watch.LOOK_S = 0.1
+    engine = begin("zero3")
+    for step in range(2):
+        engine.backward(engine(batch(rank, step), [0, 1, 2]))
+        engine.step()
+    with pytest.raises(shardwise.DisagreementError, match=r"rank 1: gather layers\.0"):
+        enter_twice_on_one_rank(engine, rank)
+    engine.destroy()
+
+
+def test_merged_keeps_what_follows_what():
+    assert merged([[0, 1, 2], [0, 1, 2]]) == [0, 1, 2]
+    assert merged([[0, 2], [0, 1, 2]]) == [0, 1, 2]
+    assert merged([[], [1, 0]]) == [1, 0]
+    assert merged([[0, 1, 0, 2], [3]]) == [3, 0, 1, 0, 2]
+    assert merged([[], []]) == []

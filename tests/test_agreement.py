@@ -222,7 +222,7 @@ def check_told(text, world_size):
     named = {number for row in rows for number in row.split(":")[0].replace(",", "").split()[1:]}
     assert named == {str(rank) for rank in range(world_size)}, text
     assert any(verb in text for verb in ("gather", "reduce", "share")), text
-    assert any(unit in text for unit in ("embed", "position", "blocks", "norm", "head")), text
+    assert any(unit in text for unit in ("(root)", "embed", "position", "blocks", "norm", "head")), text
 
 
 @ranks(3, timeout=30)
@@ -294,7 +294,7 @@ def is_killed(engine):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("how", [exits, is_killed])
+@pytest.mark.parametrize("how", [pytest.param(exits, marks=pytest.mark.full), is_killed])
 def test_a_rank_that_dies_is_named(how):
     started = time.monotonic()
     outcomes = run_ranks(one_leaves, 3, how, fresh=True, check=False, timeout=40, grace=15)
@@ -322,8 +322,10 @@ for step in range(5):
 
 @pytest.mark.parametrize(
     ("act", "told"),
-    [("raise ValueError('a bad batch')", "it ended with ValueError: a bad batch"), ("break", "its process ended")],
-    ids=["exception", "break"],
+    [
+        pytest.param("raise ValueError('a bad batch')", "it ended with ValueError: a bad batch", id="exception"),
+        pytest.param("break", "its process ended", id="break", marks=pytest.mark.full),
+    ],
 )
 def test_a_script_that_ends_early_on_one_rank(act, told, tmp_path):
     path = tmp_path / "train.py"

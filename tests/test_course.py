@@ -8,7 +8,7 @@ import shardwise
 from shardwise.agreement import watch
 from shardwise.observe import WireObserver
 from shardwise.order import merged
-from support import ranks
+from support import matrix, ranks
 from support.training import digest
 
 WIDTH, LAYERS = 16, 5
@@ -83,8 +83,8 @@ def plainly(way, world_size, steps=4):
     return dict(model.named_parameters())
 
 
-@ranks(2, 3)
-@pytest.mark.parametrize("name", WAYS)
+@matrix({"world_size": [2, 3], "name": list(WAYS)}, strength=1)
+@ranks()
 def test_ranks_may_take_different_ways(rank, world_size, name):
     hashes = {}
     for preset in ("zero1", "zero2", "zero3"):

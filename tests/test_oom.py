@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from shardwise.sizes import format_bytes
 from support import ranks
 from support.training import start, train_step
 
@@ -73,5 +74,5 @@ def test_resting_bytes_are_those_of_the_table():
         train_step(engine, 0, 0)
     parameters = sum(unit.layout.numel for unit in engine.units)
     # One rank: everything but the 16-bit copy that sharded weights do without.
-    assert f"preset zero3: {14 * parameters / 1e3:.3g} kB" in str(caught.value).replace("KiB", "kB"), str(caught.value)
+    assert f"preset zero3: {format_bytes(14 * parameters)} at rest" in str(caught.value)
     engine.destroy()

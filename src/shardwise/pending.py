@@ -61,8 +61,10 @@ def watch(params: Iterable[torch.Tensor], owner: Owner) -> None:
 
 
 def unwatch(params: Iterable[torch.Tensor]) -> None:
-    """Make the parameters plain again."""
+    """Make the parameters plain again. Those of a gather that could not be issued are so already."""
     for param in params:
+        if "_shardwise_owner" not in vars(param):
+            continue
         param.__class__ = type(param).__bases__[0]
         del param._shardwise_owner  # type: ignore[attr-defined]  # ours, on torch's class
 

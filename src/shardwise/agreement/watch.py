@@ -25,6 +25,7 @@ ANSWER_S = 4.0
 """How long a rank whose connections broke waits for the others to say that they are alive."""
 JUDGES = 8
 """About so many ranks read the posts of all in each look, however many wait."""
+_PATIENCE = 3  # looks
 _REMEMBERED, _POSTED = 4096, 256
 _SPREAD = 0x9E3779B1
 
@@ -178,9 +179,13 @@ class Agreement:
         if finding is None:
             self._suspicion = None
             return None
-        if finding.is_final or self._is_confirmed(posts):
+        if self._has_heard_all(posts) if finding.is_final else self._is_confirmed(posts):
             return self._board.decide(finding.text)
         return None
+
+    def _has_heard_all(self, posts: list[Post]) -> bool:
+        """What is certain is said once the others have had the time to tell where they are."""
+        return self._looks > _PATIENCE or all(post.state is not State.RUNS for post in posts)
 
     def _is_confirmed(self, posts: list[Post]) -> bool:
         """A standstill is believed if every rank has looked again and seen the same: posts are not of one moment."""

@@ -75,15 +75,19 @@ class DryComm(Comm):
         self.rank = rank
         self.world_size = world_size
         self.sent_bytes = Counter()
+        self.micro_step = 0
         self._own = []
+        self._agreement = None  # there is nobody to agree with
         self._sends_directly = kernels == "cpu"
 
-    def gather(self, full: torch.Tensor, kind: str) -> Handle:
+    def gather(self, full: torch.Tensor, kind: str, unit: str = "") -> Handle:
         if self.world_size > 1 and full.numel():
             self._count(kind, full)
         return DONE
 
-    def exchange(self, received: torch.Tensor, sent: torch.Tensor, kind: str) -> tuple[Handle, list[torch.Tensor]]:
+    def exchange(
+        self, received: torch.Tensor, sent: torch.Tensor, kind: str, unit: str = ""
+    ) -> tuple[Handle, list[torch.Tensor]]:
         """Two rows stand for those of all ranks; our own is among them where it decides how sums are made."""
         self._count(kind, sent)
         if not self._sends_directly:
@@ -95,15 +99,15 @@ class DryComm(Comm):
         """One block stands for all: they take the same memory, one after the other."""
         return super().blocks(numel, block)[:1]
 
-    def share(self, values: torch.Tensor) -> torch.Tensor:
+    def share(self, values: torch.Tensor, name: str = "", stream: str = "") -> torch.Tensor:
         if self.world_size == 1:
             return values.unsqueeze(0)
         return values.new_empty(self.world_size, *values.shape)
 
-    def share_object(self, value: Any) -> list[Any]:
+    def share_object(self, value: Any, name: str = "") -> list[Any]:
         return [value] * self.world_size
 
-    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
+    def broadcast(self, tensor: torch.Tensor, source: int = 0, unit: str = "") -> None:
         pass
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
     python benchmarks/plan_accuracy.py                    # 44 cases on CPU, ranks over Gloo
     python benchmarks/plan_accuracy.py --device cuda      # 20 cases; the ranks share one GPU
+    python benchmarks/plan_accuracy.py --device cuda --confine   # each rank gets what was foreseen and 3 % more
 
 What is measured is what `shardwise compare` measures: the peak of a rank over two steps after two that warm up, by the
 observer of tensor storage on CPU, by torch's allocator on CUDA. Writes results/DATE-plan-accuracy-DEVICE.json and .md.
@@ -15,6 +16,7 @@ import os
 import random
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -29,6 +31,7 @@ from shardwise.compare import Settings
 from shardwise.compare.job import Job
 from shardwise.compare.rows import Row
 from shardwise.compare.worker import Worker
+from shardwise.planning import Foreseen
 from shardwise.planning.foresee import foresee_settings
 
 HERE = Path(__file__).parent
@@ -66,13 +69,16 @@ def cuda_cases(count: int, seed: int) -> list[Case]:
     return first + [Case(*point) for point in random.Random(seed).sample(grid, count - len(first))]
 
 
-def measure(rank: int, cases: list[Case], device: str, folder: str) -> None:
-    """One process of all cases in turn: those with fewer ranks pass it by."""
+def measure(rank: int, cases: list[Case], device: str, folder: str, limits: list[int]) -> None:
+    """One process of all cases in turn: those with fewer ranks pass it by. `limits` are bytes a rank may take, or 0."""
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(0)
     for number, case in enumerate(cases):
         if rank < case.world_size:
+            if limits[number]:
+                total = torch.cuda.get_device_properties(0).total_memory
+                torch.cuda.set_per_process_memory_fraction(limits[number] / total)
             store = dist.FileStore(os.path.join(folder, f"store{number}"), case.world_size)
             dist.init_process_group(
                 "gloo", store=store, rank=rank, world_size=case.world_size, timeout=timedelta(minutes=10)
@@ -81,6 +87,13 @@ def measure(rank: int, cases: list[Case], device: str, folder: str) -> None:
             dist.destroy_process_group()
             Path(folder, f"{number}-{rank}.json").write_text(json.dumps(seen))
     os._exit(0)
+
+
+def limit_bytes(foreseen: Foreseen | str, confines: bool) -> int:
+    """What was foreseen, building included, and 3 % more; 0 is no limit."""
+    if not confines or isinstance(foreseen, str):
+        return 0
+    return int(1.03 * max(foreseen.peak_bytes, foreseen.startup_bytes))
 
 
 def observe(job: Job) -> dict:
@@ -96,14 +109,20 @@ def observe(job: Job) -> dict:
     return seen
 
 
-def compared(case: Case, device: str, ranks: list[dict]) -> dict:
-    """Predicted beside measured, of the rank with the highest peak."""
+def foresee(case: Case, device: str) -> tuple[Foreseen | str, float]:
+    """The prediction, or what went wrong; and the seconds it took."""
     started = time.process_time()
     try:
-        foreseen = foresee_settings(case.settings(device), case.preset)
+        found: Foreseen | str = foresee_settings(case.settings(device), case.preset)
     except Exception as error:
-        return {**asdict(case), "error": f"foreseeing: {type(error).__name__}: {error}"}
-    took_s = time.process_time() - started
+        found = f"{type(error).__name__}: {error}"
+    return found, time.process_time() - started
+
+
+def compared(case: Case, foreseen: Foreseen | str, took_s: float, ranks: list[dict]) -> dict:
+    """Predicted beside measured, of the rank with the highest peak."""
+    if isinstance(foreseen, str):
+        return {**asdict(case), "error": f"foreseeing: {foreseen}"}
     errors = [rank["error"] for rank in ranks if "error" in rank]
     if errors or len(ranks) < case.world_size:
         return {**asdict(case), "error": f"measuring: {errors[0] if errors else 'a rank ended early'}"}
@@ -174,24 +193,30 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--count", type=int)
     parser.add_argument("--seed", type=int, default=8)
+    parser.add_argument("--confine", action="store_true")
     args = parser.parse_args()
     os.environ |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     if args.device == "cpu":
         os.environ |= launch.matmul_environment()
     cases = cpu_cases(args.count or 44, args.seed) if args.device == "cpu" else cuda_cases(args.count or 20, args.seed)
     rows = []
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(min(8, launch.cores())) as pool:
+        predictions = [pool.submit(foresee, case, args.device) for case in cases]
+        limits = [limit_bytes(each.result()[0] if args.confine else "", args.confine) for each in predictions]
         most = max(case.world_size for case in cases)
-        crew = mp.spawn(measure, (cases, args.device, folder), nprocs=most, join=False)
+        crew = mp.spawn(measure, (cases, args.device, folder, limits), nprocs=most, join=False)
         while not crew.join(timeout=600):
             pass
         for number, case in enumerate(cases):
             files = sorted(Path(folder).glob(f"{number}-*.json"))
-            rows.append(compared(case, args.device, [json.loads(file.read_text()) for file in files]))
+            rows.append(compared(case, *predictions[number].result(), [json.loads(file.read_text()) for file in files]))
             print(line(rows[-1]), flush=True)
     print(summary(rows))
     result = {"device": args.device, "made": env.made(), "versions": env.versions(), "seed": args.seed, "rows": rows}
-    stem = Path(os.environ.get("OUT", HERE / "results")) / f"{result['made']['date']}-plan-accuracy-{args.device}"
+    stem = (
+        Path(os.environ.get("OUT", HERE / "results"))
+        / f"{result['made']['date']}-plan-accuracy-{args.device}{'-confined' * args.confine}"
+    )
     stem.with_name(stem.name + ".json").write_text(json.dumps(result, indent=1) + "\n")
     stem.with_name(stem.name + ".md").write_text(table(result))
 

@@ -23,6 +23,8 @@ COLORS = {
     "overhead": "#6b6b6b",
 }
 CAPACITY = "#c03030"
+LONGEST = 4
+"""Bars are cut off beyond so many times the capacity: what does not fit at all must not shrink what does."""
 
 
 def draw(plan: Plan, path: str | Path) -> None:
@@ -39,9 +41,10 @@ def draw(plan: Plan, path: str | Path) -> None:
         lefts = [left + width for left, width in zip(lefts, widths, strict=True)]
     axis.axvline(capacity, color=CAPACITY, linewidth=1.4)
     axis.text(capacity, -0.75, f" {format_bytes(plan.hardware.gpu_bytes)}", color=CAPACITY, fontsize=9)
-    most = 1.18 * max(capacity, *(row.peak_bytes / 1e9 for row in rows))
+    highest = max(row.peak_bytes / 1e9 for row in rows)
+    most = 1.18 * max(capacity, min(highest, LONGEST * capacity))
     for place, row in enumerate(rows):
-        _label(axis, place, row, chosen=row.preset == plan.advice.preset)
+        _label(axis, place, row, row.preset == plan.advice.preset, most)
     axis.set_yticks(range(len(rows)), [row.preset for row in rows])
     for label, row in zip(axis.get_yticklabels(), rows, strict=True):
         label.set_fontweight("bold" if row.preset == plan.advice.preset else "normal")
@@ -58,9 +61,19 @@ def draw(plan: Plan, path: str | Path) -> None:
     plt.close(figure)
 
 
-def _label(axis: Any, place: int, row: Any, chosen: bool) -> None:
+def _label(axis: Any, place: int, row: Any, chosen: bool, most: float) -> None:
+    """Beside the bar; at the edge of the picture where the bar goes on beyond it."""
     tiers = "".join(f", {tier} {format_bytes(size)}" for tier, size in row.tiers.items() if size)
-    verdict = "  ← take this" if chosen else "" if row.fits else "  does not fit"
-    size = f"{row.peak_bytes / 1e9:.3g}"
+    refusal = "  too tight" if row.margin > 0 and not row.note else "  does not fit"
+    verdict = "  ← take this" if chosen else "" if row.fits else refusal
+    peak = row.peak_bytes / 1e9
+    size = f"{peak:.0f}" if peak >= 99.5 else f"{peak:.3g}"
+    is_cut = peak > 0.85 * most
+    where = (0.985 * most, "right", (0, 0)) if is_cut else (peak, "left", (6, 0))
     color = CAPACITY if not row.fits else "black"
-    axis.text(row.peak_bytes / 1e9, place, f"  {size}{tiers}{verdict}", va="center", fontsize=8.5, color=color)
+    blank = {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1}  # over the line of the capacity
+    text = f"{size}{tiers}{verdict}" + (" →" if peak > most else "")
+    axis.annotate(
+        text, (where[0], place), where[2], textcoords="offset points", va="center", ha=where[1], fontsize=8.5, color=color,
+        bbox=blank,
+    )  # fmt: skip

@@ -74,7 +74,7 @@ def _table(plan: Plan) -> Table:
 def _fits(row: Row) -> str:
     if row.fits:
         return f"[green]yes {row.margin:+.0%}[/]"
-    why = escape(row.note) or (f"{row.margin:+.0%}" if row.margin < 0 else "tight")
+    why = escape(row.note) or ("tight" if row.margin >= 0 else f"{row.margin:+.0%}" if row.margin > -1 else "by far")
     return f"[red]no {why}[/]"
 
 

@@ -81,7 +81,7 @@ def measure(rank: int, cases: list[Case], device: str, folder: str, limits: list
                 torch.cuda.set_per_process_memory_fraction(limits[number] / total)
             store = dist.FileStore(os.path.join(folder, f"store{number}"), case.world_size)
             dist.init_process_group(
-                "gloo", store=store, rank=rank, world_size=case.world_size, timeout=timedelta(minutes=10)
+                "gloo", store=store, rank=rank, world_size=case.world_size, timeout=timedelta(minutes=3)
             )
             seen = observe(Job(case.settings(device), Row(case.preset), rank, "", 1))
             dist.destroy_process_group()
@@ -213,10 +213,8 @@ def main() -> None:
             print(line(rows[-1]), flush=True)
     print(summary(rows))
     result = {"device": args.device, "made": env.made(), "versions": env.versions(), "seed": args.seed, "rows": rows}
-    stem = (
-        Path(os.environ.get("OUT", HERE / "results"))
-        / f"{result['made']['date']}-plan-accuracy-{args.device}{'-confined' * args.confine}"
-    )
+    name = f"{args.device}-confined" if args.confine else args.device
+    stem = Path(os.environ.get("OUT", HERE / "results")) / f"{result['made']['date']}-plan-accuracy-{name}"
     stem.with_name(stem.name + ".json").write_text(json.dumps(result, indent=1) + "\n")
     stem.with_name(stem.name + ".md").write_text(table(result))
 

@@ -23,7 +23,7 @@ COLORS = {
     "overhead": "#6b6b6b",
 }
 CAPACITY = "#c03030"
-LONGEST = 4
+LONGEST = 3
 """Bars are cut off beyond so many times the capacity: what does not fit at all must not shrink what does."""
 
 
@@ -71,9 +71,7 @@ def _label(axis: Any, place: int, row: Any, chosen: bool, most: float) -> None:
     is_cut = peak > 0.85 * most
     where = (0.985 * most, "right", (0, 0)) if is_cut else (peak, "left", (6, 0))
     color = CAPACITY if not row.fits else "black"
-    blank = {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1}  # over the line of the capacity
+    blank = {"facecolor": "white", "edgecolor": "none", "alpha": 0.9, "pad": 1}  # over the line of the capacity
     text = f"{size}{tiers}{verdict}" + (" →" if peak > most else "")
-    axis.annotate(
-        text, (where[0], place), where[2], textcoords="offset points", va="center", ha=where[1], fontsize=8.5, color=color,
-        bbox=blank,
-    )  # fmt: skip
+    style = {"va": "center", "ha": where[1], "fontsize": 8.5, "color": color, "bbox": blank}
+    axis.annotate(text, (where[0], place), where[2], textcoords="offset points", **style)

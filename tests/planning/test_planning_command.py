@@ -60,6 +60,7 @@ def test_the_table_names_all_presets_and_one_recommendation(run):
     code, out, _ = run("shardwise plan llama3-8b --gpus 5 --gpu-memory 44GB --host-memory 512GB --disk 2TB --explain")
     assert code == 0
     assert max(map(len, out.splitlines())) <= 112
+    assert "…" not in out
     for preset in ("zero0", "zero1", "zero2", "zero3", "zero1_offload", "zero2_offload", "zero3_offload", "zero3_nvme"):
         assert preset in out
     assert out.count("→ zero3") == 2

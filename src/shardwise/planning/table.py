@@ -74,7 +74,8 @@ def _table(plan: Plan) -> Table:
 def _fits(row: Row) -> str:
     if row.fits:
         return f"[green]yes {row.margin:+.0%}[/]"
-    why = escape(row.note) or ("tight" if row.margin >= 0 else f"{row.margin:+.0%}" if row.margin > -1 else "by far")
+    short = f"{row.margin:+.0%}" if row.margin > -1 else f"{1 - row.margin:.0f}x"
+    why = escape(row.note) or ("tight" if row.margin >= 0 else short)
     return f"[red]no {why}[/]"
 
 

@@ -83,10 +83,32 @@ def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace
     return _first(torch.native_dropout(input, p, True))
 
 
+_COMPOSED_RMS_NORM = F.rms_norm
+
+
+class _RmsNorm(torch.autograd.Function):
+    """What CUDA's fused kernel allocates and keeps; the operator of that name is composed of others on CPU."""
+
+    @staticmethod
+    def forward(ctx: Any, input: torch.Tensor, dims: int, weight: torch.Tensor | None) -> torch.Tensor:
+        inverse = input.new_empty(input.shape[:-dims], dtype=torch.float32)
+        ctx.save_for_backward(input, inverse, *([] if weight is None else [weight]))
+        return torch.empty_like(input)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        input, _, *weights = ctx.saved_tensors
+        return torch.empty_like(input), None, torch.empty_like(weights[0]) if weights else None
+
+
 def _rms_norm(
     input: torch.Tensor, normalized_shape: Any, weight: torch.Tensor | None = None, eps: float | None = None
 ) -> torch.Tensor:
-    return _first(torch.ops.aten._fused_rms_norm(input, list(normalized_shape), weight, eps))
+    """Fused where input and weight have one dtype."""
+    if weight is not None and weight.dtype != input.dtype:
+        return _COMPOSED_RMS_NORM(input, normalized_shape, weight, eps)
+    out: torch.Tensor = _RmsNorm.apply(input, len(normalized_shape), weight)  # type: ignore[no-untyped-call]  # torch
+    return out
 
 
 def _first(outputs: Any) -> torch.Tensor:
@@ -113,9 +135,11 @@ def cuda(compute_capability: int = 9) -> Kernels:
     """CUDA with torch's allocator. cuBLAS keeps a workspace for the thread of the forward and one for the backward's:
     32 MiB each on Hopper and later, about 8 MiB before."""
     workspace = 32 * MIB if compute_capability >= 9 else 8320 * 1024
-    fused: dict[str, Callable[..., Any]] = {"scaled_dot_product_attention": _attention, "dropout": _dropout}
-    if hasattr(torch.ops.aten, "_fused_rms_norm"):
-        fused["rms_norm"] = _rms_norm
+    fused: dict[str, Callable[..., Any]] = {
+        "scaled_dot_product_attention": _attention,
+        "dropout": _dropout,
+        "rms_norm": _rms_norm,
+    }
     return Kernels(
         name="cuda",
         granularity_bytes=512,

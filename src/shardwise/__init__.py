@@ -8,10 +8,10 @@ from shardwise._version import __version__
 if TYPE_CHECKING:
     from shardwise.access import gathered
     from shardwise.analyzer import MemoryAnalyzer
+    from shardwise.averages import ema
     from shardwise.config import Config
     from shardwise.deferred import deferred_init
     from shardwise.division import describe_units
-    from shardwise.ema import ema
     from shardwise.engine import Engine
     from shardwise.errors import ConfigError, DisagreementError, ShardwiseError
     from shardwise.planning import plan
@@ -27,7 +27,7 @@ _HOMES = {
     "ShardwiseError": "errors",
     "deferred_init": "deferred",
     "describe_units": "division",
-    "ema": "ema",
+    "ema": "averages",
     "gathered": "access",
     "initialize": "start",
     "plan": "planning",

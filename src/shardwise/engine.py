@@ -31,7 +31,7 @@ from shardwise.tensors import map_tensors
 from shardwise.unit import Unit, layout_for
 
 if TYPE_CHECKING:
-    from shardwise.ema import Ema
+    from shardwise.averages import Ema
 
 _LOG = logging.getLogger("shardwise")
 

@@ -391,6 +391,22 @@ def test_saved_tensors_are_watched_once_unless_that_found_something(rank, world_
     engine.destroy()
 
 
+class Transforms(Chain):
+    def forward(self, x):
+        return torch.func.grad(lambda x: super(Transforms, self).forward(x).sum())(x)
+
+
+@conduct("`torch.func.grad` and its like over modules", "refused", "use `torch.autograd.grad`, or transform a copy")
+@pytest.mark.parametrize("preset", ["zero1", "zero3"])
+def test_transforms_are_refused(preset):
+    engine = begin(preset, Transforms, precision={"compute": "bf16"})
+    with pytest.raises(RuntimeError, match=r"torch\.func"):
+        engine(data(0))
+    plain = copy.deepcopy(engine.module)
+    assert plain(data(0).bfloat16()).any()
+    engine.destroy()
+
+
 class Gathers(Chain):
     """Uses another module's weights inside `gathered`, in the middle of its forward."""
 

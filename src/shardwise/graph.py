@@ -53,6 +53,15 @@ def _is_added_to(param: torch.Tensor) -> bool:
         return False
 
 
+def refuse_transforms() -> None:
+    """Inside `torch.func.grad` and its like there is no graph whose backward could be followed."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise RuntimeError(
+            "a module under an engine runs inside a transform of torch.func, whose backward cannot be followed: use "
+            "torch.autograd.grad, or transform a plain copy, copy.deepcopy(engine.module)"
+        )
+
+
 class Ending:
     """A call at the end of the backward we are in; torch drops it, and so do we, if an exception breaks that off."""
 

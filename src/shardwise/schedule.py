@@ -25,7 +25,16 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.course import Passes
-from shardwise.graph import Ending, Visit, adds_to, awaits_gradient, inside_backward, leaves_gradients_on, mark_inputs
+from shardwise.graph import (
+    Ending,
+    Visit,
+    adds_to,
+    awaits_gradient,
+    inside_backward,
+    leaves_gradients_on,
+    mark_inputs,
+    refuse_transforms,
+)
 from shardwise.order import Ahead, Order, merged
 from shardwise.overrides import ours
 from shardwise.rehearsal import Rehearsal
@@ -190,6 +199,7 @@ class Schedule:
     # Forward
 
     def _enter(self, site: Site, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        refuse_transforms()
         recompute = inside_backward()
         if site.is_root and not recompute and not site.depth:
             self._begin_forward()

@@ -16,7 +16,20 @@ from support import run_command
 
 CLI = [sys.executable, "-m", "shardwise", "train"]
 TEXT = "def f(x):\n    return x + 1\n\n\nclass A:\n    pass\n" * 200
-SMALL = ["--size", "nano", "--context", "16", "--sample", "4", "--log-every", "1", "--eval-samples", "4", "--no-plot"]
+SMALL = [
+    "--size",
+    "nano",
+    "--context",
+    "16",
+    "--sample",
+    "4",
+    "--log-every",
+    "1",
+    "--eval-samples",
+    "4",
+    "--no-plot",
+    "--no-foresee",
+]
 STEP = r"^step +\d+/12  loss \d\.\d{3} .* tokens/s  memory \d+ MB \(peak \d+\)  left 0:\d\d$"
 LIMIT_S = 90
 

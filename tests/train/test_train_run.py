@@ -1,6 +1,7 @@
 """Runs on ranks: stopping and going on changes nothing, every placement and world size goes on, files are complete."""
 
 import json
+import re
 from dataclasses import dataclass
 
 import pytest
@@ -48,7 +49,9 @@ def write_text(folder, rank):
     return str(path)
 
 
-def train(text, out, *, here=None, steps=6, config="zero3", accumulate=1, layers=1, intervals=None, **outputs):
+def train(
+    text, out, *, here=None, steps=6, config="zero3", accumulate=1, layers=1, intervals=None, foresee=False, **outputs
+):
     """One run on this rank, to its end or to a signal."""
     comm = Comm(None, torch.device("cpu"))
     comm.share_object(None)  # rank 0 has written the text
@@ -56,7 +59,7 @@ def train(text, out, *, here=None, steps=6, config="zero3", accumulate=1, layers
         data={"paths": (text,)},
         model={"size": "nano", "context": 16, "layers": layers},
         updates={"steps": steps, "batch": 12, "accumulate": accumulate},
-        placing={"config": config},
+        placing={"config": config, "foresee": foresee},
         intervals={"eval": 3, "save": 0} | (intervals or {}),
         outputs={"out": out, "sample": 5, "plot": False} | outputs,
     )
@@ -144,14 +147,16 @@ def test_another_number_of_ranks_goes_on_with_the_next_sample(tmp_path):
 @ranks(2)
 def test_a_finished_run_has_all_its_files(rank, world_size, tmp_path):
     out = tmp_path / "run"
-    train(write_text(tmp_path, rank), out, plot=True)
+    train(write_text(tmp_path, rank), out, plot=True, foresee=True)
     names = {path.name for path in out.iterdir()}
     expected = {"checkpoints", "export", "metrics.csv", "metrics.jsonl", "plot.png", "report.txt", "run.json"}
     assert names == expected | {"sample.txt"}
     assert json.loads((out / "export/config.json").read_text())["model_type"] == "llama"
     assert weights(out)["model.layers.0.self_attn.q_proj.weight"].shape == (32, 32)
     assert (out / "sample.txt").read_text().startswith("import os\n")
-    assert "seen from outside: a peak of" in (out / "report.txt").read_text()
+    report = (out / "report.txt").read_text()
+    seen, foreseen = re.search(r"a peak of ([\d.]+) MiB in the last step \(([\d.]+) foreseen\)", report).groups()
+    assert float(seen) == pytest.approx(float(foreseen), rel=0.03)
     assert (out / "metrics.csv").read_text().startswith("step,tokens,loss,val_loss,lr,grad_norm,tokens_per_s,")
     assert len((out / "metrics.csv").read_text().splitlines()) == 7
     assert (out / "plot.png").read_bytes().startswith(b"\x89PNG")

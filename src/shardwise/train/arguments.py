@@ -54,6 +54,7 @@ def train(
     nproc: Annotated[
         int | None, typer.Option("-n", "--nproc", help="Local ranks (the GPUs, else 2).", rich_help_panel=PLACING)
     ] = None,
+    foresee: Annotated[bool, typer.Option(help="Tell the memory of a rank first.", rich_help_panel=PLACING)] = True,
     out: Annotated[Path, typer.Option(help="Folder of the run.", rich_help_panel=OUTPUTS)] = Path("runs/train"),
     resume: Annotated[
         Path | None, typer.Option(help="Start from these checkpoints instead.", rich_help_panel=OUTPUTS)
@@ -93,7 +94,8 @@ def train(
                 "steps": steps, "batch": batch, "accumulate": accumulate, "lr": lr, "schedule": schedule,
                 "warmup": warmup, "seed": seed,
             },
-            placing={"config": config, "precision": precision, "clip": clip, "device": device, "nproc": nproc},
+            placing={"config": config, "precision": precision, "clip": clip, "device": device, "nproc": nproc,
+                     "foresee": foresee},
             intervals={"log": log_every, "eval": eval_every, "save": save_every, "eval_samples": eval_samples},
             outputs={
                 "out": out, "resume": resume, "fresh": fresh, "keep": keep, "plot": plot, "tensorboard": tensorboard,

@@ -19,7 +19,9 @@ SHOWN_LINES = 16
 def finish(loop: Loop, folder: Folder) -> None:
     """Everything a finished run leaves beside its checkpoint. All ranks call it: weights are gathered for it."""
     screen, job = loop.screen, loop.job
-    report = f"{loop.engine.report()}\n{_observed(loop.trace)}".rstrip()  # before a sample adds its gathers
+    report = (
+        f"{loop.engine.report()}\n{_observed(loop.trace, loop.foreseen_bytes)}".rstrip()
+    )  # before a sample adds its gathers
     text = _sample(loop)
     _export(loop, folder)
     if loop.metrics is None:
@@ -63,12 +65,13 @@ def _export(loop: Loop, folder: Folder) -> None:
     loop.engine.export(folder.export)
 
 
-def _observed(trace: Trace | None) -> str:
+def _observed(trace: Trace | None, foreseen_bytes: int | None) -> str:
     """The peak of the last step as an observer of live tensors saw it, apart from the engine's own account."""
     if trace is None:
         return ""
     parts = ", ".join(f"{kind} {size / 2**20:.2f}" for kind, size in trace.at_peak.items() if size >= 2**10)
-    return f"seen from outside: a peak of {trace.peak_bytes / 2**20:.2f} MiB in the last step\n  {parts}"
+    foreseen = f" ({foreseen_bytes / 2**20:.2f} foreseen)" if foreseen_bytes is not None else ""
+    return f"seen from outside: a peak of {trace.peak_bytes / 2**20:.2f} MiB in the last step{foreseen}\n  {parts}"
 
 
 def _plot(loop: Loop, rows: list[Row], folder: Folder) -> None:

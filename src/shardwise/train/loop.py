@@ -54,6 +54,7 @@ class Loop:
         self.step = 0
         self.elapsed_s = 0.0
         self.trace: Trace | None = None
+        self.foreseen_bytes: int | None = None
         self._pending = Pending()
         self._mark_s = time.perf_counter()
         self._speed = 0.0

@@ -52,6 +52,7 @@ class Placing(Section):
     clip: float | None = Field(default=None, ge=0)
     device: Literal["auto", "cpu", "cuda"] = "auto"
     nproc: int | None = Field(default=None, ge=1)
+    foresee: bool = Field(default=True, description="a dry run tells the memory first")
 
 
 class Intervals(Section):

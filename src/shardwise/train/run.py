@@ -34,6 +34,7 @@ def run(job: Job, here: Here, comm: Comm) -> None:
     _open(folder, job, comm)
     screen = make_screen(comm.rank)
     _introduce(job, here, screen)
+    foreseen_bytes = _foresee(job, here, screen) if comm.rank == 0 else None
     engine = build_engine(job, here)
     state = _load(folder, job, engine)
     loop = Loop(
@@ -45,6 +46,7 @@ def run(job: Job, here: Here, comm: Comm) -> None:
         screen=screen,
         metrics=_metrics(folder, job, state) if comm.rank == 0 else None,
     )
+    loop.foreseen_bytes = foreseen_bytes
     if state is not None:
         loop.resume(state)
         screen.say("resume", f"at step {loop.step} of {job.steps}, sample {loop.loader.taken}")
@@ -123,6 +125,17 @@ def _keep_rate(engine: Engine, bases: list[Any]) -> None:
 
 def _metrics(folder: Folder, job: Job, state: dict[str, Any] | None) -> Metrics:
     return Metrics(folder.root, int(state["step"]) if state else 0, job.options.outputs.tensorboard)
+
+
+def _foresee(job: Job, here: Here, screen: Screen) -> int | None:
+    if not job.options.placing.foresee:
+        return None
+    from shardwise.train.foresee import foresee
+
+    peak_bytes = foresee(job, here.device)
+    if peak_bytes is not None:
+        screen.say("memory", f"{peak_bytes / 2**20:.2f} MiB of tensors a rank at the peak of a step, by a dry run")
+    return peak_bytes
 
 
 def _introduce(job: Job, here: Here, screen: Screen) -> None:

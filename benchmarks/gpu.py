@@ -26,6 +26,20 @@ PARTS = {
         "gpu_single.py --size 1.3b --batch 4 --steps 8 --compile --rows plain_bf16,zero0,zero1,zero2,zero3",
     ],
     "overlap": [f"gpu_overlap.py --preset {preset}" for preset in ("zero1", "zero2", "zero3")],
+    "offload-2": [
+        "gpu_offload.py --row zero2_offload",
+        'gpu_offload.py --row zero2_offload --name zero2_offload-24GiB --warm 5 --offload {"device_memory":"24GiB"}',
+        "gpu_offload.py --row deepspeed_zero2_offload",
+    ],
+    "offload-3": [
+        "gpu_offload.py --row zero3_offload",
+        "gpu_offload.py --row deepspeed_zero3_offload",
+        "gpu_offload.py --row fsdp2_offload",
+    ],
+    "offload-largest": [
+        f'gpu_offload.py --row zero3_offload --size {size} --batch 4 --steps 2 --offload {{"host_memory":"108GiB"}}'
+        for size in ("15b", "17b")
+    ],
     "host": ["host_cost.py --device cuda --precision bf16 --steps 20"],
     "stages": [
         "gpu_stages.py --precision fp16 --peers fsdp2,deepspeed --steps 5",

@@ -111,7 +111,7 @@ def test_a_model_under_an_engine_is_refused():
     engine.destroy()
 
 
-@pytest.mark.parametrize("preset", ["zero2_offload", "zero3_nvme"])
+@pytest.mark.parametrize("preset", ["zero3_nvme"])
 def test_tiers_that_are_not_built_are_refused_by_name(preset):
     model = nn.Linear(3, 3)
     with pytest.raises(shardwise.ConfigError, match=r"placement\.\w+\.tier"):

@@ -59,7 +59,7 @@ def gathered(
 
 def full_param(engine: Engine, name: str) -> torch.Tensor:
     unit = _find(engine, name)
-    unit.weights.settle()
+    unit.settle()
     return unit.view(unit.weights.whole(unit.weights.master), name).clone()
 
 
@@ -79,6 +79,7 @@ def full_state(engine: Engine, name: str) -> dict[str, torch.Tensor]:
     unit = _find(engine, name)
     if engine.optimizer is None or unit.grads is None:
         raise ValueError(f"parameter {name!r} is not trained by this engine and has no optimizer state")
+    unit.quiet()
     mine, others = _owned_state(engine.optimizer, unit, name)
     # Ranks own different parts, some of them none: what there is to gather is agreed upon first.
     told = {key: value.dtype for key, value in mine.items()} | others
@@ -89,7 +90,7 @@ def full_state(engine: Engine, name: str) -> dict[str, torch.Tensor]:
         if isinstance(kind, torch.Tensor):
             state[key] = kind.clone()
             continue
-        flat = torch.zeros(unit.weights.owned.numel, dtype=kind, device=unit.weights.master.device)
+        flat = torch.zeros(unit.weights.owned.numel, dtype=kind, device=unit.comm.device)
         state[key] = unit.view(unit.weights.whole(mine.get(key, flat)), name).clone()
     return state
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,16 +16,20 @@ from shardwise import access, checkpoint, norm, oom
 from shardwise.budget import choose_flight
 from shardwise.comm import Comm
 from shardwise.config import Config
-from shardwise.division import divide
+from shardwise.division import UnitSpec, divide
 from shardwise.freezing import check_none_thawed
+from shardwise.grads import Grads
+from shardwise.home import Ferry, Home
+from shardwise.layout import Layout
 from shardwise.memory import Entry, Ledger
 from shardwise.optim import Updater
 from shardwise.optimizers import groups_of
 from shardwise.order import Ahead
 from shardwise.overrides import Overrides
-from shardwise.policy import DTYPES, policy_for
+from shardwise.policy import DTYPES, Policy, policy_for
 from shardwise.recompute import Recompute
 from shardwise.report import Clock, Report
+from shardwise.residency import Budget, away_bytes
 from shardwise.scaling import Outcome, Scaler
 from shardwise.schedule import Schedule
 from shardwise.tensors import map_tensors
@@ -60,6 +65,8 @@ class Engine(nn.Module):
         self._is_exhausted = False
         self._ledger = Ledger()
         self._expected_bytes: int | None = None
+        self._ferry = Ferry(comm.device, self._ledger, config.offload)
+        self._budget = Budget(config.offload, comm, self._ledger)
         self._clock = Clock(comm.device if config.runtime.timers else None)
         self._units = self._build_units()
         self._choose_flight()
@@ -71,6 +78,7 @@ class Engine(nn.Module):
         self._schedule.on_reduced = self._on_reduced
         self._schedule.on_plain_backward = self._check_plain_backward
         self._schedule.on_broken = self.zero_grad
+        self._schedule.on_last_unit = self._ferry.ring.trim
         self._grad_hooks: list[Callable[[str, torch.Tensor], None]] = []
         self._update_hooks: list[Callable[[], None]] = []
         self._pause: str | None = None
@@ -216,7 +224,7 @@ class Engine(nn.Module):
 
     def report(self) -> Report:
         """Memory by kind and tier, bytes sent by kind, time by phase."""
-        return Report.of(self._ledger, self._comm, self._clock, self.steps, self._expected_bytes)
+        return Report.of(self._ledger, self._comm, self._ferry.lanes, self._clock, self.steps, self._expected_bytes)
 
     def expect(self, peak_bytes: int) -> None:
         """Have `report()` show what a plan foresaw as this rank's peak."""
@@ -337,6 +345,7 @@ class Engine(nn.Module):
         self._overrides.remove()
         for unit in self._units:
             unit.free()
+        self._ferry.close()
         self._comm.close()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -361,7 +370,7 @@ class Engine(nn.Module):
         groups = groups_of(self.optimizer, params, whole) if self.optimizer is not None else {}
         for buffer in self.module.buffers():
             self._comm.broadcast(buffer)
-        units = []
+        plans: list[tuple[UnitSpec, Policy, Layout]] = []
         largest = max((params[name].nbytes for name, group in groups.items() if group.whole), default=0)
         for spec in divide(self.module, **self._division(largest)):
             trainable = spec.trainable and self.optimizer is not None
@@ -373,8 +382,13 @@ class Engine(nn.Module):
                     "(runtime.min_unit_bytes) are packed better",
                     *(spec.name, self._comm.world_size, layout.used_numel, layout.numel),
                 )
-            units.append(Unit(spec, params, layout, policy, self._comm, self._ledger))
-        return units
+            plans.append((spec, policy, layout))
+        stays = self._budget.must_stay([away_bytes(policy, layout, self.config) for _, policy, layout in plans])
+        policies = [policy.on_device() if index < stays else policy for index, (_, policy, _) in enumerate(plans)]
+        return [
+            Unit(spec, params, layout, policy, self._comm, self._ferry)
+            for (spec, _, layout), policy in zip(plans, policies, strict=True)
+        ]
 
     def _division(self, largest_bytes: int) -> dict[str, Any]:
         """The choice of units for `divide`: names in the configuration are module paths or else class names.
@@ -418,6 +432,8 @@ class Engine(nn.Module):
 
     def _on_reduced(self, unit: Unit) -> None:
         """Gradients that are final can be on their way to a replicated optimizer; nobody may edit them any more."""
+        if self.is_boundary:
+            self._ferry.load_ahead(self._homes(), self._schedule.reduced_part())
         final = self.is_boundary and self.config.placement.grads.sharding == "replicated"
         if final and not self._grad_hooks:
             assert unit.grads is not None
@@ -439,6 +455,23 @@ class Engine(nn.Module):
                 first_line = str(error).partition("\n")[0]
                 self._comm.note(f"the {what} was broken off by {type(error).__name__}: {first_line}")
             raise
+
+    def _homes(self) -> Iterator[Home]:
+        """The homes of what an update will bring to the device, in its order."""
+        for unit in self._schedule.forward_order():
+            if unit.home is not None and unit.home.is_updated:
+                yield unit.home
+
+    def _norm(self, grads: Sequence[Grads]) -> torch.Tensor:
+        """The global norm. Shards on the host left their part of it here; only the exact norm brings them back."""
+        if self.config.gradients.deterministic:
+            return norm.global_norm(_Shards(grads), self._comm, exact=True)
+        here = [each.reduced for each in grads if not each.is_away]
+        if len(here) == len(grads):
+            return norm.global_norm(here, self._comm, exact=False)
+        known = iter(norm.sums_of_squares(here, self._comm)) if here else iter(())
+        sums = torch.stack([each.sum_of_squares if each.is_away else next(known) for each in grads])
+        return norm.norm_from_sums(sums, self._comm)
 
     def _unscale(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Whether gradients overflowed, and what they are multiplied with: 1/scale and clipping in one number."""
@@ -481,27 +514,28 @@ class Engine(nn.Module):
         schedule.reduce_all()
         schedule.let_go()
         schedule.release_all()
-        for unit in trainable:
-            for hook in self._grad_hooks:
-                assert unit.grads is not None
-                hook(unit.name, unit.grads.reduced)
+        grads = [unit.grads for unit in trainable if unit.grads is not None]
+        for hook in self._grad_hooks:
+            for each in grads:
+                each.edit(partial(hook, each.name))
         with self._clock.phase("norm"):
-            shards = [unit.grads.reduced for unit in trainable if unit.grads]
-            self.grad_norm = norm.global_norm(shards, self._comm, exact=self.config.gradients.deterministic)
+            self.grad_norm = self._norm(grads)
         overflow, coefficient = self._unscale()
         with self._clock.phase("update"):
             skips = updater.begin(overflow)
             for unit in trainable:
                 assert unit.grads is not None
-                if not skips:
+                if skips:
+                    unit.grads.clear()
+                else:
                     updater.update(unit, coefficient)
-                unit.grads.clear()
-                if not skips:
                     unit.weights.refresh()
+        self._ferry.lanes.arrive()
         updater.finish()
         for update_hook in self._update_hooks:
             update_hook()
         self.steps += 1
+        self._budget.spend(self.steps, trainable, updater)
         if self._scaler is not None and overflow is not None:
             self._outcome = Outcome(overflow, self._scaler.update(overflow))
         elif self.lr_scheduler is not None:
@@ -510,3 +544,16 @@ class Engine(nn.Module):
         if every and self.steps % every == 0 and self._comm.rank == 0:
             rates = ", ".join(f"{group['lr']:.3g}" for group in updater.optimizer.param_groups)
             _LOG.info("step %d, learning rate %s, gradient norm %.4g", self.steps, rates, self.grad_norm.item())
+
+
+class _Shards(Sequence[torch.Tensor]):
+    """Reduced shards, of which those on the host are brought to the device one at a time."""
+
+    def __init__(self, grads: Sequence[Grads]) -> None:
+        self._grads = grads
+
+    def __len__(self) -> int:
+        return len(self._grads)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._grads[index].reduced

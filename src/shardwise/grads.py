@@ -7,6 +7,7 @@ Names, used throughout:
   reduction.
 - *held*: where gradients are sharded, this rank's shard of the reduced gradients. Strays are then packed as they are
   sent, all at once or in pieces (see `budget`), and live for one micro-batch.
+  Where gradients rest on the host, it leaves when it is made, and is recalled to add the next micro-batch.
 - *reduced*: the mean over the ranks of this rank's shard, wherever it is: `held`, or its slot in `full`.
 
 Until the reduction, what `p.grad` says is the truth, also if the user changed or replaced it; after it, it is None.
@@ -14,15 +15,18 @@ Until the reduction, what `p.grad` says is the truth, also if the user changed o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import torch
 from torch import nn
 
+from shardwise import norm
 from shardwise.budget import Flight, GradSizes
 from shardwise.comm import Comm, Handle
 from shardwise.exchange import PLAINLY, Exchange, Flat, Packing, Source, Strays, block_numel
+from shardwise.home import GRADS, Home
+from shardwise.lanes import Event
 from shardwise.layout import Layout
 from shardwise.marks import mark
 from shardwise.memory import Buffer, Entry, Kind, Ledger, Tier
@@ -40,9 +44,13 @@ class Grads:
         policy: Policy,
         comm: Comm,
         ledger: Ledger,
+        home: Home | None = None,
     ) -> None:
         self.name = name
         self.policy = policy
+        self._home = home if home is not None and GRADS in home else None
+        self._sum: torch.Tensor | None = None
+        self._recalled: Event | None = None
         self.is_reduced = False
         self.has_gradients = False
         self.flight = Flight()
@@ -75,9 +83,32 @@ class Grads:
 
     @property
     def reduced(self) -> torch.Tensor:
-        """This rank's shard of the reduced gradients."""
+        """This rank's shard of the reduced gradients; in a fresh tensor, where they rest on the host."""
         assert self.is_reduced, f"the gradients of {self.name} are not reduced yet"
+        if self._home is not None:
+            copy = torch.empty_like(self._home.slabs[GRADS].tensor, device=self._comm.device)
+            self._home.ferry.lanes.wait(self._home.recall(GRADS, copy))
+            return copy
         return self._held.tensor if self._full is None else self._full.tensor[self._shard.slice]
+
+    @property
+    def sum_of_squares(self) -> torch.Tensor:
+        """Of the reduced shard, fp64, on the device; where it rests on the host, known since it left."""
+        return norm.sums_of_squares([self.reduced], self._comm)[0] if self._sum is None else self._sum
+
+    @property
+    def is_away(self) -> bool:
+        """Whether the reduced shard rests on the host."""
+        return self._home is not None
+
+    def edit(self, change: Callable[[torch.Tensor], None]) -> None:
+        """Call `change` on the reduced shard, which it may write to."""
+        shard = self.reduced
+        change(shard)
+        if self._home is not None:
+            self._sum = norm.sums_of_squares([shard], self._comm)[0]
+            keep = [shard]
+            self._home.rest(GRADS, shard, keep.clear)
 
     @cached_property
     def sizes(self) -> GradSizes:
@@ -89,7 +120,7 @@ class Grads:
             full=self._layout.numel * item,
             rested=self._layout.numel * self.policy.accumulate_dtype.itemsize,
             largest=largest * item,
-            held=self._held.size_bytes,
+            held=self._held.size_bytes if self._home is None else 0,  # it leaves at once
             sent=row * self._comm.world_size,
             received=row * self._comm.rows_received,
             shard_numel=self._layout.shard_numel,
@@ -99,6 +130,7 @@ class Grads:
     def open(self) -> None:
         """The backward reaches the unit: gradients are about to arrive."""
         self._begin()
+        self._recall()
         self._ledger.settle(self._strays, self._arriving_bytes())
 
     def _arriving_bytes(self) -> int:
@@ -157,6 +189,8 @@ class Grads:
 
     def _keep(self) -> None:
         """One rank's gradients are the sum over all ranks."""
+        self._recall()
+        self._await_recalled()
         if self._full is None and self._held.live:
             self._packing.add(self._params)
         elif self._full is None:
@@ -164,6 +198,7 @@ class Grads:
             self._packing.fill(self._params)
         self._let_go()
         self.is_reduced = True
+        self._send_home()
 
     def finish_reduce(self) -> None:
         """Hold the mean over the ranks of this rank's shard, added to that of earlier micro-batches."""
@@ -173,6 +208,7 @@ class Grads:
             self._exchange.finish(self._comm, self._target)
             self._exchange = None
             self.is_reduced = True
+            self._send_home()
 
     def late_gradient(self) -> bool:
         """Whether a gradient arrived after the unit was reduced, and so is in nobody's sum."""
@@ -203,10 +239,18 @@ class Grads:
         self._comm.gather(full, "control", self.name).wait()
         return full
 
-    def clear(self) -> None:
-        """Forget the gradients of this step and free their buffers."""
+    def forget(self) -> None:
+        """The gradients of this step are used, or on their way to it: the next ones start anew."""
         self.abandon()
         self.is_reduced = self.has_gradients = False
+        self._sum = None
+
+    def clear(self) -> None:
+        """Forget the gradients of this step and free their buffers."""
+        self.forget()
+        self._await_recalled()
+        if self._home is not None:
+            self._home.ferry.lanes.arrive()
         self._held.free()
         if self._whole is not None:
             self._whole.free()
@@ -246,6 +290,32 @@ class Grads:
         """Where the mean goes, and whether it is added to what is there."""
         if self._full is not None:
             return self._full.tensor[self._shard.slice], False
+        self._recall()
+        self._await_recalled()
         if self._held.live:
             return self._held.tensor, True
         return self._held.allocate(), False
+
+    # Where the held shard rests on the host
+
+    def move_in(self) -> None:
+        """Let the shard rest on the device. Not while there is one."""
+        assert not self.is_reduced, f"the gradients of {self.name} are away"
+        self._home = None
+
+    def _send_home(self) -> None:
+        """Let the shard leave the device; what the global norm needs of it stays."""
+        if self._home is not None:
+            self._sum = norm.sums_of_squares([self._held.tensor], self._comm)[0]
+            self._home.rest(GRADS, self._held.tensor, self._held.free)
+
+    def _recall(self) -> None:
+        """Bring back what earlier micro-batches left, ahead of what is added to it."""
+        if self._home is not None and self.is_reduced and self._recalled is None:
+            self._home.ferry.lanes.arrive()
+            self._recalled = self._home.recall(GRADS, self._held.allocate())
+
+    def _await_recalled(self) -> None:
+        if self._home is not None and self._recalled is not None:
+            self._home.ferry.lanes.wait(self._recalled)
+            self._recalled = None

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from shardwise.layout import Span
+from shardwise.streamed import adopt
 from shardwise.unit import Unit
 
 MASTER = "param"
@@ -71,6 +72,7 @@ class Extra:
 def held_by(unit: Unit, optimizer: torch.optim.Optimizer | None) -> list[Held]:
     """All values of a unit that this rank holds one per element: its master first, and nothing else without an
     optimizer."""
+    unit.quiet()
     weights = unit.weights
     values: list[Held] = [InMemory(MASTER, weights.owned, weights.master)]
     for piece, span, state in _states(unit, optimizer):
@@ -96,15 +98,16 @@ def prepare(unit: Unit, optimizer: torch.optim.Optimizer, span: Span, dtypes: Ma
         if where == span:
             state.clear()
             state.update({key: torch.zeros_like(piece, dtype=dtype) for key, dtype in dtypes.items()})
+    adopt(optimizer, unit)
 
 
 def set_extra(unit: Unit, optimizer: torch.optim.Optimizer, span: Span, key: str, value: Any) -> None:
     """Give the piece at `span` a value that is not one per element, where the optimizer's kernel expects it."""
-    for (number, piece), (_, where, state) in zip(unit.weights.pieces, _states(unit, optimizer, True), strict=True):
+    for (number, _), (_, where, state) in zip(unit.weights.pieces, _states(unit, optimizer, True), strict=True):
         if where == span:
             group = optimizer.param_groups[number]
             on_device = group.get("fused") or group.get("capturable") or getattr(value, "ndim", 0)
-            state[key] = value.to(piece.device) if on_device and isinstance(value, torch.Tensor) else value
+            state[key] = value.to(unit.comm.device) if on_device and isinstance(value, torch.Tensor) else value
 
 
 def piece_spans(unit: Unit) -> list[Span]:
@@ -117,6 +120,7 @@ def _states(
 ) -> list[tuple[torch.Tensor, Span, dict[str, Any]]]:
     if optimizer is None:
         return []
+    unit.quiet()
     pairs = zip(unit.weights.pieces, piece_spans(unit), strict=True)
     return [(piece, span, optimizer.state[piece]) for (_, piece), span in pairs if missing or piece in optimizer.state]
 

@@ -112,6 +112,17 @@ class GroupRun:
     shard: Span
     shape: tuple[int, ...] | None = None
 
+    def split(self, most: int) -> tuple[GroupRun, ...]:
+        """The run in parts of at most `most` elements; a whole tensor in one.
+
+        >>> [part.shard.numel for part in GroupRun(0, Span(0, 100)).split(64)]
+        [64, 36]
+        """
+        if self.shape is not None:
+            return (self,)
+        starts = range(self.shard.start, self.shard.stop, most)
+        return tuple(GroupRun(self.group, Span(start, min(start + most, self.shard.stop))) for start in starts)
+
 
 @dataclass(frozen=True, slots=True)
 class Read:

@@ -67,17 +67,24 @@ class Ledger:
         self.live: Counter[Entry] = Counter()
         self.total_bytes = 0
         self.peak_bytes = 0
+        self._tiers: Counter[Tier] = Counter()
+        self._tier_peaks: Counter[Tier] = Counter()
         self._at_peak: Counter[Entry] = Counter()
 
     def add(self, entry: Entry, size_bytes: int) -> None:
         self.live[entry] += size_bytes
         self.total_bytes += size_bytes
+        tier = entry.tier
+        self._tiers[tier] += size_bytes
+        if self._tiers[tier] > self._tier_peaks[tier]:
+            self._tier_peaks[tier] = self._tiers[tier]
         if self.total_bytes > self.peak_bytes:
             self.peak_bytes = self.total_bytes
             self._at_peak = self.live.copy()
 
     def remove(self, entry: Entry, size_bytes: int) -> None:
         self.live[entry] -= size_bytes
+        self._tiers[entry.tier] -= size_bytes
         self.total_bytes -= size_bytes
         assert self.live[entry] >= 0, f"more of {entry} freed than was allocated"
 
@@ -103,12 +110,10 @@ class Ledger:
             totals[entry.kind.value] += size_bytes
         return {kind: size_bytes for kind, size_bytes in totals.items() if size_bytes}
 
-    def by_tier(self) -> dict[str, int]:
-        """Live bytes by tier."""
-        totals: Counter[str] = Counter()
-        for entry, size_bytes in self.live.items():
-            totals[entry.tier.value] += size_bytes
-        return {tier: size_bytes for tier, size_bytes in totals.items() if size_bytes}
+    def by_tier(self, at_peak: bool = False) -> dict[str, int]:
+        """Live bytes by tier, or the most that each tier has held."""
+        totals = self._tier_peaks if at_peak else self._tiers
+        return {tier.value: size_bytes for tier, size_bytes in totals.items() if size_bytes}
 
 
 class Buffer:

@@ -25,7 +25,7 @@ def global_norm(shards: Sequence[torch.Tensor], comm: Comm, exact: bool) -> torc
     """The norm over all shards of all ranks, fp64, on the device."""
     if not shards:
         return torch.zeros((), dtype=torch.float64, device=comm.device)
-    return _exact_norm(shards, comm) if exact else _ordinary_norm(shards, comm)
+    return _exact_norm(shards, comm) if exact else norm_from_sums(sums_of_squares(shards, comm), comm)
 
 
 def clip_coefficient(norm: torch.Tensor, limit: float) -> torch.Tensor:
@@ -33,13 +33,17 @@ def clip_coefficient(norm: torch.Tensor, limit: float) -> torch.Tensor:
     return (limit / (norm + 1e-6)).clamp(max=1.0).to(torch.float32)
 
 
-def _ordinary_norm(shards: Sequence[torch.Tensor], comm: Comm) -> torch.Tensor:
+def sums_of_squares(shards: Sequence[torch.Tensor], comm: Comm) -> torch.Tensor:
+    """Of each shard, fp64; a shard's has the same bits alone and among others."""
     if comm.kernels == "cpu":
-        sums = torch.stack([_sum_of_squares(shard, comm) for shard in shards])
-    else:
-        # One launch for all. Shards are of one dtype and aligned alike under every placement, so the bits are too.
-        norms = torch._foreach_norm(list(shards), 2, dtype=torch.float32)
-        sums = torch.stack(norms).to(torch.float64).square()
+        return torch.stack([_sum_of_squares(shard, comm) for shard in shards])
+    # One launch for all. Shards are of one dtype and aligned alike under every placement, so the bits are too.
+    norms = torch._foreach_norm(list(shards), 2, dtype=torch.float32)
+    return torch.stack(norms).to(torch.float64).square()
+
+
+def norm_from_sums(sums: torch.Tensor, comm: Comm) -> torch.Tensor:
+    """The ordinary norm over all ranks from the sums of squares of this rank's shards."""
     norm: torch.Tensor = comm.share(sums).sum().sqrt()
     return norm
 

@@ -19,6 +19,7 @@ from shardwise.freezing import frozen_kept
 from shardwise.marks import mark
 from shardwise.memory import Entry, Kind, Ledger, Tier
 from shardwise.optimizers import bare_step, members, prefer_fused
+from shardwise.streamed import StreamedUpdate, adopt, scaled
 from shardwise.unit import Unit
 
 
@@ -34,6 +35,7 @@ class Updater:
         optimizer.state.clear()
         for unit in units:
             _cut_state(optimizer, unit, states)
+            adopt(optimizer, unit)
         self._counted: set[str] = set()
         count = len(optimizer.param_groups)
         self._pieces = {unit.name: [_in_group(unit, index) for index in range(count)] for unit in units}
@@ -65,25 +67,30 @@ class Updater:
     def update(self, unit: Unit, coefficient: torch.Tensor | None) -> None:
         """Update the owned elements of `unit` from its reduced gradients, multiplied with `coefficient`."""
         assert unit.grads is not None
+        if unit.home is not None and unit.home.is_updated:
+            unit.home.job = StreamedUpdate(self, unit, unit.home, coefficient)
+            unit.grads.forget()
+            return
         with mark("update", unit.name):
             reduced = unit.grads.owned()
             cast_bytes = 0 if reduced.dtype == torch.float32 else reduced.numel() * torch.float32.itemsize
             with self._ledger.passing(unit.name, Tier.DEVICE, cast_bytes):
-                grads = _scaled(reduced, coefficient)
+                grads = scaled(reduced, coefficient)
                 for (_, piece), span in zip(unit.weights.pieces, unit.weights.piece_spans, strict=True):
                     piece.grad = grads[span.slice].view(piece.shape)
                 with frozen_kept(unit, self.optimizer):
-                    self._step_pieces(unit)
+                    self.step_pieces(self._pieces[unit.name], self.optimizer.param_groups)
                 for _, piece in unit.weights.pieces:
                     piece.grad = None
-                self._settle_ledger(unit)
+                self.settle_ledger(unit)
+        unit.grads.clear()
 
     def account(self) -> None:
         """Take into the ledger what state there is, after it was loaded."""
         self._counted.clear()
         for unit in self._units:
             if any(self.optimizer.state.get(piece) for _, piece in unit.weights.pieces):
-                self._settle_ledger(unit)
+                self.settle_ledger(unit)
 
     def finish(self) -> None:
         """Tell hooks and LR schedulers that a step was taken."""
@@ -92,21 +99,22 @@ class Updater:
         for each in members(self.optimizer):
             each._opt_called = True  # type: ignore[attr-defined]  # read by schedulers
 
-    def _step_pieces(self, unit: Unit) -> None:
-        groups = self.optimizer.param_groups
+    def step_pieces(self, pieces: Sequence[list[nn.Parameter]], groups: list[dict[str, Any]]) -> None:
+        """Step on `pieces`, a list for each of the `groups` of options."""
+        before = self.optimizer.param_groups
         everything = [group["params"] for group in groups]
         try:
-            for group, pieces in zip(groups, self._pieces[unit.name], strict=True):
-                group["params"] = pieces
+            for group, own in zip(groups, pieces, strict=True):
+                group["params"] = own
             self.optimizer.param_groups = [group for group in groups if group["params"]]
             self._step()
         finally:
-            self.optimizer.param_groups = groups
+            self.optimizer.param_groups = before
             for group, params in zip(groups, everything, strict=True):
                 group["params"] = params
 
-    def _settle_ledger(self, unit: Unit) -> None:
-        """Account for the state that the optimizer makes in its first step."""
+    def settle_ledger(self, unit: Unit) -> None:
+        """Account for the state that the optimizer makes in its first step, and keeps on the device."""
         if unit.name in self._counted:
             return
         self._counted.add(unit.name)
@@ -114,23 +122,13 @@ class Updater:
             value.numel() * value.element_size()
             for _, piece in unit.weights.pieces
             for value in self.optimizer.state.get(piece, {}).values()
-            if isinstance(value, torch.Tensor)
+            if isinstance(value, torch.Tensor) and (unit.home is None or not unit.home.holds_states or not value.ndim)
         )
         self._ledger.settle(Entry(Kind.OPTIM, f"{unit.name} (moments)", Tier.DEVICE), held)
 
 
 def _in_group(unit: Unit, index: int) -> list[nn.Parameter]:
     return [piece for number, piece in unit.weights.pieces if number == index]
-
-
-def _scaled(grads: torch.Tensor, coefficient: torch.Tensor | None) -> torch.Tensor:
-    """Gradients in fp32, times `coefficient`; where they are, or in one pass from 16 bits."""
-    if coefficient is None:
-        return grads.to(torch.float32)
-    if grads.dtype == torch.float32:
-        return grads.mul_(coefficient)
-    # A tensor with a dimension takes part in promotion: the product is computed and stored in fp32.
-    return torch.mul(grads, coefficient.view(1))
 
 
 def _cut_state(optimizer: torch.optim.Optimizer, unit: Unit, states: Mapping[int, dict[str, Any]]) -> None:

@@ -66,6 +66,7 @@ class Order:
         self._choice = ahead
         self._entered: list[Unit] = []
         self.forward: list[Unit] = []
+        self.last: Unit | None = None
         self.backward: list[Unit] = []
         self._ahead: list[list[Unit]] = []
         self._behind: dict[str, list[Unit]] = {}
@@ -78,6 +79,7 @@ class Order:
             return
         self._entered = list(entered)
         seen = list(dict.fromkeys(entered))
+        self.last = seen[-1] if seen else None
         self.forward = seen + [unit for unit in self._all if unit not in seen]
         self.backward = [unit for unit in self._all if unit not in seen] + seen[::-1]
         self._ahead = [self._choice.choose(unit, entered[index + 1 :]) for index, unit in enumerate(entered)]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
 
 from shardwise.config import Config
+from shardwise.config.sections import Tier
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -20,6 +22,7 @@ class Policy:
     grad_dtype        the full flat gradients that autograd adds into
     accumulate_dtype  reduced gradients as they are held
     reduce_dtype      gradients on the wire
+    *_tier            where the kind rests
     """
 
     trainable: bool
@@ -31,6 +34,13 @@ class Policy:
     grad_dtype: torch.dtype
     accumulate_dtype: torch.dtype
     reduce_dtype: torch.dtype
+    weights_tier: Tier = "device"
+    grads_tier: Tier = "device"
+    optim_tier: Tier = "device"
+
+    def on_device(self) -> Policy:
+        """The same with every kind on the device."""
+        return dataclasses.replace(self, weights_tier="device", grads_tier="device", optim_tier="device")
 
 
 def policy_for(config: Config, trainable: bool, dtype: torch.dtype) -> Policy:
@@ -53,6 +63,10 @@ def policy_for(config: Config, trainable: bool, dtype: torch.dtype) -> Policy:
         grad_dtype=grad_dtype,
         accumulate_dtype=accumulate_dtype,
         reduce_dtype=DTYPES[precision.reduce_dtype] if precision.reduce_dtype else grad_dtype,
+        weights_tier=placement.weights.tier,
+        grads_tier=placement.grads.tier,
+        # A frozen unit's master is its weights.
+        optim_tier=placement.optim.tier if trainable else placement.weights.tier,
     )
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from shardwise.comm import Comm
+from shardwise.lanes import Lanes
 from shardwise.memory import Ledger
 
 
@@ -47,22 +48,34 @@ class Report:
     steps: int
     memory_bytes: dict[str, int]
     tier_bytes: dict[str, int]
+    tier_peak_bytes: dict[str, int]
     peak_bytes: int
     peak_memory_bytes: dict[str, int]
     sent_bytes: dict[str, int]
+    moved_bytes: dict[str, int]
     phase_s: dict[str, float]
     measured_peak_bytes: int | None = None
     predicted_peak_bytes: int | None = None
 
     @classmethod
-    def of(cls, ledger: Ledger, comm: Comm, clock: Clock, steps: int, predicted_bytes: int | None = None) -> Report:
+    def of(
+        cls,
+        ledger: Ledger,
+        comm: Comm,
+        lanes: Lanes,
+        clock: Clock,
+        steps: int,
+        predicted_bytes: int | None = None,
+    ) -> Report:
         return cls(
             steps=steps,
             memory_bytes=ledger.by_kind(),
             tier_bytes=ledger.by_tier(),
+            tier_peak_bytes=ledger.by_tier(at_peak=True),
             peak_bytes=ledger.peak_bytes,
             peak_memory_bytes=ledger.by_kind(at_peak=True),
             sent_bytes=dict(comm.sent_bytes),
+            moved_bytes=dict(lanes.moved_bytes),
             phase_s=dict(clock.seconds),
             measured_peak_bytes=torch.cuda.max_memory_allocated(comm.device) if comm.device.type == "cuda" else None,
             predicted_peak_bytes=predicted_bytes,
@@ -79,6 +92,9 @@ class Report:
                 lines.append(f"  {f'everything, {name}':<24}{'':>14}  {_mib(peak_bytes)}")
         lines += ["sent per step"]
         lines += [f"  {kind:<24}{_mib(sent / steps)}" for kind, sent in sorted(self.sent_bytes.items())]
+        if self.moved_bytes:
+            lines += ["moved per step"]
+            lines += [f"  {way:<24}{_mib(moved / steps)}" for way, moved in sorted(self.moved_bytes.items())]
         lines += ["host time per step"]
         lines += [f"  {name:<24}{seconds / steps * 1e3:>11.2f} ms" for name, seconds in sorted(self.phase_s.items())]
         return "\n".join(lines)

@@ -74,6 +74,7 @@ class Schedule:
         self.on_reduced: Callable[[Unit], None] = lambda unit: None
         self.on_plain_backward: Callable[[], None] = lambda: None
         self.on_broken: Callable[[], None] = self.abandon
+        self.on_last_unit: Callable[[], None] = lambda: None
         self._clock = clock
         self._in_flight: Unit | None = None
         self._in_backward = False
@@ -115,6 +116,9 @@ class Schedule:
         if not self._in_backward:
             self._in_backward = True
             self._is_looking = False
+            for unit in self.units:
+                if unit.home is not None:
+                    unit.settle()
             self._reduces_now = self.reduces()
             if self._reduces_now:
                 self._agree()
@@ -153,6 +157,10 @@ class Schedule:
     def is_stale(self) -> bool:
         """Whether a backward was broken off by an exception that nobody told us about."""
         return self._in_backward and not inside_backward()
+
+    def reduced_part(self) -> float:
+        """How much of the trainable units this backward has left behind, from 0 to 1."""
+        return 1.0 - len(self._waiting) / len(self.trainable)
 
     def forward_order(self) -> list[Unit]:
         """The units in the order of their first use."""
@@ -209,6 +217,8 @@ class Schedule:
         index = self._record(site, recompute)
         for unit in site.units:
             self.bring(unit, self._order.behind(unit) if recompute else self._order.ahead(index))
+            if not recompute and unit is self._order.last:
+                self.on_last_unit()
         if not torch.is_grad_enabled():
             self._count_quiet(site, recompute)
             return None

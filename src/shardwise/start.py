@@ -15,6 +15,8 @@ from shardwise.access import is_managed
 from shardwise.comm import Comm
 from shardwise.config import Config
 from shardwise.config.build import build_optimizer, build_scheduler
+from shardwise.config.presets import offloaded
+from shardwise.config.sections import Tier
 from shardwise.deferred import Session, check_deferred, finish, prepare, session_behind
 from shardwise.engine import Engine
 from shardwise.errors import ConfigError
@@ -47,6 +49,7 @@ def initialize(
     group = _group(mesh, device)
     config = Config.load(config).for_world_size(dist.get_world_size(group))
     _check_supported(config)
+    config = _spilling(config)
     _check_device(config, device)
     if device.type == "cuda":
         _let_segments_grow()
@@ -132,13 +135,26 @@ def _start_process_group(on_cuda: bool) -> None:
 def _check_supported(config: Config) -> None:
     """What a configuration may say and this version does not do is refused by name, never ignored."""
     for kind in ("weights", "grads", "optim"):
-        if (tier := getattr(config.placement, kind).tier) != "device":
+        if (tier := getattr(config.placement, kind).tier) == "disk":
             raise ConfigError(
-                f"placement.{kind}.tier is {tier!r}: this version keeps everything on the device; "
-                "take the preset without _offload or _nvme"
+                f"placement.{kind}.tier is {tier!r}: this version keeps everything on the device or the host; "
+                "take the preset with _offload"
             )
+    if config.offload.update != "device":
+        raise ConfigError(f"offload.update is {config.offload.update!r}: states are updated on the device; drop it")
     if config.checkpointing.offload:
         raise ConfigError("checkpointing.offload is on: activations cannot be kept in host memory yet; turn it off")
+
+
+def _spilling(config: Config) -> Config:
+    """Under a budget for the device, what can leave it starts away from it; see `residency`."""
+    row = config.placement
+    if config.offload.device_memory is None or row.optim.tier != "device":
+        return config
+    if row.optim.sharding == "replicated":
+        raise ConfigError("offload.device_memory needs states that can leave the device: take zero1, zero2 or zero3")
+    weights: Tier = "host" if row.weights.sharding == "sharded" else "device"
+    return config.model_copy(update={"placement": offloaded(row, weights=weights, optim="host")})
 
 
 def _check_model(model: nn.Module) -> None:

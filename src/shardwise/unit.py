@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,8 +13,8 @@ from torch import nn
 from shardwise.comm import Comm
 from shardwise.division import UnitSpec
 from shardwise.grads import Grads
+from shardwise.home import Ferry, home_for
 from shardwise.layout import Cut, Layout, TensorSpec
-from shardwise.memory import Ledger
 from shardwise.optimizers import Group
 from shardwise.policy import Policy
 from shardwise.weights import Weights
@@ -52,8 +52,9 @@ class Unit:
         layout: Layout,
         policy: Policy,
         comm: Comm,
-        ledger: Ledger,
+        ferry: Ferry,
     ) -> None:
+        ledger = ferry.ledger
         self.name = spec.name
         self.number = next(_NUMBERS)
         self.spec = spec
@@ -63,22 +64,56 @@ class Unit:
         self.params = [params[name] for name in self.names]
         self.traffic = Traffic()
         self.kept: list[Held] = []  # what lasts besides master and optimizer state: averages
-        self.weights = Weights(spec.name, self.params, layout, policy, comm, ledger)
+        owned_numel = layout.shard_numel if policy.optim_sharded else layout.numel
+        self.home = home_for(spec.name, policy, owned_numel, ferry)
+        self.weights = Weights(spec.name, self.params, layout, policy, comm, ledger, self.home)
         self.grads: Grads | None = None
         self.weights.adopt()
         if policy.trainable:
-            self.grads = Grads(spec.name, self.params, layout, policy, comm, ledger)
+            self.grads = Grads(spec.name, self.params, layout, policy, comm, ledger, self.home)
 
     def view(self, flat: torch.Tensor, name: str) -> torch.Tensor:
         """One parameter's part of a flat tensor in this unit's layout."""
         slot = self.layout.slot(name)
         return flat[slot.span.slice].view(slot.spec.shape)
 
+    def settle(self) -> None:
+        """Do what is due of the last update, and have the computing stream come after it."""
+        self.weights.catch_up()
+        if self.home is not None:
+            self.home.flush()
+
+    def quiet(self) -> None:
+        """Have the host wait until the states are where they rest, to be looked at or replaced."""
+        self.settle()
+        if self.home is not None:
+            self.home.quiet()
+
+    def move_in(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let everything rest on the device from here on. Between a step and the next forward."""
+        if self.home is None or self.grads is None:
+            return
+        self.quiet()
+        self.weights.move_in()
+        self.grads.move_in()
+        for _, piece in self.weights.pieces:
+            state = optimizer.state.get(piece, {})
+            state.update({key: to_device(value, self.comm.device) for key, value in state.items()})
+        self.home.free()
+        self.home = None
+
     def free(self) -> None:
         """Drop every buffer."""
         if self.grads is not None:
             self.grads.clear()
         self.weights.free()
+        if self.home is not None:
+            self.home.free()
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """A copy of a tensor on the device; anything else as it is."""
+    return value.to(device, copy=True) if isinstance(value, torch.Tensor) and value.ndim else value
 
 
 def layout_for(

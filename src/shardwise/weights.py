@@ -7,6 +7,7 @@ Names, used throughout:
   where the optimizer needs whole ones (`Layout.updates`); the optimizer's parameters.
 - *part*: the master's own storage. Where master and weights have one dtype, the master lives in its slot of `full`
   while that exists and moves to `part` when it is released, so that no element is ever held twice.
+- *home*: where the master rests if not on the device; `full` is then filled from there.
 - *stand-in*: what a parameter points to while released: NaN expanded to its shape. Reads give NaN, writes raise.
 """
 
@@ -21,6 +22,7 @@ from torch import nn
 
 from shardwise import pending
 from shardwise.comm import DONE, Comm, Handle
+from shardwise.home import MASTER, Home
 from shardwise.layout import Layout, Span
 from shardwise.marks import mark
 from shardwise.memory import Buffer, Entry, Kind, Ledger, Tier
@@ -47,6 +49,7 @@ class Weights:
         policy: Policy,
         comm: Comm,
         ledger: Ledger,
+        home: Home | None = None,
     ) -> None:
         self.name = name
         self.policy = policy
@@ -58,23 +61,36 @@ class Weights:
         self.owned = layout.shard(comm.rank) if policy.optim_sharded else Span(0, layout.numel)
         self._comm = comm
         self._handle: Handle = DONE
+        self._keeping: Handle = DONE
         self._one_storage = policy.weight_dtype == policy.master_dtype
         self._full = Buffer(
             ledger, Entry(Kind.WEIGHTS, name, Tier.DEVICE), layout.numel, policy.weight_dtype, comm.device
         )
-        kind = Kind.WEIGHTS if self._one_storage else Kind.OPTIM
-        self._part = Buffer(ledger, Entry(kind, name, Tier.DEVICE), self.owned.numel, policy.master_dtype, comm.device)
+        self._home = home
+        self._ledger = ledger
+        self._master_is_home = home is not None and MASTER in home
+        # What rests on the device beside a master that does not: sharded weights, where they are placed there.
+        self._keeps_weights = self._master_is_home and policy.weights_sharded and policy.weights_tier == "device"
+        kind = Kind.WEIGHTS if self._one_storage or self._keeps_weights else Kind.OPTIM
+        dtype = policy.weight_dtype if self._keeps_weights else policy.master_dtype
+        self._part = Buffer(ledger, Entry(kind, name, Tier.DEVICE), self.owned.numel, dtype, comm.device)
         self._views = self._full.views(layout)
         blank = _blank(policy.weight_dtype, comm.device)
         self._stand_ins = [blank.expand(slot.spec.shape) for slot in layout.slots]
         runs = layout.updates(comm.rank if policy.optim_sharded else None) if policy.trainable else ()
+        if home is not None:
+            runs = tuple(part for run in runs for part in run.split(home.ferry.parcel_numel))
+            home.divide([run.shard for run in runs])
         self.piece_spans = [run.shard for run in runs]
         self._piece_shapes = [(run.shard.numel,) if run.shape is None else run.shape for run in runs]
         self.pieces = [(run.group, nn.Parameter(torch.empty(0))) for run in runs]
 
     @property
     def master(self) -> torch.Tensor:
-        """The owned elements as they are updated, wherever they are."""
+        """The owned elements as they are updated, wherever they are. On the host, it waits for them there."""
+        if self._master_is_home:
+            assert self._home is not None
+            return self._home.look(MASTER)
         return self._part.tensor if self._part.live else self._full.tensor[self.owned.slice]
 
     @property
@@ -122,9 +138,14 @@ class Weights:
             set_origin(param, None)
         if is_shared:
             self._comm.broadcast(exact, unit=self.name)
-        if not self._one_storage:
+        if self._master_is_home:
+            self.master.copy_(exact[self.owned.slice])
+        elif not self._one_storage:
             self._part.allocate().copy_(exact[self.owned.slice])
+        if not self._one_storage:
             self._full.allocate().copy_(exact)
+        if self._keeps_weights:
+            self._part.allocate().copy_(self._full.tensor[self.owned.slice])
         self._bind(self._views)
         self._bind_pieces()
         self.state = State.READY
@@ -150,8 +171,15 @@ class Weights:
                 self._publish()
 
     def refresh(self) -> None:
-        """After an update of the master: bring the new values to whoever holds the weights."""
+        """After an update of the master: bring the new values to whoever holds the weights.
+
+        An update of states that rest elsewhere is done on the way; where nobody holds the weights, at the next gather.
+        """
         self.generation += 1
+        rests_here = self._keeps_weights or (self.state is State.RELEASED and not self._master_is_home)
+        if self._home is not None and self._home.job is not None and rests_here:
+            self._keeping.wait()
+            self._keeping = self._home.deliver(self._part.tensor)
         if self.state is not State.RELEASED:
             with mark("gather", self.name):
                 self.settle()
@@ -165,16 +193,23 @@ class Weights:
             pending.unwatch(self.params)
             self.state = State.READY
 
+    def catch_up(self) -> None:
+        """Have the computing stream come after everything that is under way."""
+        self.settle()
+        self._keeping.wait()
+        self._keeping = DONE
+
     def release(self) -> None:
         """Free `full`; the parameters become stand-ins. Not while they are pinned, nor where it would free nothing:
         one rank in one dtype holds in `full` just what would rest."""
-        if self.state is State.RELEASED or self._pins or (self._one_storage and self.is_whole):
+        frees_nothing = self._one_storage and self.is_whole and not self._master_is_home
+        if self.state is State.RELEASED or self._pins or frees_nothing:
             return
         self.settle()
         with mark("release", self.name):
             self._bind(self._stand_ins)
             pending.watch(self.params, self)
-            if self._one_storage:
+            if self._one_storage and not self._master_is_home:
                 mine = self._full.tensor[self.owned.slice]
                 self._part.allocate().copy_(mine)
                 self._bind_pieces()
@@ -195,12 +230,29 @@ class Weights:
 
     def whole(self, owned: torch.Tensor) -> torch.Tensor:
         """The flat tensor of the whole unit of which every rank brings its `owned` elements. A collective."""
+        owned = owned.to(self._comm.device)
         if self.is_whole:
             return owned
         full = owned.new_empty(self._full.tensor.numel())
         full[self.owned.slice] = owned
         self._comm.gather(full, "control", self.name).wait()
         return full
+
+    def move_in(self) -> None:
+        """Let the master rest on the device."""
+        self.catch_up()
+        if not self._master_is_home:
+            return
+        master = self.master
+        self._part.free()
+        kind = Kind.WEIGHTS if self._one_storage else Kind.OPTIM
+        entry = Entry(kind, self.name, Tier.DEVICE)
+        self._part = Buffer(self._ledger, entry, self.owned.numel, self.policy.master_dtype, self._comm.device)
+        if not self._one_storage or self.state is State.RELEASED:
+            self._part.allocate().copy_(master)
+        self._master_is_home = self._keeps_weights = False
+        self._home = None
+        self._bind_pieces()
 
     def take_back(self, source: int | None = None) -> None:
         """Make what was written into `full` the master's value; `source` is the rank whose writing counts.
@@ -209,15 +261,18 @@ class Weights:
         """
         if source is not None:
             self._comm.broadcast(self.full, source, self.name)
-        if not self._one_storage:
-            mine = self.full[self.owned.slice]
-            same = mine == self.master.to(mine.dtype)
-            self.master.copy_(torch.where(same, self.master, mine.to(self.master.dtype)))
+        mine = self.full[self.owned.slice]
+        if not self._one_storage or self._master_is_home:
+            master = self.master.to(mine.device)
+            same = mine == master.to(mine.dtype)
+            self.master.copy_(torch.where(same, master, mine.to(master.dtype)))
+        if self._keeps_weights:
+            self._part.tensor.copy_(mine)
         self.generation += 1
 
     def free(self) -> None:
         """Drop every buffer; the parameters become stand-ins."""
-        self.settle()
+        self.catch_up()
         if self.state is State.RELEASED:
             pending.unwatch(self.params)
         self._bind(self._stand_ins)
@@ -228,8 +283,12 @@ class Weights:
         self.state = State.RELEASED
 
     def _publish(self) -> None:
+        if self._home is not None and (self._home.job is not None or (self._master_is_home and not self._part.live)):
+            self._publish_from_home(self._home)
+            return
         mine = self._full.tensor[self.owned.slice]
         if self._part.live:
+            self._keeping.wait()
             mine.copy_(self._part.tensor)
             if self._one_storage:
                 self._part.free()
@@ -237,7 +296,19 @@ class Weights:
         if self.is_whole:
             self.state = State.READY
             return
-        self._handle = self._comm.gather(self._full.tensor, "gather", self.name)
+        self._expect(self._comm.gather(self._full.tensor, "gather", self.name))
+
+    def _publish_from_home(self, home: Home) -> None:
+        arrival = home.deliver(self._full.tensor[self.owned.slice])
+        if self.is_whole:
+            self._expect(arrival)
+            return
+        with home.ferry.lanes.work:
+            gathering = self._comm.gather(self._full.tensor, "gather", self.name)
+        self._expect(_Both(arrival, gathering))
+
+    def _expect(self, handle: Handle) -> None:
+        self._handle = handle
         self.state = State.GATHERING
         pending.watch(self.params, self)
 
@@ -256,10 +327,21 @@ class Weights:
             param.data = tensor
 
     def _bind_pieces(self) -> None:
-        master = self.master
+        master = self._home.slabs[MASTER].tensor if self._home and self._master_is_home else self.master
         for (_, piece), span, shape in zip(self.pieces, self.piece_spans, self._piece_shapes, strict=True):
             piece.data = master[span.slice].view(shape)
 
 
 def _blank(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device)
+
+
+class _Both:
+    """A delivery, and the gather that follows it."""
+
+    def __init__(self, arrival: Handle, gathering: Handle) -> None:
+        self._handles = (arrival, gathering)
+
+    def wait(self) -> None:
+        for handle in self._handles:
+            handle.wait()

@@ -44,10 +44,12 @@ def _parts(config: Config) -> Iterator[Resting]:
 
 
 def _weight_bytes(config: Config) -> int:
-    """Sharded 16-bit weights are cast from the master at gather: no copy rests beside it on the same tier."""
+    """Sharded 16-bit weights are cast from the master at gather: a copy rests only on the device, where the master left
+    it and they stay."""
     weights, optim = config.placement.weights, config.placement.optim
     size = _SIZES[config.precision.weights_dtype]
-    return 0 if size == 2 and weights.sharding == "sharded" and weights.tier == optim.tier else size
+    stays = weights.tier == "device" != optim.tier
+    return 0 if size == 2 and weights.sharding == "sharded" and not stays else size
 
 
 def gradient_bytes(config: Config) -> int:

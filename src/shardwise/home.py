@@ -1,0 +1,298 @@
+"""Where a unit's states rest off the device, and how they come to it and go back.
+
+Names, used throughout:
+- *field*: one value for each element that this rank owns: the `master`, each moment of the optimizer's (under the
+  optimizer's own word), the reduced `grads`. A field rests in a *slab* of host memory.
+- *parcel*: a run of a unit's elements that travels at once, its fields side by side in a slot of the ring.
+- *job*: what is due to happen to a unit's parcels while they are on the device: the update. It is issued with the
+  unit's next delivery, or at once by whoever looks at the states before.
+
+A parcel goes up the one lane, is worked on in the second and goes down the third; see `lanes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+
+from shardwise.config import Offload
+from shardwise.host import Slab
+from shardwise.lanes import PAST, Event, Lanes
+from shardwise.layout import Span
+from shardwise.memory import Entry, Kind, Ledger, Tier
+from shardwise.policy import Policy
+from shardwise.ring import Ring, Slot, room_bytes
+
+MASTER, GRADS = "master", "grads"
+"""Fields by name; all others are the optimizer's."""
+
+Views = dict[str, torch.Tensor]
+Made = list[tuple[torch.Tensor, torch.Tensor]]
+
+_SLOT_BYTES = 256 << 20
+_ELEMENT_BYTES = 16
+"""What an element takes in a slot, about: master, two moments and a gradient."""
+_MOST_SLOTS = 8
+_DELIVERY_SLOTS = 3
+"""What passes through without being updated needs no more to keep a lane busy."""
+
+
+class Parcel(NamedTuple):
+    """Elements `span` of those that a rank owns, and the optimizer's pieces in them, by number."""
+
+    span: Span
+    pieces: tuple[int, ...]
+
+
+class Job(Protocol):
+    """Work on parcels."""
+
+    def __call__(self, parcel: Parcel, views: Views) -> Made:
+        """Work on a parcel's fields on the device; what was made there, with where on the host it shall rest."""
+
+    def done(self) -> None:
+        """The computing stream has come after it: free what it read."""
+
+
+class Ferry:
+    """What the homes of an engine share: lanes, ring, and the size of parcels."""
+
+    def __init__(self, device: torch.device, ledger: Ledger, settings: Offload) -> None:
+        self.lanes = Lanes(device)
+        self.ring = Ring(ledger, self.lanes)
+        self.ledger = ledger
+        self.is_pinned = settings.pin_memory and device.type == "cuda"
+        self.parcel_numel = max(1024, (settings.buffer_bytes or _SLOT_BYTES) // _ELEMENT_BYTES // 1024 * 1024)
+        self._most_slots = settings.buffer_count or _MOST_SLOTS
+
+    def expect(self, parcels: int) -> None:
+        """Make room in the ring for units of so many parcels: three of them, within the bound."""
+        self.ring.count = max(self.ring.count, min(self._most_slots, 3 * parcels))
+
+    def load_ahead(self, homes: Iterable[Home], progress: float) -> None:
+        """Bring the states that are updated first, while the up lane has nothing else to do.
+
+        At the beginning of a backward (`progress` 0) as far as the ring has room, with two slots left for what passes;
+        at its end, when activations have made room, twice as much.
+        """
+        most = self.ring.count - 2 + int(progress * self.ring.count)
+        for home in homes:
+            for parcel in home.parcels:
+                if self.ring.out >= most:
+                    return
+                home.load(parcel)
+
+    def close(self) -> None:
+        """Give back what the device lent."""
+        self.lanes.arrive()
+        self.ring.trim()
+
+
+class Home:
+    """One unit's fields on the host."""
+
+    def __init__(self, name: str, policy: Policy, numel: int, ferry: Ferry) -> None:
+        self.name = name
+        self.ferry = ferry
+        self.holds_states = policy.trainable and policy.optim_tier != "device"
+        self.is_updated = self.holds_states or (policy.trainable and _master_leaves(policy))
+        self.numel = numel
+        self.slabs: dict[str, Slab] = {}
+        self.parcels: list[Parcel] = []
+        self.job: Job | None = None
+        self._rested: Event = PAST
+        self._grads_rested: Event = PAST
+        self._loaded: dict[Span, Views] = {}
+        self._slots: dict[Span, Slot] = {}
+        if _master_leaves(policy):
+            kind = Kind.WEIGHTS if policy.weight_dtype == policy.master_dtype else Kind.OPTIM
+            self.add(MASTER, policy.master_dtype, kind)
+        if policy.trainable and policy.grads_tier != "device":
+            self.add(GRADS, policy.accumulate_dtype, Kind.GRADS)
+
+    def add(self, field: str, dtype: torch.dtype, kind: Kind = Kind.OPTIM) -> torch.Tensor:
+        """Room for one more field."""
+        entry = Entry(kind, self.name if kind is not Kind.OPTIM else f"{self.name} ({field})", Tier.HOST)
+        self.slabs[field] = Slab(self.ferry.ledger, entry, self.numel, dtype, self.ferry.is_pinned)
+        return self.slabs[field].tensor
+
+    def divide(self, pieces: Sequence[Span]) -> None:
+        """Cut the elements into parcels, at the borders of the optimizer's pieces."""
+        self.parcels = list(_parcels(self.numel, pieces, self.ferry.parcel_numel))
+        self.ferry.expect(len(self.parcels))
+
+    @property
+    def size_bytes(self) -> int:
+        """What rests here."""
+        return sum(slab.size_bytes for slab in self.slabs.values())
+
+    def __contains__(self, field: str) -> bool:
+        return field in self.slabs
+
+    def deliver(self, target: torch.Tensor | None) -> Arrival:
+        """Do what is due, and bring the master to `target`, in its dtype. Whoever reads `target` waits for the arrival.
+
+        It is memory of the computing stream's, whose earlier uses of it come first.
+        """
+        job, self.job = self.job, None
+        lanes = self.ferry.lanes
+        lanes.work.wait(lanes.now())
+        for parcel in self.parcels if job or target is not None else ():
+            self._carry(parcel, job, target if MASTER in self else None)
+        return Arrival(lanes, lanes.work.mark(), job)
+
+    def load(self, parcel: Parcel) -> None:
+        """Bring a parcel's states up ahead of the job; its gradients may still be on their way down."""
+        if parcel.span not in self._loaded:
+            self._open(parcel)
+            self._bring(parcel, [field for field in self.slabs if field != GRADS])
+
+    def rest(self, field: str, source: torch.Tensor, free: Callable[[], None]) -> None:
+        """Take a whole field down from memory of the computing stream's, and `free` that when it is done."""
+        lanes = self.ferry.lanes
+        lanes.down.wait(lanes.now(), self._rested)
+        with lanes.down:
+            lanes.take(self.slabs[field].tensor, source)
+        self._grads_rested = lanes.down.mark()
+        lanes.leave(self._grads_rested, free)
+
+    def recall(self, field: str, target: torch.Tensor) -> Event:
+        """Bring a whole field up to memory of the computing stream's."""
+        lanes = self.ferry.lanes
+        lanes.up.wait(lanes.now(), self._rested, self._grads_rested)
+        with lanes.up:
+            lanes.bring(target, self.slabs[field].tensor)
+        return lanes.up.mark()
+
+    def look(self, field: str) -> torch.Tensor:
+        """A field as it rests, to read or write."""
+        self.quiet()
+        return self.slabs[field].tensor
+
+    def quiet(self) -> None:
+        """Do what is due, let go of what was loaded ahead, and have the host wait until all has come down."""
+        self.flush()
+        self.forget()
+        self._rested.synchronize()
+        self._grads_rested.synchronize()
+
+    def flush(self) -> None:
+        """Do what is due now."""
+        if self.job is not None:
+            self.deliver(None).wait()
+
+    def forget(self) -> None:
+        """Let go of what was loaded ahead: the fields may change where they rest."""
+        lanes = self.ferry.lanes
+        for parcel in self.parcels:
+            if parcel.span in self._loaded:
+                lanes.work.wait(lanes.up.mark())
+                self._close(parcel, lanes.work.mark())
+
+    def free(self) -> None:
+        """Give the host memory back. Waits for what is under way."""
+        self.job = None
+        self.forget()
+        self._rested.synchronize()
+        self._grads_rested.synchronize()
+        for slab in self.slabs.values():
+            slab.free()
+        self.slabs.clear()
+
+    def _carry(self, parcel: Parcel, job: Job | None, target: torch.Tensor | None) -> None:
+        lanes, span = self.ferry.lanes, parcel.span
+        is_ahead = span in self._loaded
+        if not is_ahead:
+            self._open(parcel, None if job else _DELIVERY_SLOTS)
+            self._bring(parcel, self.slabs if job else [MASTER])
+        elif job and GRADS in self:
+            self._bring(parcel, [GRADS])
+        views = self._loaded[span]
+        lanes.work.wait(lanes.up.mark())
+        with lanes.work:
+            made = job(parcel, views) if job else []
+            if target is not None:
+                target[span.slice].copy_(views[MASTER])
+        if job is not None:
+            self._take_down(parcel, views, made)
+            self._close(parcel, self._rested)
+        elif not is_ahead:
+            self._close(parcel, lanes.work.mark())
+
+    def _take_down(self, parcel: Parcel, views: Views, made: Made) -> None:
+        lanes = self.ferry.lanes
+        lanes.down.wait(lanes.work.mark())
+        with lanes.down:
+            for field, view in views.items():
+                if field != GRADS:
+                    lanes.take(self.slabs[field].tensor[parcel.span.slice], view)
+            for place, tensor in made:
+                lanes.take(place, tensor)
+        self._rested = lanes.down.mark()
+        if made:
+            # Made by the optimizer in the work lane, which knows nothing of the copy: they must live until it is done.
+            self._rested.synchronize()
+
+    def _close(self, parcel: Parcel, ready: Event) -> None:
+        del self._loaded[parcel.span]
+        self.ferry.ring.give(self._slots.pop(parcel.span), ready)
+
+    def _open(self, parcel: Parcel, most: int | None = None) -> None:
+        """Take a slot, with room for everything the parcel may need."""
+        numel = parcel.span.numel
+        dtypes = {field: slab.tensor.dtype for field, slab in self.slabs.items()}
+        ring = self.ferry.ring
+        ring.fit(sum(room_bytes(numel, dtype) for dtype in dtypes.values()))
+        self._slots[parcel.span] = slot = ring.take(most)
+        self._loaded[parcel.span] = slot.cut(numel, dtypes)
+
+    def _bring(self, parcel: Parcel, fields: Iterable[str]) -> None:
+        lanes, span = self.ferry.lanes, parcel.span
+        lanes.up.wait(self._slots[span].ready, self._rested, self._grads_rested)
+        with lanes.up:
+            for field in fields:
+                lanes.bring(self._loaded[span][field], self.slabs[field].tensor[span.slice])
+
+
+@dataclass
+class Arrival:
+    """A delivery under way; a handle as those of `comm` are."""
+
+    lanes: Lanes
+    event: Event
+    job: Job | None
+
+    def wait(self) -> None:
+        self.lanes.wait(self.event)
+        if self.job is not None:
+            self.job.done()
+        self.job = None
+
+
+def home_for(name: str, policy: Policy, numel: int, ferry: Ferry) -> Home | None:
+    """A home for a unit of which something rests off the device."""
+    leaves = policy.trainable and (policy.optim_tier != "device" or policy.grads_tier != "device")
+    return Home(name, policy, numel, ferry) if leaves or _master_leaves(policy) else None
+
+
+def _master_leaves(policy: Policy) -> bool:
+    """A master that is the weights rests where they do, and on the device while they are replicated; a copy of its own
+    rests with the optimizer's states."""
+    if policy.weight_dtype == policy.master_dtype:
+        return policy.weights_sharded and policy.weights_tier != "device"
+    return policy.optim_tier != "device"
+
+
+def _parcels(numel: int, pieces: Sequence[Span], most: int) -> Iterator[Parcel]:
+    """Consecutive pieces together, up to `most` elements; without pieces, runs of so many. All elements are in one."""
+    spans = pieces or [Span(start, min(start + most, numel)) for start in range(0, numel, most)]
+    start, taken = 0, 0
+    for index, span in enumerate(spans):
+        if index > taken and span.stop - start > most:
+            yield Parcel(Span(start, span.start), tuple(range(taken, index)) if pieces else ())
+            start, taken = span.start, index
+    if numel:
+        yield Parcel(Span(start, numel), tuple(range(taken, len(pieces))))

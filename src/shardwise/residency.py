@@ -1,0 +1,114 @@
+"""What rests where under a budget: as many units' states as fit stay on the device, in forward order.
+
+The first units stay, because the forward begins with them: it computes on them while the states of those behind are
+still on their way.
+
+How much room there is depends on the activations, which nobody knows before they are there. So every unit that may
+leave begins away from the device, two steps are taken and measured, and what fits into the rest of the budget moves in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+
+from shardwise.comm import Comm
+from shardwise.config import Config, Offload
+from shardwise.config.costs import moment_bytes
+from shardwise.layout import Layout
+from shardwise.memory import Ledger
+from shardwise.optim import Updater
+from shardwise.policy import Policy
+from shardwise.unit import Unit
+
+_MEASURED_STEPS = 3
+"""The first step makes the states; the next two go through everything."""
+
+
+def stay(unit_bytes: Sequence[int], room_bytes: int) -> int:
+    """How many units, from the first, fit into `room_bytes`.
+
+    >>> stay([10, 10, 10], 25)
+    2
+    """
+    return sum(total <= room_bytes for total in accumulate(unit_bytes))
+
+
+def must_stay(unit_bytes: Sequence[int], ratio: float = 1.0, host_bytes: int | None = None) -> int:
+    """How many units, from the first, stay so that at most the part `ratio` of all leaves, and fits the host.
+
+    >>> must_stay([10, 10, 10, 10], ratio=0.5), must_stay([10, 10, 10, 10], host_bytes=35)
+    (2, 1)
+    """
+    most = int(ratio * sum(unit_bytes))
+    most = most if host_bytes is None else min(most, host_bytes)
+    rest = sum(unit_bytes)
+    count = 0
+    while rest > most:
+        rest -= unit_bytes[count]
+        count += 1
+    return count
+
+
+class Budget:
+    """The memory that the configuration allows, and what it is spent on."""
+
+    def __init__(self, settings: Offload, comm: Comm, ledger: Ledger) -> None:
+        self._settings = settings
+        self._comm = comm
+        self._ledger = ledger
+
+    def must_stay(self, unit_bytes: Sequence[int]) -> int:
+        """How many units may not leave the device at all: the user's ratio, or the host is too small."""
+        host = self._settings.host_memory
+        return must_stay(unit_bytes, self._settings.ratio, _available_host_bytes() if host == "auto" else host)
+
+    def spend(self, steps: int, units: Sequence[Unit], updater: Updater) -> None:
+        """After the measured steps: move the states of as many units to the device as the budget has room for."""
+        if self._settings.device_memory is None or steps > _MEASURED_STEPS:
+            return
+        if steps < _MEASURED_STEPS:
+            self._start_measuring()
+            return
+        away = [unit for unit in units if unit.home is not None and unit.home.is_updated]
+        count = stay([unit.home.size_bytes for unit in away if unit.home is not None], self._room_bytes())
+        for unit in away[:count]:
+            unit.move_in(updater.optimizer)
+        if count:
+            updater.account()
+
+    def _start_measuring(self) -> None:
+        if self._comm.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._comm.device)
+
+    def _room_bytes(self) -> int:
+        """What is left of the budget at the peak, on the rank that has least."""
+        device, budget = self._comm.device, self._settings.device_memory
+        if device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(device)
+            # Segments are not filled to the last byte.
+            free = (torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)) * 19 // 20
+        else:
+            peak, free = self._ledger.by_tier(at_peak=True).get("device", 0), _available_host_bytes()
+        room = (free if budget == "auto" or budget is None else budget) - peak
+        return int(min(self._comm.share_object(room, "the room on the device")))
+
+
+def away_bytes(policy: Policy, layout: Layout, config: Config) -> int:
+    """What of a unit rests off the device, per rank, in the end."""
+    if not policy.trainable:
+        return 0
+    states = moment_bytes(config) + (4 if policy.weight_dtype != policy.master_dtype else 0)
+    each = states * (policy.optim_tier != "device") + policy.accumulate_dtype.itemsize * (policy.grads_tier != "device")
+    each += policy.weight_dtype.itemsize * (
+        policy.weights_tier != "device" and policy.weight_dtype == policy.master_dtype
+    )
+    return each * layout.shard_numel
+
+
+def _available_host_bytes() -> int:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable")) * 1024

@@ -1,0 +1,154 @@
+"""Host tiers on CUDA. Run on a machine with a GPU: `pytest -m gpu tests/test_offload_gpu.py`."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardwise
+from shardwise import memory
+from shardwise.models import GPT
+from support import run_ranks
+from support.training import digest, make_optimizer
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic products; read when CUDA starts
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+PRECISIONS = {
+    "fp32": {"compute": "fp32"},
+    "bf16": {"compute": "bf16"},
+    "fp16": {"compute": "fp16", "loss_scale": {"initial": 256.0}},
+}
+PLACEMENTS = {
+    "zero1_offload": ("zero1", {}),
+    "zero2_offload": ("zero2", {}),
+    "zero3_offload": ("zero3", {}),
+    "zero3, optim": ("zero3", {"optim": {"tier": "host"}}),
+    "zero3, weights": ("zero3", {"weights": {"tier": "host"}}),
+    "zero2, grads": ("zero2", {"grads": {"tier": "host"}}),
+}
+
+
+def make_engine(placement, precision="bf16", offload=None, **more):
+    stage, tiers = PLACEMENTS.get(placement, (placement, {}))
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = GPT(1024, 8, 8, 8000, 257)
+    config = {
+        "preset": stage if tiers else placement,
+        **({"placement": tiers} if tiers else {}),
+        "precision": PRECISIONS[precision],
+        "gradients": {"clip_norm": 1.0},
+        "offload": offload or {},
+        **more,
+    }
+    return shardwise.initialize(model, make_optimizer(model), config)
+
+
+def train_step(engine, rank, step):
+    count = engine.config.batch.accumulation
+    for micro in range(count):
+        generator = torch.Generator(device="cuda").manual_seed(1000 * rank + step * count + micro)
+        loss = engine(torch.randint(8000, (4, 257), device="cuda", generator=generator))
+        engine.backward(loss)
+        engine.step()
+    return loss
+
+
+def train(placement, precision, accumulation, rank, looks, **more):
+    """Units of 12 M elements in parcels of 4 M, so that transfers and kernels truly run beside each other."""
+    engine = make_engine(
+        placement, precision, batch={"accumulation": accumulation}, checkpointing={"enabled": True}, **more
+    )
+    hashes = []
+    for step in range(4):
+        train_step(engine, rank, step)
+        if looks or step == 3:
+            hashes.append(digest(engine))
+    engine.destroy()
+    return hashes
+
+
+def same_bits(rank, world_size, precision, accumulation):
+    torch.cuda.set_device(0)
+    torch.use_deterministic_algorithms(True)
+    memory.POISON = True
+    expected = {}
+    for placement, (stage, _) in PLACEMENTS.items():
+        for looks in (False, True):
+            if (stage, looks) not in expected:
+                expected[stage, looks] = train(stage, precision, accumulation, rank, looks)
+            offload = {"buffer_bytes": 4 * 1024 * 1024 * 16, "buffer_count": 3 if looks else 8}
+            seen = train(placement, precision, accumulation, rank, looks, offload=offload)
+            assert seen == expected[stage, looks], (placement, looks)
+    assert len(set(expected["zero3", True])) == 4, "training did not change the weights"
+    assert expected["zero3", True][-1:] == expected["zero3", False]
+
+
+@pytest.mark.parametrize("precision", list(PRECISIONS))
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_same_bits_as_on_the_device(world_size, precision, accumulation):
+    run_ranks(same_bits, world_size, precision, accumulation, timeout=280)
+
+
+@pytest.fixture(scope="module")
+def nccl():
+    torch.cuda.set_device(0)
+    if not dist.is_initialized():
+        dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("nccl")
+@pytest.mark.parametrize("placement", list(PLACEMENTS))
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_host_never_waits(placement, accumulation):
+    engine = make_engine(placement, batch={"accumulation": accumulation})
+    for step in range(3):
+        train_step(engine, 0, step)
+    data = torch.randint(8000, (4, 257), device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3 * accumulation):
+            engine.backward(engine(data))
+            engine.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    engine.destroy()
+
+
+@pytest.mark.usefixtures("nccl")
+@pytest.mark.parametrize("pin_memory", [True, False])
+def test_host_memory_is_right_sized(pin_memory):
+    """14 bytes for each parameter, page-locked or not, and given back."""
+    engine = make_engine("zero2_offload", offload={"pin_memory": pin_memory})
+    for step in range(2):
+        train_step(engine, 0, step)
+    numel = sum(unit.layout.numel for unit in engine.units)
+    assert engine.report().tier_bytes["host"] == 14 * numel
+    slabs = [slab for unit in engine.units for slab in unit.home.slabs.values()]
+    assert {slab.tensor.is_pinned() for slab in slabs} == {pin_memory}
+    engine.destroy()
+    assert engine.report().tier_bytes.get("host", 0) == 0
+
+
+@pytest.mark.usefixtures("nccl")
+@pytest.mark.parametrize("placement", ["zero2_offload", "zero3_offload"])
+def test_the_device_holds_what_the_ledger_says(placement):
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    engine = make_engine(placement, batch={"accumulation": 1})
+    for step in range(3):
+        train_step(engine, 0, step)
+    torch.cuda.synchronize()
+    held = torch.cuda.memory_allocated() - before
+    assert held == pytest.approx(engine.report().tier_bytes["device"], rel=0.05, abs=2**22)
+    engine.destroy()

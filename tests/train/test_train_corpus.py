@@ -1,5 +1,7 @@
 """Corpora: files as if they stood one behind the other, token files, and what is refused."""
 
+import re
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -45,7 +47,7 @@ def test_a_fingerprint_is_that_of_the_data_wherever_it_lies(tmp_path):
 def test_every_python_brings_its_own_sources():
     corpus = standard_library()
     assert corpus.length > 5_000_000
-    assert str(corpus).endswith("MB")
+    assert re.fullmatch(r"Python's standard library, \d+ files, [\d.]+MB", str(corpus))
     assert b"import" in bytes(corpus.read(0, 5000).tolist())
 
 

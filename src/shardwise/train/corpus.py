@@ -84,14 +84,15 @@ class Text:
     vocabulary = BYTES
     is_text = True
 
-    def __init__(self, files: Sequence[TextFile]) -> None:
+    def __init__(self, files: Sequence[TextFile], title: str = "") -> None:
+        self._title = title
         self._files = list(files)
         self._ends = list(accumulate(file.size + 1 for file in self._files))
         self.length = self._ends[-1] if self._ends else 0
 
     def __str__(self) -> str:
         count = len(self._files)
-        return f"{count} file{'s' * (count != 1)}, {format_bytes(round(self.length, -5) or self.length)}"
+        return f"{self._title}{count} file{'s' * (count != 1)}, {format_bytes(round(self.length, -5) or self.length)}"
 
     @property
     def fingerprint(self) -> str:
@@ -160,7 +161,7 @@ def standard_library() -> Text:
             f"this Python ({sys.executable}) comes without the sources of its standard library: name text files or "
             "folders to train on, as in `shardwise train notes.txt src/`"
         )
-    return Text([TextFile(path, path.relative_to(root).as_posix()) for path in paths])
+    return Text([TextFile(path, path.relative_to(root).as_posix()) for path in paths], "Python's standard library, ")
 
 
 def _text_files(path: Path, pattern: str) -> Iterator[TextFile]:

@@ -89,7 +89,8 @@ class Course:
             while self._meet(None):
                 between()
             self._agreed = self._with_siblings(self._learned)
-        for unit in self._units:
+        # A backward comes to rest, and releases everything, when it has reduced what is left: the plan counts on it.
+        for unit in self._units if not self._is_backward else ():
             if not (was_agreed and unit in stays):
                 unit.weights.release()
         return was_agreed

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import resource
 import signal
 import sys
@@ -156,6 +157,39 @@ def test_there_are_thirty_pairs_and_more():
     assert {saved for saved, _ in PAIRS} == {loaded for _, loaded in PAIRS} == {1, 2, 3, 4}
 
 
+def muon(model):
+    inner = {id(param) for param in model.blocks.parameters() if param.ndim == 2}
+    return [
+        torch.optim.Muon([param for param in model.parameters() if id(param) in inner], lr=0.02),
+        torch.optim.AdamW([param for param in model.parameters() if id(param) not in inner], lr=1e-3),
+    ]
+
+
+def adafactor(model):
+    return torch.optim.Adafactor(model.parameters(), lr=0.01)
+
+
+@ranks(2)
+@pytest.mark.parametrize("optimizer", [muon, adafactor])
+def test_states_that_are_not_flat_come_back(rank, world_size, optimizer, tmp_path):
+    """Whole tensors under zero3, saved; loaded where everything is replicated."""
+    engine = start("gpt", config("zero3"), optimizer)
+    for step in range(2):
+        train_step(engine, rank, step)
+    engine.save(tmp_path)
+    expected = [digest(engine)]
+    train_step(engine, rank, 2)
+    expected.append(digest(engine))
+    engine.destroy()
+    for preset in ("zero3", "zero0"):
+        engine = start("gpt", config(preset), optimizer)
+        engine.load(tmp_path)
+        assert digest(engine) == expected[0]
+        train_step(engine, rank, 2)
+        assert digest(engine) == expected[1]
+        engine.destroy()
+
+
 @ranks(2)
 def test_a_rank_reads_what_it_owns(rank, world_size, tmp_path):
     read, stored = load_counted(rank, tmp_path, "zero3")
@@ -242,6 +276,15 @@ def test_files_are_safetensors_that_others_can_read(tmp_path):
     for name, _ in engine.module.named_parameters():
         if name != "empty":
             assert torch.equal(tensors[f"param/{name}"], engine.full_param(name))
+    engine.destroy()
+
+
+@ranks(2)
+def test_a_first_start_finds_nothing(rank, world_size, tmp_path):
+    engine = start("mlp", config("zero1"))
+    assert engine.load(tmp_path / "nowhere", missing_ok=True) is None
+    with pytest.raises(CheckpointError, match="there is no checkpoint"):
+        engine.load(tmp_path / "nowhere")
     engine.destroy()
 
 
@@ -497,3 +540,20 @@ def test_kills_at_random_moments_lose_nothing():
     shown = json.loads(run_command(command, timeout=180, env={"OMP_NUM_THREADS": "1"}).stdout)
     assert shown["loaded"] == 24, f"after {time.monotonic() - started:.0f} s"
     assert shown["inside"] >= 12
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+def test_a_crashed_run_goes_on_by_itself_and_then_with_other_ranks(tmp_path):
+    """torchrun restarts all processes after one was killed; a later run has one more."""
+
+    def run(processes, *words):
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+        script = [ROOT / "examples" / "elastic.py", "--dir", "checkpoints"]
+        command = [*torchrun, "--max-restarts=1", *script, *words]
+        return run_command(command, cwd=tmp_path, timeout=250, env={"OMP_NUM_THREADS": "1"}).stdout
+
+    shown = run(2, "--steps", "6", "--every", "2", "--crash", "5")
+    assert "from step 0 on 2 processes" in shown
+    assert re.search(r"from step (2|4) on 2 processes\nended at step 6", shown)
+    assert "from step 6 on 3 processes\nended at step 8" in run(3, "--steps", "8", "--every", "2")

@@ -16,7 +16,8 @@ from torch import nn
 
 import shardwise
 from shardwise import cli
-from shardwise.checkpoint.deepspeed import convert, load_inert, spread
+from shardwise.checkpoint.deepspeed import convert
+from shardwise.checkpoint.deepspeed_files import load_inert, spread
 from shardwise.checkpoint.export import export_checkpoint
 from shardwise.checkpoint.inspect import describe, summary
 from shardwise.errors import CheckpointError

@@ -278,14 +278,15 @@ class Engine(nn.Module):
         if saving is not None:
             saving.finish()
 
-    def load(self, dir: str | Path, tag: str = "latest", fallback: bool = False) -> Any:
+    def load(self, dir: str | Path, tag: str = "latest", fallback: bool = False, missing_ok: bool = False) -> Any:
         """Go on from a checkpoint in `dir`, saved at any world size and placement; the user's state. A collective.
 
         With `fallback`, if a file of it is damaged, the newest checkpoint that is not is taken instead. If a load
-        fails midway, the engine's values are part old, part new: load another one, or stop.
+        fails midway, the engine's values are part old, part new: load another one, or stop. With `missing_ok`, nothing
+        happens if `dir` holds no checkpoint at all.
         """
         self.finish_save()
-        return checkpoint.load(self, Path(dir), tag, fallback)
+        return checkpoint.load(self, Path(dir), tag, fallback, missing_ok)
 
     def export(
         self, dir: str | Path, dtype: str | None = None, max_file_bytes: int = checkpoint.MAX_FILE_BYTES

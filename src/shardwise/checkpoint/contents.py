@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -54,9 +54,9 @@ class Contents:
     rng: Any
     head: dict[str, Any] = field(default_factory=dict)
 
-    def staged(self) -> Contents:
-        """The same, copied to host memory, so that training may go on."""
-        on_device = any(item.read(Span(0, 0)).is_cuda for item in self.items)
+    def staged(self, device: torch.device) -> Contents:
+        """The same, copied to host memory, so that training may go on; `device` is where most of it is."""
+        on_device = device.type == "cuda"
         total = sum(-(-item.size_bytes // 16) * 16 for item in self.items)
         arena = torch.empty(total, dtype=torch.uint8, pin_memory=on_device)
         items, start = [], 0
@@ -66,7 +66,7 @@ class Contents:
             items.append(replace(item, read=_reader(copy)))
             start += -(-item.size_bytes // 16) * 16
         if on_device:
-            torch.cuda.current_stream().synchronize()
+            torch.cuda.current_stream(device).synchronize()
         return replace(self, items=items)
 
 
@@ -95,6 +95,11 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
         for name in module._non_persistent_buffers_set
     }
     return {name: buffer for name, buffer in model.named_buffers() if name not in hidden}
+
+
+def group_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of an optimizer's parameter group that are part of the training."""
+    return {key: value for key, value in group.items() if key not in _NOT_SAVED}
 
 
 def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
@@ -145,10 +150,7 @@ def own_buffers(engine: Engine) -> set[str]:
 def _head(engine: Engine, state: Any, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     training = {**engine.progress(), "groups": None, "lr_scheduler": None}
     if engine.optimizer is not None:
-        training["groups"] = [
-            {key: value for key, value in group.items() if key not in _NOT_SAVED}
-            for group in engine.optimizer.param_groups
-        ]
+        training["groups"] = [group_options(group) for group in engine.optimizer.param_groups]
     if engine.lr_scheduler is not None:
         training["lr_scheduler"] = engine.lr_scheduler.state_dict()
     return {

@@ -1,34 +1,20 @@
-"""From a DeepSpeed ZeRO checkpoint to one of ours: values, optimizer state, counters and loss scale.
-
-DeepSpeed's files are pickles. They are read with torch's restricted unpickler, which builds tensors and plain values;
-the few classes of DeepSpeed's own in them become inert stand-ins. Nothing of the folder is run, and anything else in
-it is refused. Files are mapped, not loaded, so memory stays small whatever the model.
-
-    stages 1 and 2   each optimizer group is one flat vector, padded, of which rank r holds the r-th part
-    stage 3          each parameter is cut into one part a rank, padded; a rank's parts follow one another
-"""
+"""From a DeepSpeed ZeRO checkpoint to one of ours: values, optimizer state, counters and loss scale."""
 
 from __future__ import annotations
 
-import pickle
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from shardwise.checkpoint.contents import Contents, Item
+from shardwise.checkpoint.contents import Contents, Item, group_options
+from shardwise.checkpoint.deepspeed_files import Found, LossScaler, Param, Part, find, read
 from shardwise.checkpoint.folder import Draft
 from shardwise.checkpoint.plain import dtype_name, to_plain
 from shardwise.checkpoint.saving import Job
-from shardwise.errors import CheckpointError
-from shardwise.held import MASTER
 from shardwise.layout import Span
 
-_RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)")
 # What DeepSpeed itself puts beside the user's `client_state`.
 _OWN_KEYS = {
     *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"),
@@ -36,46 +22,7 @@ _OWN_KEYS = {
     *("global_steps", "global_samples", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions"),
     *("ds_config", "ds_version"),
 }
-_GROUP_OPTIONS_LEFT_OUT = ("params", "fused", "foreach", "capturable", "differentiable")
-
-
-class Inert:
-    """Stands for an object of DeepSpeed's: keeps its fields, does nothing."""
-
-
-class LossScaler(Inert):
-    cur_scale: float = 1.0
-    cur_iter: int = 0
-    last_overflow_iter: int = -1
-    cur_hysteresis: int = 1
-
-
-_STAND_INS: list[tuple[Callable[..., Any], str]] = [
-    (int, "deepspeed.runtime.zero.config.ZeroStageEnum"),
-    (LossScaler, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
-    (type("DynamicLossScaler", (LossScaler,), {}), "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
-    (type("fragment_address", (Inert,), {}), "deepspeed.utils.tensor_fragment.fragment_address"),
-]
-
-
-class Part(NamedTuple):
-    """Some elements of a parameter: where they begin in vector number `vector` of a rank."""
-
-    elements: Span
-    rank: int
-    vector: int
-    start: int
-
-
-@dataclass
-class Param:
-    """A parameter as DeepSpeed stored it. `sources` gives the tensors of each key by rank."""
-
-    shape: tuple[int, ...]
-    parts: list[Part]
-    sources: Mapping[str, Sequence[Sequence[torch.Tensor]]]
-    group: int | None = None
-    extras: dict[str, Any] = field(default_factory=dict)
+_COMPUTE = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16"}
 
 
 def convert(source: Path, out: Path, tag: str | None = None) -> Path:
@@ -84,23 +31,16 @@ def convert(source: Path, out: Path, tag: str | None = None) -> Path:
     `source` is what `save_checkpoint` was given; `tag` names one of the checkpoints in it, or the one that its file
     `latest` names.
     """
-    folder = _find(source, tag)
-    model, params = _read(folder)
-    tensors: dict[str, torch.Tensor] = {
-        f"buffer/{name}": model["module"][name] for name in model["buffer_names"] if name in model["module"]
-    }
-    head = _head(model, params, tensors, folder)
-    items = [item for name, param in params.items() for item in _items(name, param)]
-    items += [
-        _item(key, tensor.shape, [Part(Span(0, tensor.numel()), 0, 0, 0)], [[tensor]])
-        for key, tensor in tensors.items()
-    ]
-    extras = {
-        name: {key: to_plain(value, {}, key) for key, value in param.extras.items()} for name, param in params.items()
-    }
+    folder = find(source, tag)
+    found = read(folder)
+    module = found.model["module"]
+    tensors = {f"buffer/{name}": module[name] for name in found.model["buffer_names"] if name in module}
+    head = _head(found, tensors)
+    items = [item for name, param in found.params.items() for item in _items(name, param)]
+    items += [_whole(key, tensor) for key, tensor in tensors.items()]
     draft = Draft.begin(out, folder.name)
-    job = Job(draft, 0, 1, None)
-    job.contents = Contents(items, extras, None, head)
+    job = Job(draft, rank=0, world_size=1, keep=None)
+    job.contents = Contents(items, _extras(found), None, head)
     try:
         job.write()
         job.commit()
@@ -110,166 +50,11 @@ def convert(source: Path, out: Path, tag: str | None = None) -> Path:
     return draft.target
 
 
-def load_inert(path: Path) -> Any:
-    """A file of DeepSpeed's, its tensors mapped; a CheckpointError if it holds more than plain values and tensors."""
-    with torch.serialization.safe_globals(_STAND_INS):  # type: ignore[arg-type]  # pairs are allowed, not annotated
-        try:
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except pickle.UnpicklingError as error:
-            reason = str(error).split("\n")[0]
-            raise CheckpointError(f"{path} holds something that is not plain data and is not read: {reason}") from None
-        except (OSError, RuntimeError, KeyError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from None
-
-
-def spread(lengths: Sequence[int], start: int, numel: int) -> Iterator[tuple[int, int, Span]]:
-    """Where `numel` elements from `start` on lie in vectors laid end to end: number, position, elements.
-
-    >>> list(spread([4, 4, 4], 3, 6))[:2]
-    [(0, 3, Span(start=0, stop=1)), (1, 0, Span(start=1, stop=5))]
-    """
-    wanted = Span(start, start + numel)
-    for index, stop in enumerate(accumulate(lengths)):
-        part = wanted.intersect(Span(stop - lengths[index], stop))
-        if part:
-            yield index, part.start - (stop - lengths[index]), part.shift(-start)
-
-
-def _find(source: Path, tag: str | None) -> Path:
-    if tag is None and (source / "latest").is_file():
-        tag = (source / "latest").read_text().strip()
-    folder = source / tag if tag is not None else source
-    if tag in ("..", ".") or folder.parent.resolve() not in (source.resolve(), source.resolve().parent):
-        raise CheckpointError(f"{source / 'latest'} names {tag!r}, which is outside of the folder")
-    if not list(folder.glob("*zero_pp_rank_*_optim_states.pt")):
-        raise CheckpointError(
-            f"{folder} holds no *zero_pp_rank_*_optim_states.pt: name the folder that DeepSpeed's save_checkpoint "
-            "wrote, from a run with ZeRO stage 1, 2 or 3"
-        )
-    return folder
-
-
-def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Param]]:
-    """The model states of the first rank, and every parameter."""
-    optim = [load_inert(path)["optimizer_state_dict"] for path in _by_rank(folder, "optim_states")]
-    stage = int(optim[0].get("zero_stage", 0))
-    if stage not in (1, 2, 3):
-        raise CheckpointError(f"{folder} was written by ZeRO stage {stage}: stages 1, 2 and 3 are read")
-    names = _by_rank(folder, "model_states") if stage == 3 else sorted(folder.glob("mp_rank_*_model_states.pt"))
-    models = [load_inert(path) for path in names]
-    if not models or models[0].get("mp_world_size", 1) != 1 or (stage < 3 and len(models) > 1):
-        raise CheckpointError(f"{folder} is tensor-parallel or has no model states: only data-parallel ones are read")
-    read = _read_stage_3 if stage == 3 else _read_stage_1_2
-    params = read(models[0]["param_shapes"], optim) | _read_frozen(models)
-    order = {name: number for number, name in enumerate(models[0]["module"])}
-    ranked = sorted(params, key=lambda name: order.get(name, len(order)))
-    return models[0], {name: params[name] for name in ranked}
-
-
-def _by_rank(folder: Path, kind: str) -> list[Path]:
-    """The files of all ranks in their order; a CheckpointError if one is missing."""
-    found = {path: _RANK.search(path.name) for path in folder.glob(f"*zero_pp_rank_*_{kind}.pt")}
-    numbers = {(int(match[2]), int(match[1])): path for path, match in found.items() if match}
-    expected = [(0, rank) for rank in range(len(numbers))]
-    if sorted(numbers) != expected:
-        raise CheckpointError(f"{folder} is tensor-parallel or lacks a file: found {sorted(p.name for p in found)}")
-    return [numbers[key] for key in expected]
-
-
-def _read_stage_1_2(shapes: Sequence[Mapping[str, Any]], optim: Sequence[Mapping[str, Any]]) -> dict[str, Param]:
-    base = [states["base_optimizer_state"] for states in optim]
-    if not isinstance(base[0], Mapping):
-        raise CheckpointError('it was saved with "elastic_checkpoint", which is not read: save it without')
-    flats = [states["single_partition_of_fp32_groups"] for states in optim]
-    paddings = optim[0].get("param_alignment_paddings") or [[0] * len(group) for group in shapes]
-    ids = [group["params"][0] for group in base[0]["param_groups"]]
-    sources = _sources(flats, [[one["state"].get(number, {}) for number in ids] for one in base])
-    params = {}
-    for group, members in enumerate(shapes):
-        start, lengths = 0, [flat[group].numel() for flat in flats]
-        for (name, shape), padding in zip(members.items(), paddings[group], strict=True):
-            numel = torch.Size(shape).numel()
-            parts = [Part(elements, rank, group, at) for rank, at, elements in spread(lengths, start, numel)]
-            params[name] = Param(tuple(shape), parts, sources[group], group, _extras(base[0], ids[group]))
-            start += numel + padding
-        if start > sum(lengths):
-            raise CheckpointError(f"group {group} has {sum(lengths)} elements, and its parameters need {start}")
-    return params
-
-
-def _read_stage_3(shapes: Sequence[Mapping[str, Any]], optim: Sequence[Mapping[str, Any]]) -> dict[str, Param]:
-    base = [states["optimizer_state_dict"] for states in optim]
-    flats = [states["fp32_flat_groups"] for states in optim]
-    groups = {number: index for index, group in enumerate(base[0]["param_groups"]) for number in group["params"]}
-    sources = _sources(flats, [[one["state"].get(number, {}) for number in range(len(flats[0]))] for one in base])
-    lengths = [flat.numel() for flat in flats[0]]
-    params, start = {}, 0
-    for name, shape in ((name, shape) for members in shapes for name, shape in members.items()):
-        numel = torch.Size(shape).numel()
-        share = -(-numel // len(flats))
-        parts = []
-        for rank in range(len(flats)):
-            for index, at, elements in spread(lengths, start, share):
-                inside = elements.shift(rank * share).intersect(Span(0, numel))
-                parts += [Part(inside, rank, index, at)] if inside else []
-        index = parts[0].vector if parts else 0
-        params[name] = Param(tuple(shape), parts, sources[index], groups[index], _extras(base[0], index))
-        start += share
-    if start != sum(lengths):
-        raise CheckpointError(f"each rank holds {sum(lengths)} elements, and the parameters need {start}")
-    return params
-
-
-def _read_frozen(models: Sequence[Mapping[str, Any]]) -> dict[str, Param]:
-    """What is not trained: cut like the rest in stage 3, else whole in the model's own state."""
-    model, params = models[0], {}
-    if len(models) > 1:
-        for name, shape in (model["frozen_param_shapes"] or {}).items():
-            pieces = [[each["frozen_param_fragments"][name].reshape(-1)] for each in models]
-            numel, share = torch.Size(shape).numel(), pieces[0][0].numel()
-            spans = [Span(rank * share, (rank + 1) * share).intersect(Span(0, numel)) for rank in range(len(models))]
-            parts = [Part(span, rank, 0, 0) for rank, span in enumerate(spans) if span]
-            params[name] = Param(tuple(shape), parts, {MASTER: pieces})
-        return params
-    trained = {name for group in model["param_shapes"] for name in group}
-    others = trained | set(model["buffer_names"]) | set(_aliases(model))
-    for name, value in model["module"].items():
-        if name not in others:
-            parts = [Part(Span(0, value.numel()), 0, 0, 0)]
-            params[name] = Param(tuple(value.shape), parts, {MASTER: [[value.reshape(-1)]]})
-    return params
-
-
-def _sources(
-    flats: Sequence[Sequence[torch.Tensor]], states: Sequence[Sequence[Mapping[str, Any]]]
-) -> list[dict[str, list[list[torch.Tensor]]]]:
-    """For each group, the vectors of every key by rank (all groups of a rank, so that parts find theirs by number)."""
-    everything = []
-    for group, flat in enumerate(flats[0]):
-        keys = [
-            key
-            for key, value in states[0][group].items()
-            if isinstance(value, torch.Tensor) and value.shape == flat.shape
-        ]
-        one: dict[str, list[list[torch.Tensor]]] = {MASTER: [list(rank) for rank in flats]}
-        for key in keys:
-            one[f"optim/{key}"] = [[state.get(key, torch.empty(0)) for state in rank] for rank in states]
-        everything.append(one)
-    return everything
-
-
-def _extras(base: Mapping[str, Any], number: int) -> dict[str, Any]:
-    state = base["state"].get(number, {})
-    extras = {key: value for key, value in state.items() if not isinstance(value, torch.Tensor) or value.ndim == 0}
-    if isinstance(extras.get("step"), int):
-        extras["step"] = torch.tensor(float(extras["step"]))  # as torch's own optimizers keep it
-    return extras
-
-
-def _aliases(model: Mapping[str, Any]) -> dict[str, str]:
-    """Tied parameters: the other name and the first one."""
-    shared = model.get("shared_params") or {}
-    return dict(shared.items() if isinstance(shared, Mapping) else shared)
+def _extras(found: Found) -> dict[str, dict[str, Any]]:
+    return {
+        name: {key: to_plain(value, {}, key) for key, value in param.extras.items()}
+        for name, param in found.params.items()
+    }
 
 
 def _items(name: str, param: Param) -> Iterator[Item]:
@@ -292,59 +77,58 @@ def _item(key: str, shape: Sequence[int], parts: Sequence[Part], tensors: Sequen
     return Item(key, dtype, tuple(shape), Span(0, torch.Size(shape).numel()), read)
 
 
-def _head(
-    model: Mapping[str, Any], params: Mapping[str, Param], tensors: dict[str, torch.Tensor], folder: Path
-) -> dict[str, Any]:
-    optim = load_inert(_by_rank(folder, "optim_states")[0])["optimizer_state_dict"]
-    base = optim.get("base_optimizer_state", optim.get("optimizer_state_dict"))
-    scaler = optim.get("loss_scaler")
-    config = model.get("ds_config") or {}
-    compute = next(
-        (
-            name
-            for key, name in (("bf16", "bfloat16"), ("bfloat16", "bfloat16"), ("fp16", "float16"))
-            if _is_on(config, key)
-        ),
-        "float32",
-    )
-    names: dict[str, list[str]] = {}
-    for alias, first in _aliases(model).items():
-        names.setdefault(first, []).append(alias)
-    training = {
-        "steps": model["global_steps"],
-        "skipped_steps": model["skipped_steps"],
-        "was_skipped": False,
-        "is_exhausted": False,
-        "scaler": _scaler(scaler) if compute == "float16" and scaler is not None else None,
-        "groups": [
-            {key: value for key, value in group.items() if key not in _GROUP_OPTIONS_LEFT_OUT}
-            for group in base["param_groups"]
-        ],
-        "lr_scheduler": None,
-    }
+def _whole(key: str, tensor: torch.Tensor) -> Item:
+    return _item(key, tensor.shape, [Part(Span(0, tensor.numel()), 0, 0, 0)], [[tensor]])
+
+
+def _head(found: Found, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    model = found.model
+    state = {key: value for key, value in model.items() if key not in _OWN_KEYS}
     return {
         "steps": model["global_steps"],
         "world_size": 1,
         "written_by": f"DeepSpeed {model.get('ds_version')}, converted",
         "optimizer": None,
-        "training": to_plain(training, tensors, "training"),
-        "state": to_plain(
-            {key: value for key, value in model.items() if key not in _OWN_KEYS} or None, tensors, "state"
-        ),
+        "training": to_plain(_training(found), tensors, "training"),
+        "state": to_plain(state or None, tensors, "state"),
         "config": None,
-        "params": {
-            name: {
-                "shape": param.shape,
-                "dtype": param.sources[MASTER][0][0].dtype,
-                "compute": compute
-                if param.sources[MASTER][0][0].dtype.is_floating_point
-                else dtype_name(param.sources[MASTER][0][0].dtype),
-                "group": param.group,
-                "aliases": names.get(name, []),
-            }
-            for name, param in params.items()
-        },
+        "params": _params(found),
     }
+
+
+def _training(found: Found) -> dict[str, Any]:
+    scaler = found.optim.get("loss_scaler")
+    base = found.optim.get("base_optimizer_state") or found.optim["optimizer_state_dict"]
+    return {
+        "steps": found.model["global_steps"],
+        "skipped_steps": found.model["skipped_steps"],
+        "was_skipped": False,
+        "is_exhausted": False,
+        "scaler": _scaler(scaler) if _compute(found) == "float16" and scaler is not None else None,
+        "groups": [group_options(group) for group in base["param_groups"]],
+        "lr_scheduler": None,
+    }
+
+
+def _params(found: Found) -> dict[str, dict[str, Any]]:
+    names: dict[str, list[str]] = {}
+    for alias, first in found.aliases.items():
+        names.setdefault(first, []).append(alias)
+    return {
+        name: {
+            "shape": param.shape,
+            "dtype": param.dtype,
+            "compute": _compute(found) if param.dtype.is_floating_point else dtype_name(param.dtype),
+            "group": param.group,
+            "aliases": names.get(name, []),
+        }
+        for name, param in found.params.items()
+    }
+
+
+def _compute(found: Found) -> str:
+    config = found.model.get("ds_config") or {}
+    return next((name for key, name in _COMPUTE.items() if _is_on(config, key)), "float32")
 
 
 def _is_on(config: Mapping[str, Any], key: str) -> bool:

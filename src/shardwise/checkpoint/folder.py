@@ -98,6 +98,11 @@ def list_checkpoints(root: Path) -> list[Found]:
     return sorted(found, key=lambda each: -each.serial)
 
 
+def is_empty(root: Path) -> bool:
+    """Whether `root` neither is a checkpoint nor holds one."""
+    return not (root / FILE_NAME).exists() and not list_checkpoints(root)
+
+
 def look_at(path: Path) -> Found:
     """Tag and serial number of the checkpoint at `path`, or why they cannot be read."""
     try:

@@ -13,7 +13,7 @@ from shardwise.checkpoint import rng
 from shardwise.checkpoint.contents import overlaps, persistent_buffers
 from shardwise.checkpoint.files import Reader
 from shardwise.checkpoint.fit import check_fit
-from shardwise.checkpoint.folder import candidates, missing_files
+from shardwise.checkpoint.folder import candidates, is_empty, missing_files
 from shardwise.checkpoint.manifest import Manifest, Stored, read_manifest
 from shardwise.checkpoint.plain import from_plain
 from shardwise.checkpoint.together import first, together
@@ -27,9 +27,11 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("shardwise")
 
 
-def load(engine: Engine, root: Path, tag: str, fallback: bool) -> Any:
+def load(engine: Engine, root: Path, tag: str, fallback: bool, missing_ok: bool) -> Any:
     """See `Engine.load`."""
-    paths = first(engine.comm, lambda: candidates(root, tag, fallback))
+    paths = first(engine.comm, lambda: [] if missing_ok and is_empty(root) else candidates(root, tag, fallback))
+    if not paths:
+        return None
     for path in paths:
         try:
             return _load_one(engine, path)

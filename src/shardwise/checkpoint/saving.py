@@ -32,7 +32,7 @@ def prepare(engine: Engine, root: Path, tag: str | None, state: Any, keep: int |
 
     def take() -> None:
         contents = contents_of(engine, state, buffers)
-        job.contents = contents.staged() if staged else contents
+        job.contents = contents.staged(comm.device) if staged else contents
 
     try:
         together(comm, take)
@@ -82,6 +82,7 @@ class Job:
         unfinished = self.draft.path / f"rank-{self._rank:05d}.tmp"
         unfinished.write_text(json.dumps(table))
         os.rename(unfinished, self._table(self._rank))
+        contents.items.clear()  # with it go the copies that were staged
 
     def commit(self) -> None:
         """On rank 0, once all tables are there: write the manifest and make the folder a checkpoint."""

@@ -1,0 +1,152 @@
+"""Time and memory of checkpoints: save, load, export; beside torch.distributed.checkpoint with the same bytes.
+
+    python benchmarks/checkpoint_cost.py --layers 64 --json benchmarks/results/DATE-checkpoint-cost.json
+
+One process, zero3, AdamW in fp32 on `--layers` matrices of 1024 x 1024. `extra MB` is the peak of anonymous memory
+during the operation above what the process had before it; `kept MB` what it has more of afterwards (a load makes the
+optimizer's state). What counts is `extra - kept`: what an operation needs beside what it is for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+import shardwise
+from shardwise import env
+from shardwise.checkpoint.export import export_checkpoint
+
+WIDTH = 1024
+MB = 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=64)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    options = parser.parse_args()
+    root = Path(tempfile.mkdtemp(prefix="shardwise-cost-"))
+    rows = []
+    try:
+        for work in (saving, loading, exporting, exporting_offline, saving_by_dcp):
+            # A process of its own: what one leaves in the heap is not the next one's.
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                for row in pool.apply(work, (root, options.layers, options.device)):
+                    print(json.dumps(row), flush=True)
+                    rows.append(row)
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+    if options.json:
+        result = {
+            **env.made(),
+            "versions": env.versions(),
+            "device": options.device,
+            "layers": options.layers,
+            "rows": rows,
+        }
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def start(layers: int, device: str, steps: int) -> shardwise.Engine:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(layers))).to(device)
+    engine = shardwise.initialize(model, torch.optim.AdamW(model.parameters()), "zero3")
+    for _ in range(steps):
+        engine.backward(engine(torch.ones(1, WIDTH, device=device)).sum())
+        engine.step()
+    return engine
+
+
+def saving(root: Path, layers: int, device: str) -> list[dict[str, Any]]:
+    engine = start(layers, device, 1)
+    rows = [measured("save", lambda: engine.save(root / "ours"), root / "ours")]
+    rows.append(
+        measured("save, asynchronous: until training goes on", lambda: engine.save(root / "async", blocking=False))
+    )
+    engine.finish_save()
+    return rows
+
+
+def loading(root: Path, layers: int, device: str) -> list[dict[str, Any]]:
+    engine = start(layers, device, 0)
+    return [measured("load", lambda: engine.load(root / "ours"), root / "ours")]
+
+
+def exporting(root: Path, layers: int, device: str) -> list[dict[str, Any]]:
+    engine = start(layers, device, 1)
+    return [measured("export, bf16", lambda: engine.export(root / "live", "bf16"), root / "live")]
+
+
+def exporting_offline(root: Path, layers: int, device: str) -> list[dict[str, Any]]:
+    work = measured(
+        "export from a checkpoint, bf16",
+        lambda: export_checkpoint(root / "ours", root / "offline", torch.bfloat16),
+        root / "offline",
+    )
+    return [work]
+
+
+def saving_by_dcp(root: Path, layers: int, device: str) -> list[dict[str, Any]]:
+    """The same values as whole tensors, which is the easy case for it: one rank, no boxes."""
+    engine = start(layers, device, 1)
+    values: dict[str, torch.Tensor] = {}
+    for unit in engine.units:
+        for held_name in unit.names:
+            values[held_name] = engine.full_param(held_name)
+            values |= {f"{held_name}.{key}": value for key, value in engine.full_state(held_name).items()}
+    target = {key: torch.empty_like(value) for key, value in values.items()}
+    rows = [
+        measured(
+            "torch.distributed.checkpoint: save", lambda: dcp.save(values, checkpoint_id=root / "dcp"), root / "dcp"
+        )
+    ]
+    rows.append(measured("torch.distributed.checkpoint: load", lambda: dcp.load(target, checkpoint_id=root / "dcp")))
+    return rows
+
+
+def measured(name: str, work: Callable[[], object], folder: Path | None = None) -> dict[str, Any]:
+    before, peak, done = anonymous_bytes(), 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not done.is_set():
+            peak = max(peak, anonymous_bytes())
+            time.sleep(0.002)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    started = time.perf_counter()
+    work()
+    seconds = time.perf_counter() - started
+    done.set()
+    watcher.join()
+    after = anonymous_bytes()
+    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) if folder else None
+    return {
+        "name": name,
+        "seconds": round(seconds, 2),
+        "extra_mb": round((max(peak, after) - before) / MB, 1),
+        "kept_mb": round((after - before) / MB, 1),
+        "size_mb": round(size / MB, 1) if size is not None else None,
+    }
+
+
+def anonymous_bytes() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line.split()[1] for line in lines if line.startswith("RssAnon")))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""Training that goes on by itself: after a crash, and with another number of processes.
+
+torchrun --standalone --nproc-per-node 3 --max-restarts 3 examples/elastic.py
+torchrun --standalone --nproc-per-node 2 examples/elastic.py        # later: goes on where that one ended
+
+Every start loads the newest whole checkpoint, whatever number of processes wrote it. The data is a function of the
+step, and each process takes its share of it, so any number of them sees the same global batches.
+"""
+
+import argparse
+import os
+
+import torch
+import torch.distributed as dist
+
+import shardwise
+from shardwise.models import GPT
+
+BATCH, LENGTH, VOCABULARY = 12, 32, 64
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dir", default="checkpoints")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--every", type=int, default=10, help="steps between checkpoints")
+    parser.add_argument("--crash", type=int, help="kill the last process at this step, the first time")
+    args = parser.parse_args()
+
+    torch.manual_seed(0)
+    model = GPT(hidden=64, layers=2, heads=2, vocabulary=VOCABULARY, length=LENGTH)
+    engine = shardwise.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-3), "zero3")
+    engine.load(args.dir, fallback=True, missing_ok=True)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if rank == 0:
+        print(f"from step {engine.steps} on {world_size} processes", flush=True)
+    while engine.steps < args.steps:
+        if engine.steps == args.crash and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and rank == world_size - 1:
+            os.abort()
+        loss = engine(batch(engine.steps)[rank::world_size])
+        engine.backward(loss)
+        engine.step()
+        if engine.steps % args.every == 0:
+            engine.save(args.dir, blocking=False, keep=2)
+    engine.save(args.dir, keep=2)
+    if rank == 0:
+        print(f"ended at step {engine.steps}, loss {loss.item():.3f}", flush=True)
+
+
+def batch(step: int) -> torch.Tensor:
+    """The global batch of a step."""
+    generator = torch.Generator().manual_seed(step)
+    starts = torch.randint(VOCABULARY, (BATCH, 1), generator=generator)
+    return (starts + 3 * torch.arange(LENGTH)) % VOCABULARY
+
+
+if __name__ == "__main__":
+    main()
+    dist.destroy_process_group()

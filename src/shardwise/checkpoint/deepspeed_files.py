@@ -1,0 +1,246 @@
+"""Reading the files of a DeepSpeed ZeRO checkpoint: where every element of every parameter lies in them.
+
+They are pickles. They are read with torch's restricted unpickler, which builds tensors and plain values; the few
+classes of DeepSpeed's own in them become inert stand-ins. Nothing of the folder is run, and anything else in it is
+refused. Files are mapped, not loaded, so memory stays small whatever the model.
+
+    stages 1 and 2   each optimizer group is one flat vector, padded, of which rank r holds the r-th part
+    stage 3          each parameter is cut into one part a rank, padded; a rank's parts follow one another
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from shardwise.errors import CheckpointError
+from shardwise.held import MASTER
+from shardwise.layout import Span
+
+_RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)")
+
+
+class Inert:
+    """Stands for an object of DeepSpeed's: keeps its fields, does nothing."""
+
+
+class LossScaler(Inert):
+    cur_scale: float = 1.0
+    cur_iter: int = 0
+    last_overflow_iter: int = -1
+    cur_hysteresis: int = 1
+
+
+_STAND_INS: list[tuple[Callable[..., Any], str]] = [
+    (int, "deepspeed.runtime.zero.config.ZeroStageEnum"),
+    (LossScaler, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
+    (type("DynamicLossScaler", (LossScaler,), {}), "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
+    (type("fragment_address", (Inert,), {}), "deepspeed.utils.tensor_fragment.fragment_address"),
+]
+
+
+class Part(NamedTuple):
+    """Some elements of a parameter: where they begin in vector number `vector` of a rank."""
+
+    elements: Span
+    rank: int
+    vector: int
+    start: int
+
+
+@dataclass
+class Param:
+    """A parameter as DeepSpeed stored it. `sources` gives the tensors of each key by rank."""
+
+    shape: tuple[int, ...]
+    parts: list[Part]
+    sources: Mapping[str, Sequence[Sequence[torch.Tensor]]]
+    group: int | None = None
+    extras: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.sources[MASTER][0][0].dtype
+
+
+@dataclass
+class Found:
+    """A checkpoint: the first rank's model states and optimizer states as DeepSpeed wrote them, and every parameter."""
+
+    model: dict[str, Any]
+    optim: dict[str, Any]
+    params: dict[str, Param]
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Tied parameters: the other name and the first one."""
+        return _aliases(self.model)
+
+
+def load_inert(path: Path) -> Any:
+    """A file of DeepSpeed's, its tensors mapped; a CheckpointError if it holds more than plain values and tensors."""
+    with torch.serialization.safe_globals(_STAND_INS):  # type: ignore[arg-type]  # pairs are allowed, not annotated
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except pickle.UnpicklingError as error:
+            reason = str(error).split("\n")[0]
+            raise CheckpointError(f"{path} holds something that is not plain data and is not read: {reason}") from None
+        except (OSError, RuntimeError, KeyError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from None
+
+
+def spread(lengths: Sequence[int], start: int, numel: int) -> Iterator[tuple[int, int, Span]]:
+    """Where `numel` elements from `start` on lie in vectors laid end to end: number, position, elements.
+
+    >>> list(spread([4, 4, 4], 3, 6))[:2]
+    [(0, 3, Span(start=0, stop=1)), (1, 0, Span(start=1, stop=5))]
+    """
+    wanted = Span(start, start + numel)
+    for index, stop in enumerate(accumulate(lengths)):
+        part = wanted.intersect(Span(stop - lengths[index], stop))
+        if part:
+            yield index, part.start - (stop - lengths[index]), part.shift(-start)
+
+
+def find(source: Path, tag: str | None) -> Path:
+    if tag is None and (source / "latest").is_file():
+        tag = (source / "latest").read_text().strip()
+    folder = source / tag if tag is not None else source
+    if tag in ("..", ".") or folder.parent.resolve() not in (source.resolve(), source.resolve().parent):
+        raise CheckpointError(f"{source / 'latest'} names {tag!r}, which is outside of the folder")
+    if not list(folder.glob("*zero_pp_rank_*_optim_states.pt")):
+        raise CheckpointError(
+            f"{folder} holds no *zero_pp_rank_*_optim_states.pt: name the folder that DeepSpeed's save_checkpoint "
+            "wrote, from a run with ZeRO stage 1, 2 or 3"
+        )
+    return folder
+
+
+def read(folder: Path) -> Found:
+    """Everything in the folder of a checkpoint."""
+    optim = [load_inert(path)["optimizer_state_dict"] for path in _by_rank(folder, "optim_states")]
+    stage = int(optim[0].get("zero_stage", 0))
+    if stage not in (1, 2, 3):
+        raise CheckpointError(f"{folder} was written by ZeRO stage {stage}: stages 1, 2 and 3 are read")
+    names = _by_rank(folder, "model_states") if stage == 3 else sorted(folder.glob("mp_rank_*_model_states.pt"))
+    models = [load_inert(path) for path in names]
+    if not models or models[0].get("mp_world_size", 1) != 1 or (stage < 3 and len(models) > 1):
+        raise CheckpointError(f"{folder} is tensor-parallel or has no model states: only data-parallel ones are read")
+    read_trained = _read_stage_3 if stage == 3 else _read_stage_1_2
+    params = read_trained(models[0]["param_shapes"], optim) | _read_frozen(models)
+    order = {name: number for number, name in enumerate(models[0]["module"])}
+    ranked = sorted(params, key=lambda name: order.get(name, len(order)))
+    return Found(models[0], optim[0], {name: params[name] for name in ranked})
+
+
+def _by_rank(folder: Path, kind: str) -> list[Path]:
+    """The files of all ranks in their order; a CheckpointError if one is missing."""
+    found = {path: _RANK.search(path.name) for path in folder.glob(f"*zero_pp_rank_*_{kind}.pt")}
+    numbers = {(int(match[2]), int(match[1])): path for path, match in found.items() if match}
+    expected = [(0, rank) for rank in range(len(numbers))]
+    if sorted(numbers) != expected:
+        raise CheckpointError(f"{folder} is tensor-parallel or lacks a file: found {sorted(p.name for p in found)}")
+    return [numbers[key] for key in expected]
+
+
+def _read_stage_1_2(shapes: Sequence[Mapping[str, Any]], optim: Sequence[Mapping[str, Any]]) -> dict[str, Param]:
+    base = [states["base_optimizer_state"] for states in optim]
+    if not isinstance(base[0], Mapping):
+        raise CheckpointError('it was saved with "elastic_checkpoint", which is not read: save it without')
+    flats = [states["single_partition_of_fp32_groups"] for states in optim]
+    paddings = optim[0].get("param_alignment_paddings") or [[0] * len(group) for group in shapes]
+    ids = [group["params"][0] for group in base[0]["param_groups"]]
+    sources = _sources(flats, [[one["state"].get(number, {}) for number in ids] for one in base])
+    params = {}
+    for group, members in enumerate(shapes):
+        start, lengths = 0, [flat[group].numel() for flat in flats]
+        for (name, shape), padding in zip(members.items(), paddings[group], strict=True):
+            numel = torch.Size(shape).numel()
+            parts = [Part(elements, rank, group, at) for rank, at, elements in spread(lengths, start, numel)]
+            params[name] = Param(tuple(shape), parts, sources[group], group, _extras(base[0], ids[group]))
+            start += numel + padding
+        if start > sum(lengths):
+            raise CheckpointError(f"group {group} has {sum(lengths)} elements, and its parameters need {start}")
+    return params
+
+
+def _read_stage_3(shapes: Sequence[Mapping[str, Any]], optim: Sequence[Mapping[str, Any]]) -> dict[str, Param]:
+    base = [states["optimizer_state_dict"] for states in optim]
+    flats = [states["fp32_flat_groups"] for states in optim]
+    groups = {number: index for index, group in enumerate(base[0]["param_groups"]) for number in group["params"]}
+    sources = _sources(flats, [[one["state"].get(number, {}) for number in range(len(flats[0]))] for one in base])
+    lengths = [flat.numel() for flat in flats[0]]
+    params, start = {}, 0
+    for name, shape in ((name, shape) for members in shapes for name, shape in members.items()):
+        numel = torch.Size(shape).numel()
+        share = -(-numel // len(flats))
+        parts = []
+        for rank in range(len(flats)):
+            for index, at, elements in spread(lengths, start, share):
+                inside = elements.shift(rank * share).intersect(Span(0, numel))
+                parts += [Part(inside, rank, index, at)] if inside else []
+        index = parts[0].vector if parts else 0
+        params[name] = Param(tuple(shape), parts, sources[index], groups[index], _extras(base[0], index))
+        start += share
+    if start != sum(lengths):
+        raise CheckpointError(f"each rank holds {sum(lengths)} elements, and the parameters need {start}")
+    return params
+
+
+def _read_frozen(models: Sequence[Mapping[str, Any]]) -> dict[str, Param]:
+    """What is not trained: cut like the rest in stage 3, else whole in the model's own state."""
+    model, params = models[0], {}
+    if len(models) > 1:
+        for name, shape in (model["frozen_param_shapes"] or {}).items():
+            pieces = [[each["frozen_param_fragments"][name].reshape(-1)] for each in models]
+            numel, share = torch.Size(shape).numel(), pieces[0][0].numel()
+            spans = [Span(rank * share, (rank + 1) * share).intersect(Span(0, numel)) for rank in range(len(models))]
+            parts = [Part(span, rank, 0, 0) for rank, span in enumerate(spans) if span]
+            params[name] = Param(tuple(shape), parts, {MASTER: pieces})
+        return params
+    trained = {name for group in model["param_shapes"] for name in group}
+    others = trained | set(model["buffer_names"]) | set(_aliases(model))
+    for name, value in model["module"].items():
+        if name not in others:
+            parts = [Part(Span(0, value.numel()), 0, 0, 0)]
+            params[name] = Param(tuple(value.shape), parts, {MASTER: [[value.reshape(-1)]]})
+    return params
+
+
+def _sources(
+    flats: Sequence[Sequence[torch.Tensor]], states: Sequence[Sequence[Mapping[str, Any]]]
+) -> list[dict[str, list[list[torch.Tensor]]]]:
+    """For each group, the vectors of every key by rank (all groups of a rank, so that parts find theirs by number)."""
+    everything = []
+    for group, flat in enumerate(flats[0]):
+        keys = [
+            key
+            for key, value in states[0][group].items()
+            if isinstance(value, torch.Tensor) and value.shape == flat.shape
+        ]
+        one: dict[str, list[list[torch.Tensor]]] = {MASTER: [list(rank) for rank in flats]}
+        for key in keys:
+            one[f"optim/{key}"] = [[state.get(key, torch.empty(0)) for state in rank] for rank in states]
+        everything.append(one)
+    return everything
+
+
+def _extras(base: Mapping[str, Any], number: int) -> dict[str, Any]:
+    state = base["state"].get(number, {})
+    extras = {key: value for key, value in state.items() if not isinstance(value, torch.Tensor) or value.ndim == 0}
+    if isinstance(extras.get("step"), int):
+        extras["step"] = torch.tensor(float(extras["step"]))  # as torch's own optimizers keep it
+    return extras
+
+
+def _aliases(model: Mapping[str, Any]) -> dict[str, str]:
+    """Tied parameters: the other name and the first one."""
+    shared = model.get("shared_params") or {}
+    return dict(shared.items() if isinstance(shared, Mapping) else shared)

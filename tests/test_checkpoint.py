@@ -529,6 +529,20 @@ def test_a_program_that_ends_completes_its_save(tmp_path):
     folder.verify(tmp_path / "saved" / "step-0")
 
 
+ABANDONED = """
+from shardwise.checkpoint import background, saving
+background._LAST_WAIT_S = 0.2
+saving.Job.is_written = lambda job: False
+"""
+
+
+def test_a_program_that_ends_does_not_wait_for_ranks_that_are_gone(tmp_path):
+    (tmp_path / "script.py").write_text(ABANDONED + ENDING)
+    ended = run_command([sys.executable, "script.py"], cwd=tmp_path, timeout=60)
+    assert "not all ranks wrote their part" in ended.stderr
+    assert not list((tmp_path / "saved").iterdir())
+
+
 # Kills
 
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for
-from typing import Any
+from collections.abc import Callable
+from concurrent.futures import Future
 
 from shardwise.checkpoint.saving import Job
 from shardwise.checkpoint.together import first, together
@@ -31,35 +30,36 @@ class Background:
         self._job = job
         self._comm = comm
         self._stop = threading.Event()
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="shardwise-save")
-        self._writing = self._submit(job.write)
-        self._committing = self._submit(self._commit) if comm.rank == 0 else None
+        self._written: Future[None] = Future()
+        self._committed: Future[None] = Future()
+        # No daemon, and no executor: Python waits for it at its end, when the main thread is no longer alive.
+        self._thread = threading.Thread(target=self._run, name="shardwise-save")
+        self._thread.start()
 
     def finish(self) -> None:
         """Wait until the checkpoint is there; a CheckpointError on all ranks if it is not to be. A collective."""
         try:
-            together(self._comm, self._writing.result)
-            first(self._comm, lambda: self._committing.result() if self._committing else None)
+            together(self._comm, self._written.result)
+            first(self._comm, self._committed.result)
         except BaseException:
             self._job.draft.discard()
             raise
         finally:
             self._stop.set()
-            self._pool.shutdown()
+            self._thread.join()
 
     def leave(self) -> None:
         """Wait for this rank's part alone: for an engine that goes away, perhaps after an error."""
-        wait_for([future for future in (self._writing, self._committing) if future is not None], _LAST_WAIT_S)
+        self._thread.join(_LAST_WAIT_S)
         self._stop.set()
-        self._pool.shutdown()
+        self._thread.join()
 
-    def _submit(self, work: Any) -> Future[None]:
-        future: Future[None] = self._pool.submit(work)
-        future.add_done_callback(_tell)
-        return future
+    def _run(self) -> None:
+        _settle(self._written, self._job.write)
+        if self._comm.rank == 0 and not self._written.exception():
+            _settle(self._committed, self._commit)
 
     def _commit(self) -> None:
-        self._writing.result()
         deadline: float | None = None
         while not self._job.is_written():
             if deadline is None and not threading.main_thread().is_alive():
@@ -71,8 +71,12 @@ class Background:
         self._job.commit()
 
 
-def _tell(future: Future[None]) -> None:
-    """At once in the log: the call that raises it may be hours away."""
-    error = future.exception()
-    if error is not None:
+def _settle(future: Future[None], work: Callable[[], None]) -> None:
+    try:
+        work()
+    except BaseException as error:
+        # At once in the log: the call that raises it may be hours away.
         _LOG.error("an asynchronous save failed: %s", error)
+        future.set_exception(error)
+    else:
+        future.set_result(None)

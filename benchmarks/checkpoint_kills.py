@@ -7,7 +7,8 @@ Then a process of its own loads the newest checkpoint: every value of it must be
 older than the last one that had returned. A line of the log says where each kill fell, told from what lay on disk with
 all ranks stopped: `inside` is after the first byte was written and before the rename.
 
-Processes are forked from one that has imported everything, so a kill costs a fraction of a second.
+Processes are forked from one that has imported everything, so a kill costs a fraction of a second. Several of these
+with seeds of their own can run at once and append to one log.
 """
 
 from __future__ import annotations

@@ -219,3 +219,37 @@ def muon_and_adamw(model):
         torch.optim.Muon([param for param in params if id(param) in inner], lr=0.02),
         torch.optim.AdamW([param for param in params if id(param) not in inner], lr=1e-3, fused=True),
     ]
+
+
+def resumed(rank, world_size, folder, preset, precision):
+    """An asynchronous save while training goes on; from it, the same steps give the same bits and random numbers."""
+    torch.cuda.set_device(0)
+    torch.use_deterministic_algorithms(True)
+    engine = make_engine(preset, precision)
+    for step in range(2):
+        train_step(engine, rank, step)
+    engine.save(folder, blocking=False)
+    expected = []
+    for step in range(2, 4):
+        train_step(engine, rank, step)
+        expected.append(digest(engine))
+    expected.append(torch.rand(3, device="cuda").tolist())
+    engine.finish_save()
+    engine.export(folder / "exported")
+    engine.destroy()
+    engine = make_engine(preset, precision)
+    torch.rand(7, device="cuda")
+    engine.load(folder)
+    seen = []
+    for step in range(2, 4):
+        train_step(engine, rank, step)
+        seen.append(digest(engine))
+    seen.append(torch.rand(3, device="cuda").tolist())
+    assert seen == expected
+    engine.destroy()
+
+
+@pytest.mark.parametrize("precision", list(PRECISIONS))
+@pytest.mark.parametrize("preset", STAGES)
+def test_resuming_is_never_having_stopped(preset, precision, tmp_path):
+    run_ranks(resumed, 2, tmp_path, preset, precision, timeout=200)

@@ -30,6 +30,7 @@ def cut_tensors(draw):
     return numel, pieces, Span(start, draw(st.integers(start, numel)))
 
 
+@settings(deadline=None)
 @given(cut_tensors())
 def test_what_is_fetched_is_what_was_wanted(case):
     _, pieces, wanted = case
@@ -44,6 +45,7 @@ def test_what_is_fetched_is_what_was_wanted(case):
     assert got == list(range(wanted.start, wanted.stop))
 
 
+@settings(deadline=None)
 @given(cut_tensors(), st.data())
 def test_a_gap_is_found(case, data):
     numel, pieces, _ = case
@@ -68,7 +70,7 @@ PLAIN = st.recursive(
 )
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(PLAIN)
 def test_plain_values_come_back_as_they_were(value):
     tensors = {}
@@ -110,6 +112,7 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(blocks, "BLOCK_BYTES", 16)
 
 
+@settings(max_examples=50, deadline=None)
 @given(
     data=st.binary(max_size=100),
     cuts=st.lists(st.integers(0, 100), max_size=4),

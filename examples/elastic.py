@@ -1,7 +1,11 @@
 """Training that goes on by itself: after a crash, and with another number of processes.
 
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 torchrun --standalone --nproc-per-node 3 --max-restarts 3 examples/elastic.py
 torchrun --standalone --nproc-per-node 2 examples/elastic.py        # later: goes on where that one ended
+
+The variable gives each restart a store of its own. In the one that torchrun keeps otherwise, Gloo finds the addresses
+of processes that are gone.
 
 Every start loads the newest whole checkpoint, whatever number of processes wrote it. The data is a function of the
 step, and each process takes its share of it, so any number of them sees the same global batches.

@@ -565,7 +565,8 @@ def test_a_crashed_run_goes_on_by_itself_and_then_with_other_ranks(tmp_path):
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
         script = [ROOT / "examples" / "elastic.py", "--dir", "checkpoints"]
         command = [*torchrun, "--max-restarts=1", *script, *words]
-        return run_command(command, cwd=tmp_path, timeout=250, env={"OMP_NUM_THREADS": "1"}).stdout
+        env = {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        return run_command(command, cwd=tmp_path, timeout=250, env=env).stdout
 
     shown = run(2, "--steps", "6", "--every", "2", "--crash", "5")
     assert "from step 0 on 2 processes" in shown

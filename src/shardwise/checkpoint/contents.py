@@ -143,7 +143,7 @@ def _extras(unit: Unit, engine: Engine) -> Iterator[tuple[str, str, Any]]:
 def own_buffers(engine: Engine) -> set[str]:
     """The buffers that are not as on rank 0, such as running statistics of local batches. A collective."""
     mine = {name: _digest(buffer) for name, buffer in persistent_buffers(engine.module).items()}
-    theirs = engine.comm.share_object(mine)[0] if mine else {}
+    theirs = engine.comm.share_object(mine, "checkpoint, buffers")[0] if mine else {}
     return {name for name, digest in mine.items() if digest != theirs.get(name)}
 
 

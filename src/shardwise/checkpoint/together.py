@@ -20,7 +20,7 @@ def together(comm: Comm, work: Callable[[], T]) -> list[T]:
     except Exception as error:
         failure = error
     told = None if failure is None else f"rank {comm.rank}: {failure or type(failure).__name__}"
-    everyone = comm.share_object((value, told, isinstance(failure, DamagedError)))
+    everyone = comm.share_object((value, told, isinstance(failure, DamagedError)), "checkpoint")
     failed = [(message, damaged) for _, message, damaged in everyone if message is not None]
     if failed:
         kind = DamagedError if all(damaged for _, damaged in failed) else CheckpointError

@@ -1,13 +1,16 @@
 """Host memory that the device copies from and to: of just the size asked for, page-locked where that helps.
 
-torch's own pinned allocator rounds up to powers of two, which can double what rests on the host. So slabs are mapped
-and registered here, one by one, to the page.
+torch's own pinned allocator rounds up to powers of two, which can double what rests on the host. So slabs are asked of
+the CUDA runtime itself, one by one. (Memory that was mapped first and registered later is copied a quarter slower:
+41 instead of 55 GB/s one way, 57 instead of 84 both ways at once, on an H200 with PCIe 5.)
 """
 
 from __future__ import annotations
 
-import contextlib
-import mmap
+import ctypes
+import weakref
+from functools import cache
+from pathlib import Path
 
 import torch
 
@@ -20,40 +23,43 @@ class Slab:
     def __init__(self, ledger: Ledger, entry: Entry, numel: int, dtype: torch.dtype, pinned: bool) -> None:
         self.size_bytes = numel * dtype.itemsize
         self._ledger, self._entry = ledger, entry
-        self._address = 0
-        self.tensor = self._pinned(numel, dtype) if pinned and numel else torch.zeros(numel, dtype=dtype)
+        self.tensor = _pinned(numel, dtype) if pinned and numel else torch.zeros(numel, dtype=dtype)
         ledger.add(entry, self.size_bytes)
 
     def free(self) -> None:
-        """Give the memory back; no copy may be under way."""
-        if self._address:
-            _check(torch.cuda.cudart().cudaHostUnregister(self._address), "released")
-        self._address = 0
+        """Give the memory back, as soon as nobody holds a view of it; no copy may be under way."""
         self._ledger.remove(self._entry, self.size_bytes)
         self.size_bytes = 0
         self.tensor = torch.empty(0, dtype=self.tensor.dtype)
 
-    def __del__(self) -> None:
-        # Mapped memory that is gone but still registered would be handed to the device again.
-        with contextlib.suppress(Exception):
-            if self._address:
-                torch.cuda.cudart().cudaHostUnregister(self._address)
 
-    def _pinned(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        # Anonymous maps lie on page boundaries; torch keeps the map for as long as the tensor lives.
-        pages = mmap.mmap(-1, self.size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with contextlib.suppress(OSError, AttributeError):
-            pages.madvise(mmap.MADV_HUGEPAGE)
-        tensor = torch.frombuffer(pages, dtype=dtype, count=numel)
-        _check(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), self.size_bytes, 0), "page-locked")
-        self._address = tensor.data_ptr()
-        return tensor
+def _pinned(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    torch.cuda.init()
+    size_bytes, pointer = numel * dtype.itemsize, ctypes.c_void_p()
+    _check(_runtime().cudaHostAlloc(ctypes.byref(pointer), ctypes.c_size_t(size_bytes), ctypes.c_uint(0)))
+    assert pointer.value is not None
+    pages = (ctypes.c_byte * size_bytes).from_address(pointer.value)
+    # torch keeps `pages` for as long as a tensor over them lives. At exit the driver may be gone before us.
+    weakref.finalize(pages, _runtime().cudaFreeHost, pointer).atexit = False
+    return torch.frombuffer(pages, dtype=dtype, count=numel).zero_()
 
 
-def _check(status: object, verb: str) -> None:
-    code = int(getattr(status, "value", status))  # type: ignore[call-overload]  # an enum of torch's, or a number
-    if code:
+@cache
+def _runtime() -> ctypes.CDLL:
+    """The CUDA runtime that torch has loaded."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    paths = sorted({line.split()[-1] for line in maps if "libcudart" in line})
+    if not paths:
         raise MemoryError(
-            f"host memory could not be {verb} (CUDA error {code}): free host memory, raise `ulimit -l`, or set "
-            "offload.pin_memory to false, which makes copies slower"
+            "the CUDA runtime that torch uses is not a library of its own here, so no page-locked memory can be asked "
+            "of it: set offload.pin_memory to false, which makes copies slower"
+        )
+    return ctypes.CDLL(paths[0])
+
+
+def _check(status: int) -> None:
+    if status:
+        raise MemoryError(
+            f"host memory could not be page-locked (CUDA error {status}): free host memory, or set offload.pin_memory "
+            "to false, which makes copies slower"
         )

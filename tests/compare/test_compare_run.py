@@ -38,6 +38,9 @@ def test_peaks_come_from_outside_and_split_up(comparison):
         assert len(run.peak_bytes) == 2
         assert sum(run.peak_split_bytes.values()) == run.peak
         assert run.peak_rss_bytes[0] > 100e6
+    assert runs["ddp"].predicted is None
+    assert runs["zero0"].predicted == pytest.approx(runs["zero0"].peak, rel=0.01)
+    assert runs["zero3"].predicted == pytest.approx(runs["zero3"].peak, rel=0.01)
     assert runs["zero0"].resting_bytes["weights"] == 4 * NUMEL
     assert runs["zero0"].resting_bytes["optim"] == pytest.approx(8 * NUMEL, rel=0.01)
     assert runs["zero3"].resting_bytes["weights"] == 2 * NUMEL

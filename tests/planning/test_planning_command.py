@@ -67,6 +67,13 @@ def test_the_table_names_all_presets_and_one_recommendation(run):
     assert "2Ψ + 2Ψ + 12Ψ" in out
 
 
+def test_a_host_that_is_too_small_is_named(run):
+    _, out, _ = run("shardwise plan llama3-8b --gpus 5 --gpu-memory 44GB --host-memory 50GB --disk 2TB")
+    assert "no host" in out
+    assert "zero2_offload: host memory too small" in out
+    assert "…" not in out
+
+
 def test_json_emitted_configuration_and_picture(run, tmp_path):
     files = f"--emit {tmp_path}/config.json --plot {tmp_path}/plan.png"
     code, out, _ = run(f"shardwise plan llama3-8b --gpus 5 --gpu-memory 44GB --accumulate 2 --json {files}")

@@ -2,20 +2,23 @@
 
 import gc
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwise.compare import Settings
 from shardwise.compare.job import Job
 from shardwise.compare.rows import Row
 from shardwise.compare.worker import Worker
 from shardwise.config import Config
+from shardwise.engine import Engine
 from shardwise.models import BUILT_IN
-from shardwise.planning.dry import Scenario, Untraceable, dry_run
+from shardwise.planning.dry import DryComm, Scenario, Untraceable, dry_run
 from shardwise.planning.foresee import foresee_settings
 from support import ranks
 
@@ -61,6 +64,16 @@ def test_the_peak_on_a_gpu_is_the_measured_one(preset):
 def test_any_number_of_ranks():
     peaks = [foresee_settings(Settings("mlp-100k", ranks, "bf16"), "zero3").peak_bytes for ranks in (2, 5, 64)]
     assert peaks == sorted(peaks, reverse=True)
+
+
+def test_a_report_shows_what_was_expected():
+    with FakeTensorMode():
+        model = nn.Linear(8, 8)
+        engine = Engine(model, torch.optim.SGD(model.parameters()), Config(), DryComm(0, 2, "cpu"))
+    assert engine.report().predicted_peak_bytes is None
+    assert "predicted" not in str(engine.report())
+    engine.expect(3 << 20)
+    assert re.search(r"everything, predicted +3\.00 MiB", str(engine.report()))
 
 
 def test_nothing_fake_is_left_behind():

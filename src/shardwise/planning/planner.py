@@ -152,12 +152,12 @@ def _row(preset: str, model: Model, workload: Workload, hardware: Hardware, fore
         margin=1 - peak / hardware.gpu_bytes,
         fits=peak <= (1 - HEADROOM) * hardware.gpu_bytes and not tight,
         startup_bytes=foreseen.startup_bytes + hardware.reserved_bytes if foreseen else None,
-        note=f"{tight} too small" if tight else "",
+        note=f"{tight} memory too small" if tight else "",
     )
 
 
 def _notes(model: Model, workload: Workload, rows: Sequence[Row]) -> list[str]:
-    notes = []
+    notes = [f"{row.preset}: {row.note}" for row in rows if row.note]
     if model.dimensions is None and model.build is None:
         notes.append("only the size is known: activations and logits are not counted, units are taken as Ψ/32")
     elif model.dimensions is None and all(row.startup_bytes is None for row in rows):

@@ -75,7 +75,7 @@ def _fits(row: Row) -> str:
     if row.fits:
         return f"[green]yes {row.margin:+.0%}[/]"
     short = f"{row.margin:+.0%}" if row.margin > -1 else f"{1 - row.margin:.0f}x"
-    why = escape(row.note) or ("tight" if row.margin >= 0 else short)
+    why = escape(row.note.partition(" ")[0]) or ("tight" if row.margin >= 0 else short)
     return f"[red]no {why}[/]"
 
 

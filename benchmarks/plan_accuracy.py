@@ -36,6 +36,7 @@ from shardwise.planning.foresee import foresee_settings
 
 HERE = Path(__file__).parent
 PRESETS = ("zero0", "zero1", "zero2", "zero3")
+POINT = ("model", "preset", "world_size", "accumulate", "precision")
 KINDS = ("weights", "grads", "optim", "activations", "in_flight")
 
 
@@ -177,7 +178,7 @@ def table(result: dict) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in result["rows"]:
-        cells = [row[key] for key in ("model", "preset", "world_size", "accumulate", "precision")]
+        cells = [row[key] for key in POINT]
         known = "off" in row
         cells += (
             [mb(row["predicted_bytes"]), mb(row["measured_bytes"]), f"{row['off']:+.2%}"]
@@ -188,17 +189,25 @@ def table(result: dict) -> str:
     return "\n".join(lines) + "\n"
 
 
+def merged(before: list[dict], again: list[dict]) -> list[dict]:
+    """All rows, those measured again in their places."""
+    points = {tuple(row[key] for key in POINT): row for row in again}
+    return [points.get(tuple(row[key] for key in POINT), row) for row in before]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--count", type=int)
     parser.add_argument("--seed", type=int, default=8)
     parser.add_argument("--confine", action="store_true")
+    parser.add_argument("--only", help="measure the cases of this model again, and replace them in the file")
     args = parser.parse_args()
     os.environ |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     if args.device == "cpu":
         os.environ |= launch.matmul_environment()
     cases = cpu_cases(args.count or 44, args.seed) if args.device == "cpu" else cuda_cases(args.count or 20, args.seed)
+    cases = [case for case in cases if args.only in (None, case.model)]
     rows = []
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(min(8, launch.cores())) as pool:
         predictions = [pool.submit(foresee, case, args.device) for case in cases]
@@ -215,6 +224,8 @@ def main() -> None:
     result = {"device": args.device, "made": env.made(), "versions": env.versions(), "seed": args.seed, "rows": rows}
     name = f"{args.device}-confined" if args.confine else args.device
     stem = Path(os.environ.get("OUT", HERE / "results")) / f"{result['made']['date']}-plan-accuracy-{name}"
+    if args.only:
+        result["rows"] = merged(json.loads(stem.with_name(stem.name + ".json").read_text())["rows"], rows)
     stem.with_name(stem.name + ".json").write_text(json.dumps(result, indent=1) + "\n")
     stem.with_name(stem.name + ".md").write_text(table(result))
 

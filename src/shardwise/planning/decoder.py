@@ -31,8 +31,10 @@ class _Norm(nn.Module):
 def _rotated(x: torch.Tensor) -> torch.Tensor:
     """x cos + rotate(x) sin, with the tables of rotary positions."""
     length, dim = x.shape[-2:]
-    cos, sin = x.new_empty(length, dim), x.new_empty(length, dim)
     half = dim // 2
+    rates = 10_000.0 ** -(torch.arange(half, device=x.device) / half)
+    angles = torch.outer(torch.arange(length, device=x.device), rates).repeat(1, 2)
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
 
 
@@ -118,9 +120,9 @@ class _Mixture(nn.Module):
         self.experts = experts
         count, hidden, width = experts.count, of.hidden, experts.width
         self.router = nn.Linear(hidden, count, False)
-        self.gate = nn.Parameter(torch.empty(count, hidden, width))
-        self.up = nn.Parameter(torch.empty(count, hidden, width))
-        self.down = nn.Parameter(torch.empty(count, width, hidden))
+        self.gate = nn.Parameter(torch.randn(count, hidden, width) * hidden**-0.5)
+        self.up = nn.Parameter(torch.randn(count, hidden, width) * hidden**-0.5)
+        self.down = nn.Parameter(torch.randn(count, width, hidden) * width**-0.5)
         self.shared = _MLP(of, experts.shared_width) if experts.shared_width else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

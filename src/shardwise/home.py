@@ -104,6 +104,7 @@ class Home:
         self.parcels: list[Parcel] = []
         self.job: Job | None = None
         self._rested: Event = PAST
+        self._parcels_rested: dict[Span, Event] = {}
         self._grads_rested: Event = PAST
         self._loaded: dict[Span, Views] = {}
         self._slots: dict[Span, Slot] = {}
@@ -231,7 +232,7 @@ class Home:
                     lanes.take(self.slabs[field].tensor[parcel.span.slice], view)
             for place, tensor in made:
                 lanes.take(place, tensor)
-        self._rested = lanes.down.mark()
+        self._rested = self._parcels_rested[parcel.span] = lanes.down.mark()
         if made:
             # Made by the optimizer in the work lane, which knows nothing of the copy: they must live until it is done.
             self._rested.synchronize()
@@ -251,7 +252,8 @@ class Home:
 
     def _bring(self, parcel: Parcel, fields: Iterable[str]) -> None:
         lanes, span = self.ferry.lanes, parcel.span
-        lanes.up.wait(self._slots[span].ready, self._rested, self._grads_rested)
+        # After this parcel's own way down, not that of the parcel before it: up and down run at once.
+        lanes.up.wait(self._slots[span].ready, self._parcels_rested.get(span, PAST), self._grads_rested)
         with lanes.up:
             for field in fields:
                 lanes.bring(self._loaded[span][field], self.slabs[field].tensor[span.slice])

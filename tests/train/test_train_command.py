@@ -11,6 +11,7 @@ import time
 import numpy as np
 import pytest
 
+from shardwise.train.folder import Folder
 from shardwise.train.metrics import read
 from support import run_command
 
@@ -125,6 +126,19 @@ def test_a_rank_that_is_killed_is_named_once_and_nobody_is_left(text, tmp_path):
     assert errors.count("\n") == 1
     assert "Traceback" not in errors
     assert not [pid for pid in children if is_alive(pid)]
+
+
+@pytest.mark.timeout(2 * LIMIT_S)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP])
+def test_ranks_save_and_leave_when_their_crew_is_killed_or_the_terminal_closes(text, tmp_path, number):
+    with started([*CLI, text, *SMALL, "--steps", "100000", "--out", "run"], tmp_path) as process:
+        read_until(process, r"^step +2/")
+        children = ranks_of(process.pid)
+        assert len(children) == 2
+        process.send_signal(number)
+        process.communicate(timeout=LIMIT_S)  # rank 0 holds the pipe until it leaves
+    assert not [pid for pid in children if is_alive(pid)]
+    assert Folder(tmp_path / "run").has_checkpoint
 
 
 @pytest.mark.timeout(2 * LIMIT_S)

@@ -1,8 +1,12 @@
 """Runs on ranks: stopping and going on changes nothing, every placement and world size goes on, files are complete."""
 
+import contextlib
+import io
 import json
+import os
 import re
 from dataclasses import dataclass
+from unittest import mock
 
 import pytest
 import torch
@@ -170,6 +174,48 @@ def test_another_model_is_refused_until_told_to_start_over(rank, world_size, tmp
         train(text, out, layers=2)
     train(text, out, layers=2, fresh=True, here=Here(2))
     assert len(read(out / "metrics.jsonl")) == 2
+
+
+@ranks(2)
+def test_starting_over_is_not_repeated_when_torchrun_restarts(rank, world_size, tmp_path):
+    text, out = write_text(tmp_path, rank), tmp_path / "run"
+    train(text, out, fresh=True, here=Here(2))
+    with mock.patch.dict(os.environ, TORCHELASTIC_RESTART_COUNT="1"):
+        train(text, out, fresh=True, here=Here(1))
+    assert [row.step for row in read(out / "metrics.jsonl")] == [1, 2, 3]
+    with mock.patch.dict(os.environ, TORCHELASTIC_RESTART_COUNT="0"):
+        train(text, out, fresh=True, here=Here(1))
+    assert [row.step for row in read(out / "metrics.jsonl")] == [1]
+
+
+@ranks(2)
+def test_another_beginning_is_refused_where_a_run_is_and_the_same_command_goes_on(rank, world_size, tmp_path):
+    text, first, second = write_text(tmp_path, rank), tmp_path / "first", tmp_path / "second"
+    train(text, first, here=Here(2))
+    train(text, second, here=Here(1))
+    with pytest.raises(ConfigError, match=r"has checkpoints of its own.*--fresh, or give another --out"):
+        train(text, second, resume=first / "checkpoints")
+    train(text, second, resume=first / "checkpoints", fresh=True, here=Here(1))
+    assert [row.step for row in read(second / "metrics.jsonl")] == [3]
+    train(text, second, resume=first / "checkpoints", here=Here(1))
+    assert [row.step for row in read(second / "metrics.jsonl")] == [3, 4]
+    train(text, second)
+
+
+@pytest.mark.parametrize("damaged", ["manifest.json", "rank-0*"])
+@ranks(2)
+def test_a_damaged_checkpoint_that_is_passed_over_is_shown(rank, world_size, tmp_path, damaged):
+    text, out = write_text(tmp_path, rank), tmp_path / "run"
+    train(text, out, here=Here(2))
+    train(text, out, here=Here(1))
+    if rank == 0:
+        newest = max(Folder(out).checkpoints.glob("[!.]*/manifest.json"), key=lambda path: path.stat().st_mtime_ns)
+        next(newest.parent.glob(damaged)).write_bytes(b"{")
+    with contextlib.redirect_stdout(io.StringIO()) as stream:
+        train(text, out, here=Here(1))
+    shown = stream.getvalue()
+    assert ("older checkpoint" in shown) == (rank == 0)
+    assert ("resume   at step 2" in shown) == (rank == 0)
 
 
 @ranks(2)

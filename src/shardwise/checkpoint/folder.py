@@ -8,6 +8,7 @@ serial number; no file says which it is, so none can be wrong about it.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import shutil
@@ -19,6 +20,7 @@ from shardwise.checkpoint.manifest import FILE_NAME, Manifest, read_head, read_m
 from shardwise.errors import CheckpointError, DamagedError
 
 LATEST = "latest"
+_LOG = logging.getLogger("shardwise")
 _TEMPORARY = ".tmp-"
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 
@@ -132,6 +134,8 @@ def candidates(root: Path, tag: str, fallback: bool) -> list[Path]:
         wanted = "no checkpoint" if tag == LATEST else f"no checkpoint {tag!r}"
         there = ", ".join(repr(found.tag) for found in everything) or "none"
         raise CheckpointError(f"there is {wanted} in {root}; found: {there}")
+    for each in problems:
+        _LOG.warning("%s; passed over for an older checkpoint", each.problem)
     others = [found for found in sound if found not in named] if fallback else []
     return [found.path for found in named + others]
 

@@ -27,6 +27,7 @@ from shardwise.train.shape import BYTES
 
 HEAD_BYTES = 4096
 TOKEN_SUFFIXES = (".npy", ".bin")
+MOST_IN_BIN = 2**16
 # Tests and tables: much text, little to learn from.
 STANDARD_LIBRARY_SKIPS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "pydoc_data"}
 
@@ -196,6 +197,11 @@ def _tokens(paths: Sequence[str], vocabulary: int | None) -> Tokens:
         raise ConfigError(f"{path} is a file of tokens: give it alone, not beside {len(paths) - 1} other path(s)")
     if vocabulary is None:
         raise ConfigError(f"{path} is a file of tokens: say how many different ones there are, --vocab N")
+    if path.suffix == ".bin" and vocabulary > MOST_IN_BIN:
+        raise ConfigError(
+            f"{path}: a .bin file holds 16-bit tokens, at most {MOST_IN_BIN} different ones, and --vocab is "
+            f"{vocabulary}: save wider tokens as .npy"
+        )
     try:
         if path.suffix == ".npy":
             array = np.load(path, mmap_mode="r", allow_pickle=False)

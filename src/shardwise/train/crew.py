@@ -7,6 +7,7 @@ session of their own, so that Ctrl-C reaches them through us and only once.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -27,7 +28,8 @@ FOLDER = "SHARDWISE_TRAIN_CREW"
 POLL_S = 0.05
 GRACE_S = 5.0
 """How long the others may take once a rank has failed."""
-STOPPING = (signal.SIGINT, signal.SIGTERM)
+PARENT = "SHARDWISE_TRAIN_CREW_PID"
+PR_SET_PDEATHSIG = 1
 
 
 class Crew:
@@ -54,6 +56,7 @@ class Crew:
 
     def _spawn(self, rank: int, folder: Path) -> subprocess.Popen[bytes]:
         environment = self._environment() | {"RANK": str(rank), "LOCAL_RANK": str(rank), FOLDER: str(folder)}
+        environment[PARENT] = str(os.getpid())
         with (folder / f"rank{rank}.log").open("wb") as log:
             return subprocess.Popen(
                 [sys.executable, "-m", "shardwise.train.worker", self._options.model_dump_json()],
@@ -88,7 +91,7 @@ class Crew:
 
     @contextlib.contextmanager
     def _handling_signals(self) -> Iterator[None]:
-        before = {number: signal.signal(number, self._pass_on) for number in STOPPING}
+        before = {number: signal.signal(number, self._pass_on) for number in stopping()}
         try:
             yield
         finally:
@@ -129,6 +132,21 @@ class Crew:
         hint = " (out of memory?)" if code == -signal.SIGKILL else ""
         last = (folder / f"rank{rank}.log").read_text(errors="replace").strip().splitlines()[-1:]
         return -1.0, 1, f"rank {rank} ended with {how}{hint}" + "".join(f": {line}" for line in last)
+
+
+def stopping() -> list[signal.Signals]:
+    """The signals that ask a run to save and leave; not a closed terminal's where `nohup` has switched that off."""
+    hung_up = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else []
+    return [signal.SIGINT, signal.SIGTERM, *hung_up]
+
+
+def leave_with_parent() -> None:
+    """In a rank: get SIGTERM, save and leave when the crew dies without a word (SIGKILL). On Linux only."""
+    if (parent := os.environ.get(PARENT)) is None or not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != int(parent):  # it was gone before we could ask
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 class LastWords:

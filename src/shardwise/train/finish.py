@@ -36,7 +36,7 @@ def finish(loop: Loop, folder: Folder) -> None:
         if job.options.outputs.plot:
             _plot(loop, loop.metrics.rows, folder)
     _list_files(folder, screen)
-    folder.write_record(job.identity, finished_steps=job.steps)
+    folder.write_record(job.identity, job.options.outputs.resume, finished_steps=job.steps)
     screen.say("next", f"--steps {2 * job.steps} trains on, --fresh starts over")
 
 

@@ -78,13 +78,22 @@ class Folder:
         """The steps of a run that was finished here, to the last file; 0 if there is none."""
         return int(self._read().get("finished_steps", 0))
 
-    def check(self, identity: dict[str, Any]) -> None:
-        """Refuse to go on with the run of another model or other data."""
-        if "identity" in (found := self._read()) and self.has_checkpoint:
-            check_identity(found["identity"], identity, str(self.root))
+    def check(self, identity: dict[str, Any], resume: Path | None = None) -> None:
+        """Refuse to go on with the run of another model or other data, or one that began elsewhere."""
+        found = self._read()
+        if "identity" not in found or not self.has_checkpoint:
+            return
+        check_identity(found["identity"], identity, str(self.root))
+        if resume is not None and _place(resume) not in (found.get("resume"), _place(self.checkpoints)):
+            raise ConfigError(
+                f"--resume {resume}: {self.root} has checkpoints of its own, which would be taken instead: "
+                "start over with --fresh, or give another --out"
+            )
 
-    def write_record(self, identity: dict[str, Any], finished_steps: int = 0) -> None:
-        text = json.dumps({"identity": identity, "finished_steps": finished_steps}, indent=1)
+    def write_record(self, identity: dict[str, Any], resume: Path | None = None, finished_steps: int = 0) -> None:
+        """`resume` is kept so that the same command goes on: its --resume has been obeyed."""
+        began = _place(resume) if resume is not None else self._read().get("resume")
+        text = json.dumps({"identity": identity, "resume": began, "finished_steps": finished_steps}, indent=1)
         new = self.record.with_suffix(".new")
         new.write_text(text)
         os.replace(new, self.record)
@@ -97,6 +106,10 @@ class Folder:
         except (OSError, ValueError) as error:
             raise ConfigError(f"{self.record}: cannot be read ({error}); --fresh starts over") from None
         return found if isinstance(found, dict) else {}
+
+
+def _place(path: Path) -> str:
+    return str(path.absolute())
 
 
 def check_identity(found: dict[str, Any], wanted: dict[str, Any], where: str) -> None:

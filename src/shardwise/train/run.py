@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Iterable
+import logging
+import os
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -36,7 +39,8 @@ def run(job: Job, here: Here, comm: Comm) -> None:
     _introduce(job, here, screen)
     foreseen_bytes = _foresee(job, here, screen) if comm.rank == 0 else None
     engine = build_engine(job, here)
-    state = _load(folder, job, engine)
+    with _warnings_on(screen):
+        state = _load(folder, job, engine)
     loop = Loop(
         job=job,
         here=here,
@@ -90,14 +94,32 @@ def _open(folder: Folder, job: Job, comm: Comm) -> None:
     if comm.rank == 0:
         try:
             folder.open()
-            if job.options.outputs.fresh:
+            if job.options.outputs.fresh and not _is_restart():
                 folder.clear()
-            folder.check(job.identity)
-            folder.write_record(job.identity)
+            folder.check(job.identity, job.options.outputs.resume)
+            folder.write_record(job.identity, job.options.outputs.resume)
         except ConfigError as found:
             error = str(found)
     if (error := comm.share_object(error)[0]) is not None:
         raise ConfigError(error)
+
+
+def _is_restart() -> bool:
+    """Whether torchrun has started this process in the place of one that failed: --fresh was obeyed then."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
+@contextlib.contextmanager
+def _warnings_on(screen: Screen) -> Iterator[None]:
+    """What is logged meanwhile, such as a damaged checkpoint that is passed over, is shown: stderr is a file here."""
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: screen.say("warning", record.getMessage())  # type: ignore[method-assign]  # one use
+    logger = logging.getLogger("shardwise")
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
 
 
 def _load(folder: Folder, job: Job, engine: Engine) -> dict[str, Any] | None:

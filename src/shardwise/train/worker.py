@@ -58,7 +58,7 @@ class Place:
         return cls(rank, world_size, device)
 
     def watch_signals(self) -> None:
-        for number in crew.STOPPING:
+        for number in crew.stopping():
             signal.signal(number, self._on_signal)
 
     def _on_signal(self, *_: object) -> None:
@@ -144,4 +144,5 @@ def _is_first(store: Store, rank: int) -> bool:
 
 
 if __name__ == "__main__":
+    crew.leave_with_parent()
     serve(Options.model_validate_json(sys.argv[1]))

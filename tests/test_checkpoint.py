@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import shardwise
-from shardwise.checkpoint import blocks, files, folder, saving
+from shardwise.checkpoint import background, blocks, files, folder, prepare, saving
 from shardwise.errors import CheckpointError, DamagedError
 from support import matrix, ranks, run_command, run_ranks
 from support.training import digest, make_model, make_optimizer, make_sgd, start, train_step
@@ -515,6 +515,70 @@ def test_an_asynchronous_save_is_of_the_moment_it_was_called(rank, world_size, t
     engine.destroy()
 
 
+def test_an_interrupt_while_a_commit_is_under_way_leaves_it_whole(tmp_path, monkeypatch):
+    engine = start("mlp", config("zero1"))
+    engine.save(tmp_path, "same")
+    within, plain = threading.Event(), folder.sync_folder
+
+    def slow(path):
+        within.set()
+        time.sleep(0.2)
+        plain(path)
+
+    def interrupt(comm, work):
+        within.wait()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(folder, "sync_folder", slow)
+    monkeypatch.setattr(background, "first", interrupt)
+    engine.save(tmp_path, "same", blocking=False)
+    with pytest.raises(KeyboardInterrupt):
+        engine.finish_save()
+    (path,) = tmp_path.iterdir()
+    assert folder.verify(path).serial == 2
+    engine.destroy()
+
+
+@ranks(2)
+def test_a_rank_that_fails_does_not_remove_what_rank_0_commits(rank, world_size, tmp_path):
+    engine = start("mlp", config("zero2"))
+    job = prepare(engine, tmp_path, "a", None, None, staged=False)
+
+    def first(comm, work):
+        if rank == 1:
+            raise RuntimeError("rank 2 is gone")
+        time.sleep(0.3)
+        work()
+
+    plain, saving.first = saving.first, first
+    try:
+        saving.save(job, engine.comm)
+    except RuntimeError:
+        assert rank == 1
+    finally:
+        saving.first = plain
+    torch.distributed.barrier()
+    folder.verify(tmp_path / "a")
+    engine.destroy()
+
+
+def test_an_engine_that_goes_away_waits_while_others_write(tmp_path, monkeypatch):
+    """Three times the limit, with files that grow."""
+    calls, plain = [], saving.Job.is_written
+
+    def is_written(job):
+        calls.append(1)
+        (job.draft.path / "growing").write_bytes(b"x" * len(calls))
+        return len(calls) * background._POLL_S > 1.5 and plain(job)
+
+    monkeypatch.setattr(background, "_LAST_WAIT_S", 0.5)
+    monkeypatch.setattr(saving.Job, "is_written", is_written)
+    engine = start("mlp", config("zero1"))
+    path = engine.save(tmp_path, blocking=False)
+    engine.destroy()
+    folder.verify(path)
+
+
 ENDING = """
 import torch, shardwise
 model = torch.nn.Linear(64, 64)
@@ -548,7 +612,7 @@ def test_a_program_that_ends_does_not_wait_for_ranks_that_are_gone(tmp_path):
 
 @pytest.mark.timeout(200)
 def test_kills_at_random_moments_lose_nothing():
-    """A few dozen; the log of 1000 is in benchmarks/results."""
+    """A few dozen; a longer log is in benchmarks/results."""
     command = [sys.executable, ROOT / "benchmarks" / "checkpoint_kills.py", "--kills", "24", "--width", "128"]
     started = time.monotonic()
     shown = json.loads(run_command(command, timeout=180, env={"OMP_NUM_THREADS": "1"}).stdout)

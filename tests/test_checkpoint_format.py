@@ -249,6 +249,21 @@ def test_the_same_tag_again_replaces_the_old_one_after_the_new_one_is_there(tmp_
     assert folder.candidates(tmp_path, "a", False) == [again]
 
 
+def test_an_old_checkpoint_stays_if_the_new_one_is_not_whole(tmp_path, monkeypatch):
+    old, plain = commit(tmp_path, "a"), folder.sync_folder
+
+    def lose_a_file(path):
+        (path / "rank-00000.safetensors").unlink(missing_ok=True)
+        plain(path)
+
+    monkeypatch.setattr(folder, "sync_folder", lose_a_file)
+    with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors was removed"):
+        commit(tmp_path, "a")
+    monkeypatch.undo()
+    assert folder.candidates(tmp_path, "a", False) == [old]
+    assert folder.missing_files(old) == []
+
+
 def test_what_is_missing_is_said(tmp_path):
     with pytest.raises(CheckpointError, match=r"there is no checkpoint in .*; found: none"):
         folder.candidates(tmp_path / "nowhere", "latest", True)

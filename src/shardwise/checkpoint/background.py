@@ -7,6 +7,7 @@ every rank's table and commits. What went wrong is told when all ranks come toge
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from shardwise.errors import CheckpointError
 _LOG = logging.getLogger("shardwise")
 _POLL_S = 0.02
 _LAST_WAIT_S = 60.0
-"""How long rank 0 waits for the others' files once its own program has ended; they may have been killed."""
+"""How long rank 0 waits, once its program goes away, for others' files that do not grow: they may have been killed."""
 
 
 class Background:
@@ -30,6 +31,7 @@ class Background:
         self._job = job
         self._comm = comm
         self._stop = threading.Event()
+        self._leaving = threading.Event()
         self._written: Future[None] = Future()
         self._committed: Future[None] = Future()
         # No daemon, and no executor: Python waits for it at its end, when the main thread is no longer alive.
@@ -41,18 +43,18 @@ class Background:
         try:
             together(self._comm, self._written.result)
             first(self._comm, self._committed.result)
-        except BaseException:
-            self._job.draft.discard()
-            raise
         finally:
             self._stop.set()
-            self._thread.join()
+            self._end()
 
     def leave(self) -> None:
         """Wait for this rank's part alone: for an engine that goes away, perhaps after an error."""
-        self._thread.join(_LAST_WAIT_S)
-        self._stop.set()
+        self._leaving.set()
+        self._end()
+
+    def _end(self) -> None:
         self._thread.join()
+        self._job.discard()
 
     def _run(self) -> None:
         _settle(self._written, self._job.write)
@@ -60,15 +62,19 @@ class Background:
             _settle(self._committed, self._commit)
 
     def _commit(self) -> None:
-        deadline: float | None = None
+        size, deadline = -1, math.inf
         while not self._job.is_written():
-            if deadline is None and not threading.main_thread().is_alive():
-                deadline = time.monotonic() + _LAST_WAIT_S
-            if self._stop.is_set() or (deadline is not None and time.monotonic() > deadline):
-                self._job.draft.discard()
+            if self._is_leaving():
+                before, size = size, self._job.draft.size_bytes()
+                deadline = deadline if size == before else time.monotonic() + _LAST_WAIT_S
+            if self._stop.is_set() or time.monotonic() > deadline:
+                self._job.discard()
                 raise CheckpointError(f"not all ranks wrote their part of {self._job.draft.target}")
             time.sleep(_POLL_S)
         self._job.commit()
+
+    def _is_leaving(self) -> bool:
+        return self._leaving.is_set() or not threading.main_thread().is_alive()
 
 
 def _settle(future: Future[None], work: Callable[[], None]) -> None:

@@ -45,7 +45,7 @@ def convert(source: Path, out: Path, tag: str | None = None) -> Path:
         job.write()
         job.commit()
     except BaseException:
-        draft.discard()
+        job.discard()
         raise
     return draft.target
 

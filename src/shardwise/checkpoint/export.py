@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Self
@@ -144,7 +144,13 @@ def export(engine: Engine, folder: Path, dtype: torch.dtype | None, max_bytes: i
             for name, buffer in buffers.items() if comm.rank == 0 else ():
                 files.put(name, Span(0, buffer.numel()), buffer)
 
-    _finish_or_discard(draft, folder, lambda: together(comm, write), lambda end: first(comm, end))
+    try:
+        together(comm, write)
+        first(comm, lambda: _end(draft, folder))
+    except BaseException:
+        if comm.rank == 0:  # the others cannot know whether it is getting its name just now
+            shutil.rmtree(draft, ignore_errors=True)
+        raise
 
 
 def export_checkpoint(
@@ -174,7 +180,12 @@ def export_checkpoint(
                 for elements, values in reader.parts(stored, Span(0, stored.numel)):
                     files.put(name, elements, values)
 
-    _finish_or_discard(draft, folder, write, lambda end: end())
+    try:
+        write()
+        _end(draft, folder)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
     return path
 
 
@@ -216,17 +227,7 @@ def _begin(folder: Path, layout: Layout, config: str | None) -> Path:
     return draft
 
 
-def _finish_or_discard(
-    draft: Path, folder: Path, write: Callable[[], object], once: Callable[[Callable[[], None]], object]
-) -> None:
-    def end() -> None:
-        sync_folder(draft)
-        os.rename(draft, folder)
-        sync_folder(folder.parent)
-
-    try:
-        write()
-        once(end)
-    except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise
+def _end(draft: Path, folder: Path) -> None:
+    sync_folder(draft)
+    os.rename(draft, folder)
+    sync_folder(folder.parent)

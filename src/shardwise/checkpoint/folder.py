@@ -74,11 +74,23 @@ class Draft:
         sync_folder(self.path)
         os.rename(self.path, self.target)
         sync_folder(self.target.parent)
+        if missing := missing_files(self.target):
+            remove(self.target)
+            raise CheckpointError(f"{missing[0]} was removed from {self.path} while it became a checkpoint: save again")
         for found in list_checkpoints(self.target.parent):
             if found.tag == self.tag and found.serial < self.serial:
                 remove(found.path)
 
+    def size_bytes(self) -> int:
+        """What has been written so far."""
+        size_bytes = 0
+        for file in self.path.glob("*"):
+            with contextlib.suppress(FileNotFoundError):  # a table that got its name meanwhile
+                size_bytes += file.stat().st_size
+        return size_bytes
+
     def discard(self) -> None:
+        """Remove it; nothing happens once it is a checkpoint."""
         shutil.rmtree(self.path, ignore_errors=True)
 
 

@@ -37,7 +37,7 @@ def prepare(engine: Engine, root: Path, tag: str | None, state: Any, keep: int |
     try:
         together(comm, take)
     except BaseException:
-        draft.discard()
+        job.discard()
         raise
     return job
 
@@ -48,7 +48,7 @@ def save(job: Job, comm: Comm) -> None:
         together(comm, job.write)
         first(comm, job.commit)
     except BaseException:
-        job.draft.discard()
+        job.discard()
         raise
 
 
@@ -102,6 +102,14 @@ class Job:
         self.draft.commit(manifest)
         if self._keep is not None:
             keep_newest(self.draft.target.parent, self._keep)
+
+    def discard(self) -> None:
+        """Remove what was written, unless it has become a checkpoint; call it when no `commit` is under way.
+
+        Rank 0 alone does, which alone commits: another rank that fails cannot know whether the commit has begun.
+        """
+        if self._rank == 0:
+            self.draft.discard()
 
     def is_written(self) -> bool:
         """Whether every rank's part is complete."""

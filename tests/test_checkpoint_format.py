@@ -1,7 +1,11 @@
 """The parts of a checkpoint that need no engine: ranges, blocks, plain values, manifest, folder."""
 
 import json
+import os
 import random
+import subprocess
+import sys
+import time
 from collections import Counter
 from itertools import pairwise
 
@@ -291,11 +295,20 @@ def test_retention_counts_what_is_whole(tmp_path):
 
 
 def test_leftovers_are_removed_and_never_taken_for_checkpoints(tmp_path):
-    left = folder.Draft.begin(tmp_path, "a")
-    write_manifest(left.path, make_manifest())
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    mine = folder.Draft.begin(tmp_path, "a").path
+    left = mine.with_name(mine.name.replace(f"-{os.getpid()}-", f"-{dead.pid}-"))
+    elsewhere, old = (mine.with_name(f".tmp-{digit * 12}-{os.getpid()}-a-1-0") for digit in "12")
+    removed = tmp_path / ".tmp-removed-b-0"
+    for path in (left, elsewhere, old, removed):
+        path.mkdir()
+        write_manifest(path, make_manifest())
+    for path in (old / "manifest.json", old):
+        os.utime(path, (0, time.time() - 90_000))
     assert folder.list_checkpoints(tmp_path) == []
-    commit(tmp_path, "a")
-    assert not left.path.exists()
+    committed = commit(tmp_path, "a")
+    assert set(tmp_path.iterdir()) == {mine, elsewhere, committed}
 
 
 @pytest.mark.parametrize("tag", ["latest", "", "../x", "a/b", ".a", "a b"])

@@ -1,8 +1,11 @@
 """What works on checkpoints without training: export, inspect, and what is read of DeepSpeed's."""
 
+import contextlib
 import json
 import pickle
+import resource
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -140,6 +143,46 @@ def test_the_commands(tmp_path, monkeypatch, capsys):
     assert json.loads(command(monkeypatch, capsys, "inspect", "saved/step-1", "--json")[1])["steps"] == 1
 
 
+@pytest.fixture
+def saved(tmp_path):
+    engine = start("tied", {"preset": "zero2"})
+    path = engine.save(tmp_path / "saved")
+    engine.destroy()
+    return path
+
+
+def test_what_cannot_be_written_is_one_message(tmp_path, saved, monkeypatch, capsys):
+    (tmp_path / "file").write_text("")  # not even root can make a folder in it
+    (tmp_path / "out").mkdir()
+    deepspeed = ("import-deepspeed", DEEPSPEED / "zero3-fp32")
+    for words in (("export", saved), deepspeed):
+        shown = command(monkeypatch, capsys, *words, tmp_path / "file" / "x")
+        check_message(shown, "cannot be written: ")
+        with full_disk():
+            shown = command(monkeypatch, capsys, *words, tmp_path / "out" / "x")
+        check_message(shown, "cannot be written: File too large")
+    assert not [path for path in (tmp_path / "out").rglob("*") if path.name != "x"]
+
+
+def check_message(shown, message):
+    code, output, errors = shown
+    assert (code, output, errors.count("\n")) == (2, "", 1)
+    assert message in errors
+
+
+@contextlib.contextmanager
+def full_disk():
+    """Within it, this process can write no file beyond a few bytes."""
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
 def test_what_inspect_tells(tmp_path):
     engine = start("tied", {"preset": "zero2", "precision": {"compute": "bf16"}})
     train_step(engine, 0, 0)
@@ -243,12 +286,26 @@ def test_what_is_no_deepspeed_checkpoint_is_told(tmp_path):
     with pytest.raises(CheckpointError, match=r"holds no \*zero_pp_rank_\*_optim_states\.pt"):
         convert(tmp_path, tmp_path / "out")
     shutil.copytree(DEEPSPEED / "zero3-bf16", tmp_path / "copy")
-    (tmp_path / "copy" / "latest").write_text("../../elsewhere")
-    with pytest.raises(CheckpointError, match="outside of the folder"):
-        convert(tmp_path / "copy", tmp_path / "out")
+    shutil.copytree(tmp_path / "copy" / "global_step3", tmp_path / "beside")
+    for tag in ("../../elsewhere", "../beside", "..", "", f"{tmp_path}/beside", "./global_step3", "a\\b"):
+        (tmp_path / "copy" / "latest").write_text(tag)
+        with pytest.raises(CheckpointError, match="is not the name of a folder in"):
+            convert(tmp_path / "copy", tmp_path / "out")
     next((tmp_path / "copy" / "global_step3").glob("*rank_0_*optim_states.pt")).unlink()
     with pytest.raises(CheckpointError, match="lacks a file"):
         convert(tmp_path / "copy", tmp_path / "out", "global_step3")
+
+
+@pytest.mark.parametrize("case", ["zero2-bf16", "zero3-bf16"])
+@pytest.mark.parametrize("content", [{}, [1], {"optimizer_state_dict": {"zero_stage": 3}}, {"module": 1}])
+def test_an_unexpected_file_of_deepspeed_is_one_message(tmp_path, case, content, monkeypatch, capsys):
+    shutil.copytree(DEEPSPEED / case, tmp_path / "copy")
+    for path in sorted((tmp_path / "copy" / "global_step3").glob("*.pt")):
+        good = path.read_bytes()
+        torch.save(content, path)
+        check_message(command(monkeypatch, capsys, "import-deepspeed", tmp_path / "copy", tmp_path / "out"), "copy/gl")
+        path.write_bytes(good)
+    assert not list(tmp_path.glob("out/*"))
 
 
 def test_the_import_command(tmp_path, monkeypatch, capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,10 @@ import torch
 
 from shardwise.checkpoint.contents import Contents, Item, group_options
 from shardwise.checkpoint.deepspeed_files import Found, LossScaler, Param, Part, find, read
-from shardwise.checkpoint.folder import Draft
+from shardwise.checkpoint.folder import Draft, writing
 from shardwise.checkpoint.plain import dtype_name, to_plain
 from shardwise.checkpoint.saving import Job
+from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.layout import Span
 
 # What DeepSpeed itself puts beside the user's `client_state`.
@@ -32,22 +34,41 @@ def convert(source: Path, out: Path, tag: str | None = None) -> Path:
     `latest` names.
     """
     folder = find(source, tag)
-    found = read(folder)
+    with _expecting(folder):
+        contents = _contents(read(folder))
+    with writing(out):
+        draft = Draft.begin(out, folder.name)
+        job = Job(draft, rank=0, world_size=1, keep=None)
+        job.contents = contents
+        try:
+            with _expecting(folder):
+                job.write()
+            job.commit()
+        except BaseException:
+            job.discard()
+            raise
+    return draft.target
+
+
+@contextlib.contextmanager
+def _expecting(folder: Path) -> Iterator[None]:
+    """Within it, files that hold other things than DeepSpeed writes are a CheckpointError."""
+    try:
+        yield
+    except ShardwiseError:
+        raise
+    except (LookupError, TypeError, AttributeError, ValueError, RuntimeError) as error:
+        told = f"{type(error).__name__}: {error}".split("\n")[0]
+        raise CheckpointError(f"{folder} does not hold what DeepSpeed's ZeRO stages 1 to 3 write: {told}") from error
+
+
+def _contents(found: Found) -> Contents:
     module = found.model["module"]
     tensors = {f"buffer/{name}": module[name] for name in found.model["buffer_names"] if name in module}
     head = _head(found, tensors)
     items = [item for name, param in found.params.items() for item in _items(name, param)]
     items += [_whole(key, tensor) for key, tensor in tensors.items()]
-    draft = Draft.begin(out, folder.name)
-    job = Job(draft, rank=0, world_size=1, keep=None)
-    job.contents = Contents(items, _extras(found), None, head)
-    try:
-        job.write()
-        job.commit()
-    except BaseException:
-        job.discard()
-        raise
-    return draft.target
+    return Contents(items, _extras(found), None, head)
 
 
 def _extras(found: Found) -> dict[str, dict[str, Any]]:

@@ -110,11 +110,12 @@ def spread(lengths: Sequence[int], start: int, numel: int) -> Iterator[tuple[int
 
 
 def find(source: Path, tag: str | None) -> Path:
+    """The folder of a checkpoint, directly in `source`: the one that `tag` or the file `latest` names; or `source`."""
     if tag is None and (source / "latest").is_file():
         tag = (source / "latest").read_text().strip()
     folder = source / tag if tag is not None else source
-    if tag in ("..", ".") or folder.parent.resolve() not in (source.resolve(), source.resolve().parent):
-        raise CheckpointError(f"{source / 'latest'} names {tag!r}, which is outside of the folder")
+    if tag is not None and (tag in ("", ".", "..") or Path(tag).name != tag or "\\" in tag):
+        raise CheckpointError(f"{tag!r} is not the name of a folder in {source}: give the tag that DeepSpeed saved")
     if not list(folder.glob("*zero_pp_rank_*_optim_states.pt")):
         raise CheckpointError(
             f"{folder} holds no *zero_pp_rank_*_optim_states.pt: name the folder that DeepSpeed's save_checkpoint "

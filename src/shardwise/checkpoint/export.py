@@ -19,7 +19,7 @@ import torch
 
 from shardwise.checkpoint.contents import config_text, overlaps, persistent_buffers
 from shardwise.checkpoint.files import Reader, as_bytes, chunks, header_of
-from shardwise.checkpoint.folder import LATEST, candidates, sync_folder
+from shardwise.checkpoint.folder import LATEST, candidates, sync_folder, writing
 from shardwise.checkpoint.manifest import read_manifest
 from shardwise.checkpoint.plain import dtype_named
 from shardwise.checkpoint.together import first, together
@@ -92,6 +92,7 @@ class Files:
 
     def __init__(self, folder: Path, layout: Layout) -> None:
         self._layout = layout
+        self._folder = folder
         self._descriptors = {file: os.open(folder / file, os.O_WRONLY) for file in layout.files}
 
     @staticmethod
@@ -111,15 +112,16 @@ class Files:
         file, offset = self._layout.places[name]
         dtype = self._layout.specs[name].dtype
         data, start = as_bytes(values.to(dtype)), offset + elements.start * dtype.itemsize
-        while data:
-            written = os.pwrite(self._descriptors[file], data, start)
-            data, start = data[written:], start + written
+        with writing(self._folder / file):
+            while data:
+                written = os.pwrite(self._descriptors[file], data, start)
+                data, start = data[written:], start + written
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *details: object) -> None:
-        with contextlib.ExitStack() as stack:
+        with writing(self._folder), contextlib.ExitStack() as stack:
             for descriptor in self._descriptors.values():
                 stack.callback(os.close, descriptor)
                 stack.callback(os.fsync, descriptor)
@@ -220,14 +222,19 @@ def _spec(kept: torch.dtype, shape: tuple[int, ...], wanted: torch.dtype | None)
 def _begin(folder: Path, layout: Layout, config: str | None) -> Path:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder} exists and is not an empty folder: export to a new one, or remove it first")
-    folder.parent.mkdir(parents=True, exist_ok=True)
     draft = folder.parent / f".tmp-export-{folder.name}-{os.urandom(4).hex()}"
-    draft.mkdir()
-    Files.create(draft, layout, config)
+    with writing(folder):
+        draft.mkdir(parents=True)
+        try:
+            Files.create(draft, layout, config)
+        except BaseException:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
     return draft
 
 
 def _end(draft: Path, folder: Path) -> None:
-    sync_folder(draft)
-    os.rename(draft, folder)
-    sync_folder(folder.parent)
+    with writing(folder):
+        sync_folder(draft)
+        os.rename(draft, folder)
+        sync_folder(folder.parent)

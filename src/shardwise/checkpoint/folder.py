@@ -8,10 +8,14 @@ serial number; no file says which it is, so none can be wrong about it.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import os
 import re
 import shutil
+import socket
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +26,10 @@ from shardwise.errors import CheckpointError, DamagedError
 LATEST = "latest"
 _LOG = logging.getLogger("shardwise")
 _TEMPORARY = ".tmp-"
+_REMOVED = f"{_TEMPORARY}removed-"
+_OWNER = re.compile(r"\.tmp-([0-9a-f]{12})-([0-9]+)-")
+_ABANDONED_S = 86_400.0
+"""Whether a process of another machine lives cannot be seen: what nobody has touched for this long is left over."""
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 
 
@@ -49,10 +57,11 @@ class Draft:
         """A fresh folder for a checkpoint, with what killed processes left of theirs removed."""
         check_tag(tag)
         root.mkdir(parents=True, exist_ok=True)
-        for leftover in root.glob(f"{_TEMPORARY}*"):
-            shutil.rmtree(leftover, ignore_errors=True)
+        for draft in root.glob(f"{_TEMPORARY}*"):
+            if _is_left_over(draft):
+                shutil.rmtree(draft, ignore_errors=True)
         serial = 1 + max((found.serial for found in list_checkpoints(root)), default=0)
-        path = root / f"{_TEMPORARY}{tag}-{serial}-{os.urandom(4).hex()}"
+        path = root / f"{_TEMPORARY}{_host()}-{os.getpid()}-{tag}-{serial}-{os.urandom(4).hex()}"
         path.mkdir()
         # The same tag again: the old one goes only after the new one is there.
         target = root / tag if not (root / tag).exists() else root / f"{tag}.{serial}"
@@ -92,6 +101,15 @@ class Draft:
     def discard(self) -> None:
         """Remove it; nothing happens once it is a checkpoint."""
         shutil.rmtree(self.path, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """What the file system refuses within it becomes a CheckpointError about `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or path} cannot be written: {error.strerror or error}") from error
 
 
 def check_tag(tag: str) -> None:
@@ -179,7 +197,7 @@ def verify(path: Path) -> Manifest:
 
 def remove(path: Path) -> None:
     """Delete a checkpoint: it stops being one first, so that a kill leaves no half of it."""
-    hidden = path.parent / f"{_TEMPORARY}removed-{path.name}-{os.urandom(4).hex()}"
+    hidden = path.parent / f"{_REMOVED}{path.name}-{os.urandom(4).hex()}"
     os.rename(path, hidden)
     shutil.rmtree(hidden, ignore_errors=True)
 
@@ -195,3 +213,32 @@ def sync_folder(path: Path) -> None:
 
 def _has_size(path: Path, size_bytes: int) -> bool:
     return path.exists() and path.stat().st_size == size_bytes
+
+
+def _host() -> str:
+    """This machine, in a folder's name."""
+    return hashlib.sha256(socket.gethostname().encode()).hexdigest()[:12]
+
+
+def _is_left_over(draft: Path) -> bool:
+    """Whether nobody writes this draft any more: others may save into the same folder at this moment."""
+    if draft.name.startswith(_REMOVED):
+        return True
+    owner = _OWNER.match(draft.name)
+    if owner is not None and owner[1] == _host():
+        return not _is_alive(int(owner[2]))
+    touched = 0.0
+    for path in (draft, *draft.glob("*")):
+        with contextlib.suppress(FileNotFoundError):
+            touched = max(touched, path.stat().st_mtime)
+    return time.time() > touched + _ABANDONED_S
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # it lives, as another user
+    return True

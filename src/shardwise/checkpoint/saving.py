@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.checkpoint.contents import Contents, contents_of, own_buffers
 from shardwise.checkpoint.files import write_tensors
-from shardwise.checkpoint.folder import Draft, check_tag, keep_newest
+from shardwise.checkpoint.folder import Draft, check_tag, keep_newest, writing
 from shardwise.checkpoint.manifest import Manifest, ParamInfo, Stored, StoredFile
 from shardwise.checkpoint.plain import dtype_name
 from shardwise.checkpoint.ranges import Piece
@@ -65,10 +65,8 @@ class Job:
     def write(self) -> None:
         """Write this rank's file, then a table of what is in it, which tells that it is complete."""
         contents, path = self.contents, self.draft.path / f"rank-{self._rank:05d}.safetensors"
-        try:
+        with writing(path):
             writer, offsets = write_tensors(path, contents.items)
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be written: {error.strerror}") from error
         crc32 = "".join(f"{checksum:08x}" for checksum in writer.checksums)
         table = {
             "file": {"name": path.name, "size_bytes": writer.size_bytes, "crc32": crc32},

@@ -48,7 +48,7 @@ def initialize(
     device = _device(model, session)
     group = _group(mesh, device)
     config = Config.load(config).for_world_size(dist.get_world_size(group))
-    _check_supported(config)
+    check_supported(config)
     config = _spilling(config)
     _check_device(config, device)
     if device.type == "cuda":
@@ -132,7 +132,7 @@ def _start_process_group(on_cuda: bool) -> None:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
 
 
-def _check_supported(config: Config) -> None:
+def check_supported(config: Config) -> None:
     """What a configuration may say and this version does not do is refused by name, never ignored."""
     for kind in ("weights", "grads", "optim"):
         if (tier := getattr(config.placement, kind).tier) == "disk":

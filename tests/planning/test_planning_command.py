@@ -74,6 +74,51 @@ def test_a_host_that_is_too_small_is_named(run):
     assert "…" not in out
 
 
+def test_what_cannot_be_started_never_fits():
+    foreseen = shardwise.plan("llama3-8b", hardware=Hardware(8, 80 * 10**9, 10**13, 10**13))
+    for row in foreseen.rows:
+        is_refused = "nvme" in row.preset
+        assert row.is_supported != is_refused
+        assert ("this version keeps everything" in row.note) == is_refused
+    alone = shardwise.plan("llama3-8b", hardware=foreseen.hardware, presets=["zero3_nvme"])
+    assert alone.advice.preset is None
+    assert "this version keeps everything on the device or the host" in alone.advice.reason
+    assert "not yet" in str(alone)
+
+
+@pytest.mark.parametrize("host_bytes", [None, 10**12, 900 * 10**9])
+def test_table_and_search_judge_the_host_alike(host_bytes):
+    hardware = Hardware(8, 80 * 10**9, host_bytes)
+    foreseen = shardwise.plan("llama3-70b", hardware=hardware)
+    found = search(foreseen.model, foreseen.workload, hardware)
+    fits = host_bytes != 900 * 10**9
+    assert foreseen.row("zero3_offload").fits == bool(found) == fits
+    condition = "if the host has 988GB" if host_bytes is None else ""
+    assert {each.condition for each in found} == ({condition} if fits else set())
+    assert ("if the host has 988GB" in foreseen.advice.reason) == bool(condition)
+    assert ("if host?" in str(foreseen)) == bool(condition)
+
+
+def test_a_gpu_keeps_as_much_free_as_the_figures_may_be_off():
+    peak = shardwise.plan("gpt2", hardware=Hardware(2)).row("zero3").peak_bytes
+    for used, fits in ((0.84, True), (0.86, False)):
+        foreseen = shardwise.plan("gpt2", hardware=Hardware(2, int(peak / used)), presets=["zero3"])
+        assert foreseen.row("zero3").fits == fits
+        assert any("arithmetic cannot tell" in note for note in foreseen.notes) != fits
+    dry = shardwise.plan("mlp-100k", hardware=Hardware(2)).row("zero3").peak_bytes
+    for used, fits in ((0.96, True), (0.98, False)):
+        foreseen = shardwise.plan("mlp-100k", hardware=Hardware(2, int(dry / used)), presets=["zero3"])
+        assert foreseen.row("zero3").fits == fits
+
+
+def test_arithmetic_in_a_table_of_dry_runs_is_marked():
+    mixed = str(shardwise.plan("mlp-100k", hardware=Hardware(2), presets=["zero3", "zero3_offload"]))
+    assert "by a dry run of the engine (~ by arithmetic)" in mixed
+    marked = [line.split()[0] for line in mixed.splitlines() if re.search(r"~\d", line)]
+    assert marked == ["zero3_offload"]
+    assert "~" not in str(shardwise.plan("mlp-100k", hardware=Hardware(2), presets=["zero3"]))
+
+
 def test_json_emitted_configuration_and_picture(run, tmp_path):
     files = f"--emit {tmp_path}/config.json --plot {tmp_path}/plan.png"
     code, out, _ = run(f"shardwise plan llama3-8b --gpus 5 --gpu-memory 44GB --accumulate 2 --json {files}")
@@ -142,7 +187,7 @@ def test_advice_goes_from_fast_to_slow():
     def preset(parameters, **more):
         return shardwise.plan(params=parameters, hardware=Hardware(8, 80 * 10**9, **more)).advice.preset
 
-    sizes = (10**9, 18 * 10**9, 24 * 10**9, 36 * 10**9)
+    sizes = (10**9, 16 * 10**9, 24 * 10**9, 32 * 10**9)
     assert [preset(size) for size in sizes] == ["zero1", "zero2", "zero3", "zero3"]
     assert preset(70 * 10**9, host_bytes=2 * 10**12).endswith("offload")
     assert preset(70 * 10**9, host_bytes=10**11) is None

@@ -13,18 +13,19 @@ from shardwise.config.presets import PRESETS
 from shardwise.errors import ConfigError
 from shardwise.planning.arithmetic import wire_elements
 from shardwise.planning.estimate import CATEGORIES, estimate
+from shardwise.planning.fit import headroom, judge
 from shardwise.planning.hardware import Hardware
 from shardwise.planning.inputs import find_model
 from shardwise.planning.recommend import Advice, advise
 from shardwise.planning.workload import Model, Workload
 
-HEADROOM = 0.03
-"""The part of a GPU that a plan leaves free: as much as a prediction may be off."""
-
 
 @dataclass(frozen=True)
 class Row:
-    """One preset. Bytes of one rank; on `host` and `disk`, of one node. `margin` is free memory over capacity."""
+    """One preset. Bytes of one rank; on `host` and `disk`, of one node. `margin` is free memory over capacity.
+
+    It `fits` only under its `condition`, where there is one: what was not said of the machine. `note`: why it does not.
+    """
 
     preset: str
     categories: dict[str, int]
@@ -34,6 +35,13 @@ class Row:
     fits: bool
     startup_bytes: int | None = None
     note: str = ""
+    condition: str = ""
+    is_supported: bool = True
+
+    @property
+    def is_dry_run(self) -> bool:
+        """Else its figures are arithmetic."""
+        return self.startup_bytes is not None
 
     @property
     def peak_bytes(self) -> int:
@@ -140,8 +148,7 @@ def _row(preset: str, model: Model, workload: Workload, hardware: Hardware, fore
     per_node = hardware.gpus // hardware.nodes
     tiers = {tier: size * per_node for tier, size in estimated.tiers.items()}
     peak = sum(split.values())
-    sizes = {"host": hardware.host_bytes, "disk": hardware.disk_bytes}
-    tight = next((t for t, size in tiers.items() if (room := sizes[t]) is not None and size > room), "")
+    fit = judge(config, peak, estimated.tiers, hardware, is_dry_run=foreseen is not None)
     item = 4 if workload.precision == "fp32" else 2
     elements = wire_elements(preset, model.trainable, model.frozen, hardware.gpus, workload.accumulation)
     return Row(
@@ -150,10 +157,18 @@ def _row(preset: str, model: Model, workload: Workload, hardware: Hardware, fore
         tiers=tiers,
         wire_bytes=elements * item,
         margin=1 - peak / hardware.gpu_bytes,
-        fits=peak <= (1 - HEADROOM) * hardware.gpu_bytes and not tight,
+        fits=fit.fits,
         startup_bytes=foreseen.startup_bytes + hardware.reserved_bytes if foreseen else None,
-        note=f"{tight} memory too small" if tight else "",
+        note=fit.note,
+        condition=fit.condition,
+        is_supported=fit.is_supported,
     )
+
+
+def _is_undecided(row: Row) -> bool:
+    """Too large for the headroom of arithmetic, and for that of a dry run only if arithmetic is right."""
+    least = (1 - row.margin) / (1 + headroom(False))
+    return not row.fits and not row.is_dry_run and _is_on_device(row.preset) and least <= 1 - headroom(True)
 
 
 def _notes(model: Model, workload: Workload, rows: Sequence[Row]) -> list[str]:
@@ -162,6 +177,10 @@ def _notes(model: Model, workload: Workload, rows: Sequence[Row]) -> list[str]:
         notes.append("only the size is known: activations and logits are not counted, units are taken as Ψ/32")
     elif model.dimensions is None and all(row.startup_bytes is None for row in rows):
         notes.append("activations and logits are not counted")
+    undecided = [row.preset for row in rows if _is_undecided(row)]
+    if undecided:
+        remedy = "--detailed tells" if model.dimensions is not None else "name the model to know better"
+        notes.append(f"{', '.join(undecided)}: so near that arithmetic cannot tell whether it fits; {remedy}")
     large = [row.preset for row in rows if row.startup_bytes is not None and row.startup_bytes > row.peak_bytes]
     if large:
         notes.append(

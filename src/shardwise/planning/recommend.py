@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from shardwise.planning.fit import headroom, judge
 from shardwise.planning.hardware import Hardware
 from shardwise.planning.workload import DEFAULT_TARGETS, Model, Workload, from_dimensions
 from shardwise.sizes import format_bytes
@@ -38,8 +39,8 @@ def advise(rows: Sequence[Row], model: Model, workload: Workload, hardware: Hard
     order = [name for name in ORDER if name in by_name] or [row.preset for row in rows]
     chosen = next((name for name in order if by_name[name].fits), None)
     if chosen is None:
-        least = min(rows, key=lambda row: row.peak_bytes)
-        short = least.note or f"{format_bytes(_short(least, hardware))} of memory are missing on each GPU"
+        least = min(rows, key=lambda row: (not row.is_supported, row.peak_bytes))
+        short = least.note or _short(least, hardware)
         return Advice(
             None, f"nothing fits: {least.preset} needs least, and {short}{_lora_hint(model, workload, hardware)}"
         )
@@ -60,12 +61,16 @@ def _why(
         more = rows["zero3"].wire_bytes / max(1, row.wire_bytes)
         saved = row.peak_bytes - rows["zero3"].peak_bytes
         why += f"; zero3 would free {format_bytes(max(0, saved))} more a GPU and send {more:g} times as much"
+    if row.condition:
+        why += f", {row.condition}"
     offloads = "offload" in row.preset or "nvme" in row.preset
     return why + (_lora_hint(model, workload, hardware) if offloads else "")
 
 
-def _short(row: Row, hardware: Hardware) -> int:
-    return max(0, row.peak_bytes - hardware.gpu_bytes)
+def _short(row: Row, hardware: Hardware) -> str:
+    if row.margin >= 0:
+        return f"only {row.margin:.0%} of each GPU are left: {headroom(row.is_dry_run):.0%} must be, for errors"
+    return f"{format_bytes(row.peak_bytes - hardware.gpu_bytes)} of memory are missing on each GPU"
 
 
 def _lora_hint(model: Model, workload: Workload, hardware: Hardware) -> str:
@@ -78,7 +83,8 @@ def _lora_hint(model: Model, workload: Workload, hardware: Hardware) -> str:
         model.dimensions, (LORA_RANK, tuple(t for t in DEFAULT_TARGETS if t in model.dimensions.linears()))
     )
     for preset in ("zero2", "zero3"):
-        needed = estimate(adapted, workload, workload.config(preset), hardware.gpus).peak_bytes
-        if needed + hardware.reserved_bytes < 0.97 * hardware.gpu_bytes:
+        config = workload.config(preset)
+        needed = estimate(adapted, workload, config, hardware.gpus).peak_bytes + hardware.reserved_bytes
+        if judge(config, needed, {}, hardware).fits:
             return f". LoRA of rank {LORA_RANK} would do under {preset}: {format_bytes(needed)}"
     return ""

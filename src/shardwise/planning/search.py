@@ -14,12 +14,12 @@ from rich.table import Table
 
 from shardwise.planning.arithmetic import wire_elements
 from shardwise.planning.estimate import estimate
+from shardwise.planning.fit import judge
 from shardwise.planning.hardware import Hardware
 from shardwise.planning.recommend import ORDER
 from shardwise.planning.workload import Model, Workload
 
 MOST = 64
-HEADROOM = 0.03
 RECOMPUTE = 4 / 3
 
 
@@ -33,6 +33,7 @@ class Candidate:
     checkpointing: bool
     peak_bytes: int
     sent_bytes_per_sample: float
+    condition: str = ""
 
     @property
     def rank(self) -> tuple[int, float, float]:
@@ -60,19 +61,15 @@ def _candidate(
 ) -> Candidate | None:
     accumulation = samples // micro_batch
     wanted = replace(workload, micro_batch=micro_batch, accumulation=accumulation, checkpointing=checkpointing)
-    estimated = estimate(model, wanted, wanted.config(preset), on.gpus)
+    config = wanted.config(preset)
+    estimated = estimate(model, wanted, config, on.gpus)
     peak = estimated.peak_bytes + on.reserved_bytes
-    rooms = {"host": on.host_bytes, "disk": on.disk_bytes}
-    per_node = on.gpus // on.nodes
-    for tier, size in estimated.tiers.items():
-        room = rooms[tier]
-        if room is None or size * per_node > room:
-            return None
-    if peak > (1 - HEADROOM) * on.gpu_bytes:
+    fit = judge(config, peak, estimated.tiers, on)
+    if not fit.fits:
         return None
     item = 4 if workload.precision == "fp32" else 2
     sent = wire_elements(preset, model.trainable, model.frozen, on.gpus, accumulation) * item
-    return Candidate(preset, micro_batch, accumulation, checkpointing, peak, sent / samples)
+    return Candidate(preset, micro_batch, accumulation, checkpointing, peak, sent / samples, fit.condition)
 
 
 def render(candidates: list[Candidate]) -> RenderableType:
@@ -80,7 +77,7 @@ def render(candidates: list[Candidate]) -> RenderableType:
     table = Table(
         box=None, padding=(0, 2, 0, 0), pad_edge=False, title="\nFastest that fit, best first", title_justify="left"
     )
-    for name in ("", "preset", "micro-batch", "K", "recompute", "peak GB", "sent GB a sample"):
+    for name in ("", "preset", "micro-batch", "K", "recompute", "peak GB", "sent GB a sample", ""):
         table.add_column(name, justify="left" if name == "preset" else "right")
     for number, each in enumerate(candidates, start=1):
         table.add_row(
@@ -91,5 +88,6 @@ def render(candidates: list[Candidate]) -> RenderableType:
             "yes" if each.checkpointing else "no",
             f"{each.peak_bytes / 1e9:.1f}",
             f"{each.sent_bytes_per_sample / 1e9:.3g}",
+            each.condition,
         )
     return table if candidates else "Nothing fits: no preset, micro-batch or recomputation."

@@ -32,6 +32,8 @@ def text(plan: Plan) -> str:
 
 def render(plan: Plan) -> RenderableType:
     how = "a dry run of the engine" if plan.mode == "detailed" else "arithmetic"
+    if _is_mixed(plan):
+        how += " (~ by arithmetic)"
     parts: list[RenderableType] = [
         Text(_title(plan), style="bold"),
         Text(f"Peak of a rank in GB, by {how}; sent by a rank in a step\n"),
@@ -66,12 +68,24 @@ def _table(plan: Plan) -> Table:
         cells = [*(_gb(row.categories[name]) for name in used), *(_gb(row.tiers.get(tier, 0)) for tier in tiers)]
         mark = "[bold]→ " if chosen else "  "
         table.add_row(
-            f"{mark}{escape(row.preset)}", f"[bold]{_gb(row.peak_bytes)}[/]", _fits(row), *cells, _gb(row.wire_bytes)
+            f"{mark}{escape(row.preset)}",
+            f"[bold]{'~' * (_is_mixed(plan) and not row.is_dry_run)}{_gb(row.peak_bytes)}[/]",
+            _fits(row),
+            *cells,
+            _gb(row.wire_bytes),
         )
     return table
 
 
+def _is_mixed(plan: Plan) -> bool:
+    return len({row.is_dry_run for row in plan.rows}) > 1
+
+
 def _fits(row: Row) -> str:
+    if not row.is_supported:
+        return "[red]not yet[/]"
+    if row.fits and row.condition:
+        return f"[yellow]{row.condition.partition(' has')[0].replace('the ', '')}?[/]"
     if row.fits:
         return f"[green]yes {row.margin:+.0%}[/]"
     short = f"{row.margin:+.0%}" if row.margin > -1 else f"{1 - row.margin:.0f}x"

@@ -82,16 +82,30 @@ MOE = {
     "vocab_size": 151936,
     "tie_word_embeddings": False,
 }
+GEMMA3 = {
+    "model_type": "gemma3_text",
+    "hidden_size": 1152,
+    "head_dim": 256,
+    "intermediate_size": 6912,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 1,
+    "vocab_size": 262144,
+}
+PUBLISHED_BESIDE_THE_CATALOG = {"gemma3-1b": 999_885_952}
 GPT2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257, "n_positions": 1024}
 
 
-@pytest.mark.parametrize(("config", "name"), [(LLAMA, "llama3-8b"), (MOE, "qwen3-30b-a3b"), (GPT2, "gpt2")])
+@pytest.mark.parametrize(
+    ("config", "name"), [(LLAMA, "llama3-8b"), (MOE, "qwen3-30b-a3b"), (GPT2, "gpt2"), (GEMMA3, "gemma3-1b")]
+)
 def test_a_config_json_or_its_folder_gives_the_same(config, name, tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
-    assert from_config(config, name).parameters == PUBLISHED[name]
+    published = (PUBLISHED | PUBLISHED_BESIDE_THE_CATALOG)[name]
+    assert from_config(config, name).parameters == published
     for given in (path, tmp_path):
-        assert find_model(str(given), None, Workload()).parameters == PUBLISHED[name]
+        assert find_model(str(given), None, Workload()).parameters == published
 
 
 def test_only_some_parameters_of_a_mixture_are_active():
@@ -123,7 +137,26 @@ def test_bad_input_is_one_clear_message(name, params, message, tmp_path):
         find_model(name, params, Workload())
 
 
-@pytest.mark.parametrize("broken", [{}, {**LLAMA, "hidden_size": "wide"}, {**LLAMA, "num_hidden_layers": 0}])
+@pytest.mark.parametrize("kind", [None, "gpt_neox", "opt", "falcon", "bert", "phi", "gemma3", ["llama"]])
+def test_a_kind_that_would_be_miscounted_is_refused(kind):
+    with pytest.raises(ConfigError, match=r"is not known: choose from gpt2, llama, .*file\.py:function"):
+        from_config({**LLAMA, "model_type": kind}, "mine")
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {**LLAMA, "hidden_size": "wide"},
+        {**LLAMA, "num_hidden_layers": 0},
+        {**LLAMA, "num_key_value_heads": "eight"},
+        {**LLAMA, "intermediate_size": [14336]},
+        {**LLAMA, "head_dim": 128.0},
+        {**MOE, "num_experts": {}, "n_routed_experts": "many"},
+        {**MOE, "num_experts_per_tok": "8"},
+        {**GPT2, "n_positions": "1024"},
+        {**LLAMA, "kv_lora_rank": "512"},
+    ],
+)
 def test_a_config_json_of_something_else_is_refused(broken, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(broken))
     with pytest.raises(ConfigError, match="expected a whole number"):

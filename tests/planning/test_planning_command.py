@@ -11,7 +11,9 @@ import pytest
 import shardwise
 from shardwise.cli import main
 from shardwise.config import Config
+from shardwise.config.presets import PRESETS
 from shardwise.planning import Hardware, Workload
+from shardwise.planning.emit import emit
 from shardwise.planning.search import search
 from shardwise.planning.workload import from_parameters
 
@@ -135,6 +137,28 @@ def test_json_emitted_configuration_and_picture(run, tmp_path):
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("preset", [name for name in PRESETS if "nvme" not in name])
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_an_emitted_file_says_what_was_planned(preset, precision, checkpointing, tmp_path):
+    workload = Workload(micro_batch=2, accumulation=3, precision=precision, checkpointing=checkpointing)
+    foreseen = shardwise.plan("gpt2", workload=workload, presets=[preset])
+    path = tmp_path / "config.json"
+    emit(foreseen, path)
+    loaded, planned = Config.load(path), workload.config(preset)
+    for section in ("placement", "precision", "batch", "checkpointing", "gradients"):
+        assert getattr(loaded, section) == getattr(planned, section)
+    assert loaded.optimizer.name == planned.optimizer.name
+
+
+def test_what_a_file_cannot_bring_about_is_said_beside_it(run, tmp_path):
+    _, _, err = run(f"shardwise plan llama3-8b --lora 16 --emit {tmp_path}/c.json")
+    assert "c.json: the plan counts on LoRA of rank 16 on q_proj, v_proj: put the adapters on the model\n" in err
+    assert "for DeepSpeed, switch it on in the model" in err
+    _, _, err = run(f"shardwise plan llama3-8b --no-checkpointing --emit {tmp_path}/c.json")
+    assert err == ""
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -155,6 +179,9 @@ def test_json_emitted_configuration_and_picture(run, tmp_path):
         ("llama3-8b --lora-targets q_proj", "needs --lora"),
         ("llama3-8b --seq 0", "at least 1"),
         ("llama3-8b --emit nowhere/config.json", "there is no folder"),
+        ("llama3-8b --emit .", "--emit .: cannot be written: Is a directory"),
+        ("llama3-8b --emit /proc/config.json", "cannot be written"),
+        ("llama3-8b --plot /proc/plan.png", "--plot /proc/plan.png: cannot be written"),
         ("llama3-405b --gpus 1 --emit config.json", "nothing fits"),
         ("nowhere/config.json", "no such file"),
     ],

@@ -328,7 +328,11 @@ def _aio(value: object, path: str, draft: Draft) -> None:
 def _other_sections(config: Mapping[str, Any], draft: Draft) -> None:
     if "aio" in config:
         _aio(config["aio"], "aio", draft)
-    for name, rules in (("activation_checkpointing", ds.ACTIVATION_CHECKPOINTING), ("checkpoint", ds.CHECKPOINT)):
+    for name, rules in (
+        ("activation_checkpointing", ds.ACTIVATION_CHECKPOINTING),
+        ("checkpoint", ds.CHECKPOINT),
+        ("shardwise", ds.SHARDWISE),
+    ):
         section = draft.where(name).section(config.get(name))
         local = section.get("use_node_local_storage") if name == "checkpoint" else None
         if local is not None:

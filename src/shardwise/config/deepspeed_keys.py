@@ -172,6 +172,11 @@ ACTIVATION_CHECKPOINTING: dict[str, Rule] = {
     "profile": Rule(flag, "no effect: wall_clock_breakdown times every phase"),
 }
 
+# What DeepSpeed has no word for, under a key of ours: it ignores top-level keys that it does not know.
+SHARDWISE: dict[str, Rule] = {
+    "checkpointing": Rule(flag, "recomputes each unit's activations in backward", "checkpointing.enabled"),
+}
+
 TORCH_AUTOCAST: dict[str, Rule] = {
     "lower_precision_safe_modules": Rule(any_value, "no effect: torch.autocast's own lists decide"),
 }
@@ -264,6 +269,7 @@ SECTIONS = (
     "fp16",
     "optimizer",
     "scheduler",
+    "shardwise",
     "torch_autocast",
     "zero_optimization",
 )

@@ -12,7 +12,7 @@ from rich.console import Console
 from shardwise.errors import ConfigError
 from shardwise.planning import arithmetic, explain, search, table
 from shardwise.planning import hardware as machines
-from shardwise.planning.emit import emit
+from shardwise.planning.emit import emit, writing
 from shardwise.planning.hardware import Hardware
 from shardwise.planning.planner import Plan, plan
 from shardwise.planning.workload import DEFAULT_TARGETS, Workload
@@ -97,11 +97,13 @@ def run(
     else:
         _show(made, output)
     if output.emit is not None:
-        emit(made, output.emit)
+        for line in emit(made, output.emit):
+            typer.echo(f"{output.emit}: {line}", err=True)
     if output.plot is not None:
         from shardwise.planning.plot import draw
 
-        draw(made, output.plot)
+        with writing("--plot", output.plot):
+            draw(made, output.plot)
 
 
 def _console() -> Console:

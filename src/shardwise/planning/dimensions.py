@@ -11,6 +11,12 @@ from typing import Any
 
 from shardwise.errors import ConfigError
 
+MODEL_TYPES = (
+    "gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text",
+    "deepseek_v2", "deepseek_v3",
+)  # fmt: skip
+"""What `from_config` counts rightly. Others may have biases, other norms or no gate, which their keys do not say."""
+
 
 @dataclass(frozen=True)
 class Experts:
@@ -154,27 +160,31 @@ class Dimensions:
 
 
 def from_config(config: Mapping[str, Any], name: str) -> Dimensions:
-    """The dimensions in a Hugging Face `config.json`; a ConfigError names the key that is missing."""
-    kind = str(config.get("model_type", ""))
-    config = config.get("text_config") or config
+    """The dimensions in a Hugging Face `config.json`; a ConfigError names the key that is missing or not understood."""
+    kind = config.get("model_type")
+    if kind not in MODEL_TYPES:
+        raise ConfigError(
+            f"{name}: the model_type {kind!r} is not known: choose from {', '.join(MODEL_TYPES)}; or build the "
+            "model in a function of yours and name that, file.py:function"
+        )
     if kind == "gpt2":
         return _from_gpt2(config, name)
     hidden, heads = _need(config, "hidden_size", name), _need(config, "num_attention_heads", name)
-    experts, latent = _experts(config), _latent(config)
-    width = config.get("intermediate_size") or (experts.width if experts else 4 * hidden)
+    experts, latent = _experts(config, name), _latent(config, name)
+    head_dim = latent.nope_dim + latent.rope_dim if latent else hidden // heads
     return Dimensions(
         name=name,
         hidden=hidden,
         layers=_need(config, "num_hidden_layers", name),
         heads=heads,
         vocabulary=_need(config, "vocab_size", name),
-        width=int(width),
-        kv_heads=int(config.get("num_key_value_heads") or heads),
-        head_dim=int(config.get("head_dim") or (latent.nope_dim + latent.rope_dim if latent else hidden // heads)),
+        width=_may(config, "intermediate_size", name, experts.width if experts else 4 * hidden),
+        kv_heads=_may(config, "num_key_value_heads", name, heads),
+        head_dim=_may(config, "head_dim", name, head_dim),
         tied=bool(config.get("tie_word_embeddings", kind.startswith("gemma"))),
-        qkv_bias=bool(config.get("attention_bias", kind in ("qwen2", "qwen2_moe"))),
-        qk_norm=kind.startswith("qwen3") or kind == "gemma3",
-        norms=4 if kind in ("gemma2", "gemma3", "gemma3_text") else 2,
+        qkv_bias=bool(config.get("attention_bias", kind == "qwen2")),
+        qk_norm=kind.startswith("qwen3") or kind == "gemma3_text",
+        norms=4 if kind in ("gemma2", "gemma3_text") else 2,
         experts=experts,
         latent=latent,
     )
@@ -188,34 +198,42 @@ def _from_gpt2(config: Mapping[str, Any], name: str) -> Dimensions:
         layers=_need(config, "n_layer", name),
         heads=_need(config, "n_head", name),
         vocabulary=_need(config, "vocab_size", name),
-        width=int(config.get("n_inner") or 4 * hidden),
+        width=_may(config, "n_inner", name, 4 * hidden),
         tied=True,
         gated=False,
-        positions=int(config.get("n_positions") or 1024),
+        positions=_may(config, "n_positions", name, 1024),
         qkv_bias=True,
         out_bias=True,
         norm_biases=True,
     )
 
 
-def _experts(config: Mapping[str, Any]) -> Experts | None:
-    names = ("num_local_experts", "num_experts", "n_routed_experts")
-    count = next((int(config[name]) for name in names if config.get(name)), 0)
+def _experts(config: Mapping[str, Any], name: str) -> Experts | None:
+    keys = ("num_local_experts", "num_experts", "n_routed_experts")
+    count = next((_need(config, key, name) for key in keys if config.get(key)), 0)
     if not count:
         return None
-    width = int(config.get("moe_intermediate_size") or config.get("intermediate_size") or 0)
-    shared = int(config.get("shared_expert_intermediate_size") or int(config.get("n_shared_experts") or 0) * width)
+    width = _may(config, "moe_intermediate_size", name, 0) or _need(config, "intermediate_size", name)
     return Experts(
-        count, int(config.get("num_experts_per_tok") or 1), width, shared, int(config.get("first_k_dense_replace") or 0)
+        count,
+        _may(config, "num_experts_per_tok", name, 1),
+        width,
+        shared_width=_may(config, "n_shared_experts", name, 0) * width,
+        dense_layers=_may(config, "first_k_dense_replace", name, 0),
     )
 
 
-def _latent(config: Mapping[str, Any]) -> Latent | None:
+def _latent(config: Mapping[str, Any], name: str) -> Latent | None:
     if not config.get("kv_lora_rank"):
         return None
     keys = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
-    ranks = [_need(config, key, "config.json") for key in keys]
-    return Latent(int(config.get("q_lora_rank") or 0), *ranks)
+    ranks = [_need(config, key, name) for key in keys]
+    return Latent(_may(config, "q_lora_rank", name, 0), *ranks)
+
+
+def _may(config: Mapping[str, Any], key: str, name: str, default: int) -> int:
+    """The same, but `default` where it is absent, null or 0."""
+    return _need(config, key, name) if config.get(key) else default
 
 
 def _need(config: Mapping[str, Any], key: str, name: str) -> int:

@@ -149,6 +149,25 @@ def test_checkpoints_hold_it(rank, world_size, preset, tmp_path):
     other.destroy()
 
 
+def test_no_checkpoint_is_made_or_read_while_it_is_applied(tmp_path):
+    """It would have the average for the weights that train, and those for the average."""
+    engine = start("mlp", {"preset": "zero2"})
+    average = shardwise.ema(engine, decay=0.9)
+    for step in range(2):
+        train_step(engine, 0, step)
+    expected = engine.state_dict()
+    for call in (engine.save, engine.load):
+        with pytest.raises(RuntimeError, match="the averaged weights are applied"), average.applied():
+            call(tmp_path)
+    assert not list(tmp_path.iterdir())
+    engine.save(tmp_path)
+    engine.destroy()
+    without = start("mlp", {"preset": "zero2"})
+    without.load(tmp_path)  # the average in it is passed over
+    assert all(torch.equal(value, expected[name]) for name, value in without.state_dict().items())
+    without.destroy()
+
+
 def test_a_checkpoint_without_an_average_begins_it_anew(tmp_path):
     engine = start("mlp", {"preset": "zero2"})
     train_step(engine, 0, 0)

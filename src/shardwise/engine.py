@@ -132,8 +132,7 @@ class Engine(nn.Module):
             )
         if self._updater is None:
             raise RuntimeError("this engine has no optimizer: pass one to shardwise.initialize")
-        if self._pause is not None:
-            raise RuntimeError(f"engine.step() cannot update: {self._pause}")
+        self._check_not_paused("engine.step() cannot update")
         if self._schedule.is_stale():
             self.zero_grad()
         elif not self.is_boundary:
@@ -211,12 +210,16 @@ class Engine(nn.Module):
 
     @contextlib.contextmanager
     def paused(self, reason: str) -> Iterator[None]:
-        """Within it, `step()` raises with `reason`."""
+        """Within it, `step()`, `save()` and `load()` raise with `reason`."""
         self._pause, before = reason, self._pause
         try:
             yield
         finally:
             self._pause = before
+
+    def _check_not_paused(self, refusal: str) -> None:
+        if self._pause is not None:
+            raise RuntimeError(f"{refusal}: {self._pause}")
 
     def account(self, entry: Entry, size_bytes: int) -> None:
         """Enter what an extension holds into the ledger."""
@@ -264,6 +267,7 @@ class Engine(nn.Module):
         on as soon as everything is copied to host memory; the next `save` or `load`, or `finish_save`, waits for it
         and raises what went wrong.
         """
+        self._check_not_paused("engine.save() would take other weights than those that train")
         self.finish_save()
         job = checkpoint.prepare(self, Path(dir), tag, state, keep, staged=not blocking)
         if blocking:
@@ -285,6 +289,7 @@ class Engine(nn.Module):
         fails midway, the engine's values are part old, part new: load another one, or stop. With `missing_ok`, nothing
         happens if `dir` holds no checkpoint at all.
         """
+        self._check_not_paused("engine.load() cannot replace the weights")
         self.finish_save()
         return checkpoint.load(self, Path(dir), tag, fallback, missing_ok)
 

@@ -53,9 +53,24 @@ def test_every_claim_is_proven_by_its_command(command, expected, run):
     code, out, err = run(command)
     assert code == 0, err
     assert expected
-    flat = re.sub(r" +", " ", out)
     for figure in expected:
-        assert re.sub(r" +", " ", figure) in flat, out
+        assert shows(out, figure), (figure, out)
+
+
+def shows(out, figure):
+    """Whether a line has the figure as whole cells: 4.0 is not in 24.0."""
+    return any(cells(figure) in cells(line) for line in out.splitlines())
+
+
+def cells(line):
+    return f" {' '.join(word.rstrip(':;,.') for word in line.split())} "
+
+
+def test_figures_of_claims_are_whole_cells():
+    assert shows("a  24.0  1", "24.0 1")
+    assert not shows("a  24.0  1", "4.0")
+    assert not shows("a  4.00\nb", "4.0")
+    assert not shows("a\nb", "a b")
 
 
 def test_the_table_names_all_presets_and_one_recommendation(run):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO, cast
 
 from rich.console import Console
 from rich.panel import Panel
@@ -52,7 +53,7 @@ class Plain:
         self._steps = 0
 
     def say(self, label: str, text: str) -> None:
-        print(f"{label:<9}{text}", flush=True)
+        print(f"{label:<9}{text}", file=lasting(sys.stdout), flush=True)
 
     def start(self, step: int, steps: int) -> None:
         self._steps = steps
@@ -62,13 +63,17 @@ class Plain:
 
     def show(self, row: Row, eta_s: float) -> None:
         width = len(str(self._steps))
-        print(f"step {row.step:>{width}}/{self._steps}  {_figures(row)}  left {duration(eta_s)}", flush=True)
+        print(
+            f"step {row.step:>{width}}/{self._steps}  {_figures(row)}  left {duration(eta_s)}",
+            file=lasting(sys.stdout),
+            flush=True,
+        )
 
     def stop(self) -> None:
         pass
 
     def text(self, title: str, text: str) -> None:
-        print(f"\n--- {title}\n{text.rstrip()}\n---\n", flush=True)
+        print(f"\n--- {title}\n{text.rstrip()}\n---\n", file=lasting(sys.stdout), flush=True)
 
 
 class Live:
@@ -112,11 +117,35 @@ class Live:
         self._console.print(Panel(Text(text.rstrip()), title=title, title_align="left", border_style="cyan"))
 
 
+class _Lasting:
+    """A stream that falls silent where its terminal or pipe is gone: what was trained must still be saved."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def lasting(stream: TextIO) -> TextIO:
+    """The stream, but without its failures."""
+    return cast(TextIO, _Lasting(stream))
+
+
 def make_screen(rank: int) -> Screen:
     """The one that fits where we write."""
     if rank != 0:
         return Silent()
-    return Live(Console()) if sys.stdout.isatty() else Plain()
+    return Live(Console(file=lasting(sys.stdout))) if sys.stdout.isatty() else Plain()
 
 
 def _figures(row: Row, val_loss: float | None = None) -> str:

@@ -95,8 +95,9 @@ def serve(options: Options) -> NoReturn:
     except BaseException as error:
         code = 1
         _tell(store, options, rank, f"rank {rank}: {type(error).__name__}: {error}")
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # of a terminal that is gone
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)  # other ranks may be gone: do not wait for them in destructors
 
 

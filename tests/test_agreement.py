@@ -261,10 +261,12 @@ def test_without_tags_nothing_is_issued_that_others_do_not_issue(rank, world_siz
 
 
 @ranks(2)
-@pytest.mark.parametrize("preset", ["zero1", "zero3"])
-def test_without_tags_what_is_repeated_is_not_met_over(rank, world_size, preset):
+@pytest.mark.parametrize(("preset", "pieces"), [("zero1", 1), ("zero3", 1), ("zero2", 6)])
+def test_without_tags_what_is_repeated_is_not_met_over(rank, world_size, preset, pieces):
+    bucket = {"gradients": {"reduce_bucket_bytes": 60_000 // pieces}} if pieces > 1 else {}
     with mock.patch("shardwise.start.Comm", WithoutTags):
-        engine = begin(preset, batch={"accumulation": 2})
+        engine = begin(preset, batch={"accumulation": 2}, **bucket)
+    assert max(unit.grads.flight.pieces for unit in engine.units) >= pieces
     for index in range(2):
         train_step(engine, rank, index)
     with mock.patch.object(watch.Agreement, "_meet", side_effect=AssertionError("met over what is known")):
@@ -437,6 +439,14 @@ def test_different_operations_under_one_number_are_a_disagreement():
     finding = judge.judge(posts)
     assert finding.is_final
     assert "  rank 0: b\n  rank 1: c\n" in finding.text
+
+
+def test_the_words_of_an_exception_may_differ():
+    broken = "the forward was broken off by OutOfMemoryError: "
+    posts = [post(State.WAITS, ("gather", 1), [f"{broken}GPU {rank}", "gather head"]) for rank in range(2)]
+    assert judge.judge(posts) is None
+    posts[1] = post(State.WAITS, ("gather", 1), ["the forward was broken off by ValueError: no", "gather head"])
+    assert judge.judge(posts).is_final
 
 
 def test_windows_that_begin_at_different_numbers_are_compared_by_number():

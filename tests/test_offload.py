@@ -27,6 +27,7 @@ PLACEMENTS = {
     "zero3_offload": ("zero3", {}),
     "zero3, optim": ("zero3", {"optim": {"tier": "host"}}),
     "zero3, weights": ("zero3", {"weights": {"tier": "host"}}),
+    "zero3, weights, optim": ("zero3", {"weights": {"tier": "host"}, "optim": {"tier": "host"}}),
     "zero2, grads": ("zero2", {"grads": {"tier": "host"}}),
     "zero3, optim, grads": ("zero3", {"optim": {"tier": "host"}, "grads": {"tier": "host"}}),
 }
@@ -133,7 +134,7 @@ def test_looking_and_writing_between_passes(rank, world_size, placement):
 
 
 @ranks(2)
-@pytest.mark.parametrize("placement", ["zero2_offload", "zero3_offload"])
+@pytest.mark.parametrize("placement", ["zero2_offload", "zero3_offload", "zero3, optim"])
 def test_saved_states_are_loaded_to_where_they_rest(rank, world_size, placement, tmp_path):
     engine = start("gpt", config(placement, "bf16", offload={"buffer_bytes": SMALL}))
     for step in range(4):
@@ -150,6 +151,22 @@ def test_saved_states_are_loaded_to_where_they_rest(rank, world_size, placement,
         train_step(other, rank, step)
     assert digest(other) == expected
     other.destroy()
+
+
+@ranks(2)
+@pytest.mark.parametrize("placement", ["zero1_offload", "zero2_offload", "zero3_offload", "zero3, weights, optim"])
+def test_gradients_dropped_after_a_step_have_been_used(rank, world_size, placement):
+    """`zero_grad` right after `step`, as in a plain loop, while updates may still be due."""
+    hashes = set()
+    for drops in (False, True):
+        engine = start("gpt", config(placement, "bf16", offload={"buffer_bytes": SMALL}))
+        for step in range(3):
+            train_step(engine, rank, step)
+            if drops:
+                engine.zero_grad()
+        hashes.add(digest(engine))
+        engine.destroy()
+    assert len(hashes) == 1
 
 
 @ranks(1)

@@ -48,8 +48,7 @@ class Ema:
         self._units = [unit for unit in engine.units if unit.grads is not None]
         self._averages = [_master(unit).clone() for unit in self._units]
         for unit, average in zip(self._units, self._averages, strict=True):
-            tier = Tier.DEVICE if average.device == engine.comm.device else Tier.HOST
-            engine.account(Entry(Kind.OPTIM, f"{unit.name} ({self.key})", tier), average.nbytes)
+            self._account(unit, average, average.nbytes)
             unit.kept.append(InMemory(self.key, unit.weights.owned, average))
         engine.averages.append(self)
         engine.register_update_hook(self._update)
@@ -94,11 +93,24 @@ class Ema:
     @torch.no_grad()
     def _update(self) -> None:
         masters = [_master(unit) for unit in self._units]
+        self._follow(masters)
         if self.updates == 0:
             torch._foreach_copy_(self._averages, masters)
         else:
             torch._foreach_lerp_(self._averages, masters, 1 - self.decay)
         self.updates += 1
+
+    def _follow(self, masters: list[torch.Tensor]) -> None:
+        """Rest where the master copies do: a budget may have let them move to the device."""
+        for unit, average, master in zip(self._units, self._averages, masters, strict=True):
+            if average.device != master.device:
+                self._account(unit, average, 0)
+                average.data = average.to(master.device)
+                self._account(unit, average, average.nbytes)
+
+    def _account(self, unit: Unit, average: torch.Tensor, size_bytes: int) -> None:
+        tier = Tier.DEVICE if average.device == self._engine.comm.device else Tier.HOST
+        self._engine.account(Entry(Kind.OPTIM, f"{unit.name} ({self.key})", tier), size_bytes)
 
     @torch.no_grad()
     def _swap(self) -> None:

@@ -88,7 +88,7 @@ class Comm:
         self._groups = {_GATHER: gathers, _REDUCE: reduces}
         # Without tags, what runs in one group is one stream.
         self._streams = {stream: stream for stream in self._groups}
-        backend = dist.get_backend(gathers)
+        backend = _backend(gathers, device)
         self._sends_directly = device.type == "cpu" and "gloo" in backend
         self._waits_on_device = device.type == "cuda" and "nccl" in backend
         if not self._own and not self._sends_directly:
@@ -209,10 +209,10 @@ class Comm:
                 dist.destroy_process_group(group)
 
     def _issue(self, stream: str, text: str, tensor: torch.Tensor) -> Ticket:
+        place = f" of micro-batch {self.micro_step}" if self.micro_step and stream == _REDUCE else ""
         stream = self._streams[stream]
         if self._agreement is None:
             return Ticket(stream, 0, text, 0)
-        place = f" of micro-batch {self.micro_step}" if self.micro_step and stream == _REDUCE else ""
         return self._agreement.issue(stream, f"{text}{place}, {tensor.numel()} elements", self._sends_directly)
 
     def _checked(self, ticket: Ticket, *works: Any) -> Handle:
@@ -226,12 +226,15 @@ class Comm:
     def _break_groups(self) -> None:
         """Wake whoever waits in our groups, here and on the other ranks: nobody can go on."""
         for group in {id(group): group for group in self._groups.values()}.values():
-            with contextlib.suppress(RuntimeError):
-                if self._waits_on_device:
+            if self._waits_on_device:
+                with contextlib.suppress(RuntimeError):
                     group.abort()
-                else:
-                    # A receive that times out ends all that wait on Gloo's connections.
-                    other = (self.rank + 1) % self.world_size
+                continue
+            # A receive that times out ends all that wait on Gloo's connections; one over a connection that another
+            # rank has closed already ends nothing.
+            for step in range(1, self.world_size):
+                other = (self.rank + step) % self.world_size
+                with contextlib.suppress(RuntimeError):
                     receive = dist.irecv(torch.empty(1), group=group, group_src=other, tag=_WAKING_TAG)
                     assert receive is not None
                     receive.wait(timedelta(milliseconds=1))
@@ -239,6 +242,12 @@ class Comm:
     def _count(self, kind: str, tensor: torch.Tensor) -> None:
         size_bytes = tensor.numel() * tensor.element_size()
         self.sent_bytes[kind] += size_bytes * (self.world_size - 1) // self.world_size
+
+
+def _backend(group: Any, device: torch.device) -> str:
+    """What carries this device's tensors: a group may have several backends, also where the user named none."""
+    pairs = (pair.split(":") for pair in dist.get_backend_config(group).split(",") if ":" in pair)
+    return dict(pairs).get(device.type) or str(dist.get_backend(group))
 
 
 _ENGINES: Counter[str] = Counter()

@@ -541,7 +541,7 @@ class Engine(nn.Module):
         for update_hook in self._update_hooks:
             update_hook()
         self.steps += 1
-        self._budget.spend(self.steps, trainable, updater)
+        self._budget.spend(trainable, updater)
         if self._scaler is not None and overflow is not None:
             self._outcome = Outcome(overflow, self._scaler.update(overflow))
         elif self.lr_scheduler is not None:

@@ -192,7 +192,9 @@ class Exchange:
             shape = (comm.rows_received, stop - start)
             self._received = self._buffer(comm, shape)
             received = self._received.allocate().view(shape)
-            self._handle, self._parts = comm.exchange(received, parts, "reduce", self._name)
+            # Pieces have names of their own: what follows what must be the same in every step (`agreement`).
+            name = self._name if len(self._cuts) == 1 else f"{self._name} from {start}"
+            self._handle, self._parts = comm.exchange(received, parts, "reduce", name)
 
     def _buffer(self, comm: Comm, shape: tuple[int, int]) -> Buffer:
         entry = Entry(Kind.WORK, "exchange", Tier.DEVICE)

@@ -9,6 +9,7 @@ leave begins away from the device, two steps are taken and measured, and what fi
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -60,18 +61,21 @@ class Budget:
         self._settings = settings
         self._comm = comm
         self._ledger = ledger
+        self._steps = 0
 
     def must_stay(self, unit_bytes: Sequence[int]) -> int:
         """How many units may not leave the device at all: the user's ratio, or the host is too small."""
         host = self._settings.host_memory
-        return must_stay(unit_bytes, self._settings.ratio, _available_host_bytes() if host == "auto" else host)
+        return must_stay(unit_bytes, self._settings.ratio, self._host_share_bytes() if host == "auto" else host)
 
-    def spend(self, steps: int, units: Sequence[Unit], updater: Updater) -> None:
+    def spend(self, units: Sequence[Unit], updater: Updater) -> None:
         """After the measured steps: move the states of as many units to the device as the budget has room for."""
-        if self._settings.device_memory is None or steps > _MEASURED_STEPS:
+        self._steps += 1
+        if self._settings.device_memory is None or self._steps > _MEASURED_STEPS:
             return
-        if steps < _MEASURED_STEPS:
+        if self._steps == 1:
             self._start_measuring()
+        if self._steps < _MEASURED_STEPS:
             return
         away = [unit for unit in units if unit.home is not None and unit.home.is_updated]
         count = stay([unit.home.size_bytes for unit in away if unit.home is not None], self._room_bytes())
@@ -79,6 +83,11 @@ class Budget:
             unit.move_in(updater.optimizer)
         if count:
             updater.account()
+
+    def _host_share_bytes(self) -> int:
+        """This rank's share of what is free on its host, the same on all ranks."""
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return int(min(self._comm.share_object(_available_host_bytes() // ranks_here, "the room on the host")))
 
     def _start_measuring(self) -> None:
         if self._comm.device.type == "cuda":

@@ -150,6 +150,8 @@ class Schedule:
         self.let_go()
         for unit in self.trainable:
             assert unit.grads is not None
+            if unit.home is not None:
+                unit.settle()  # the last step's update may still have to read them
             unit.grads.clear()
         self._in_flight = None
         self.rest()

@@ -103,7 +103,8 @@ class Unit:
         self.home = None
 
     def free(self) -> None:
-        """Drop every buffer."""
+        """Drop every buffer, once nothing reads it any more."""
+        self.weights.catch_up()
         if self.grads is not None:
             self.grads.clear()
         self.weights.free()

@@ -177,7 +177,8 @@ class Weights:
         """
         self.generation += 1
         rests_here = self._keeps_weights or (self.state is State.RELEASED and not self._master_is_home)
-        if self._home is not None and self._home.job is not None and rests_here:
+        # A copy that rests beside its master is renewed also where the master was written and no update is due.
+        if self._home is not None and rests_here and (self._keeps_weights or self._home.job is not None):
             self._keeping.wait()
             self._keeping = self._home.deliver(self._part.tensor)
         if self.state is not State.RELEASED:

@@ -21,7 +21,7 @@ NUMEL = 99_072
 @pytest.fixture(scope="module")
 def comparison():
     """The stages that differ most, two peers, and one row that cannot run."""
-    rows = [*parse_rows("zero0,zero3", "ddp,fsdp2"), Row("zero3_offload")]
+    rows = [*parse_rows("zero0,zero3", "ddp,fsdp2"), Row("zero3_nvme")]
     told = []
     result = compare(Settings("mlp-100k", 2, steps=3), rows, lambda text, done, total: told.append((done, total)))
     assert [done for done, _ in told] == sorted(done for done, _ in told)
@@ -73,12 +73,12 @@ def test_all_train_the_same_and_are_timed(comparison):
 
 
 def test_a_failing_row_shows_its_error_and_the_others_go_on(comparison):
-    failed = by_name(comparison)["zero3_offload"]
+    failed = by_name(comparison)["zero3_nvme"]
     if failed.error is None:
         pytest.skip("this version can offload")
     assert "ConfigError" in failed.error
     assert failed.step_s is None
-    assert [each.name for each in verdicts(comparison) if not each.is_good] == ["zero3_offload"]
+    assert [each.name for each in verdicts(comparison) if not each.is_good] == ["zero3_nvme"]
 
 
 def test_json_is_stable_and_reads_back(comparison, tmp_path):

@@ -54,11 +54,16 @@ def _first_difference(posts: Sequence[Post]) -> tuple[str, int] | None:
         start = min(first for first, _ in spans)
         stop = max(first + len(texts) for first, texts in spans)
         for number in range(start, stop):
-            texts = {text for post in posts if (text := post.text(stream, number)) is not None}
+            texts = {_kind(text) for post in posts if (text := post.text(stream, number)) is not None}
             if len(texts) > 1:
                 found.append((stream, number))
                 break
     return found[0] if found else None
+
+
+def _kind(text: str) -> str:
+    """What an operation is: the words of an exception (a device, a sample) may differ from rank to rank."""
+    return text.partition(": ")[0]
 
 
 def _missing(posts: Sequence[Post], at: tuple[str, int]) -> list[int]:

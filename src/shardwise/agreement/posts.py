@@ -106,6 +106,7 @@ class Board:
         """Come to the meeting called `name`."""
         if self._store.add(f"came/{name}", 1) == self._world_size:
             self._store.set(f"met/{name}", "")
+            self._store.delete_key(f"came/{name}")
 
     def has_met(self, name: str) -> bool:
         return bool(self._store.check([f"met/{name}"]))

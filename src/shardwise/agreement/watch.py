@@ -60,7 +60,7 @@ class Log:
     def recent(self, ticket: Ticket | None) -> dict[str, Operations]:
         """The last operations of each stream; of the one in which `ticket` is waited for, all from a while before."""
         recent = {}
-        for stream, texts in self._texts.items():
+        for stream, texts in list(self._texts.items()):  # at once: the thread that looks is not the one that adds
             wanted = _POSTED + (self._counts[stream] - ticket.number if ticket and ticket.stream == stream else 0)
             shown = list(texts)[-wanted:]
             recent[stream] = (self._counts[stream] - len(shown), shown)
@@ -84,6 +84,7 @@ class Agreement:
         self._outstanding: deque[tuple[Ticket, Any]] = deque()
         self._board = Board(store, rank, world_size)
         self._state = State.RUNS
+        self._posting = threading.Lock()
         self._seen: tuple[Any, Any] = (None, None)
         self._looks = 0
         self._suspicion: list[Post] | None = None
@@ -113,7 +114,8 @@ class Agreement:
         for stream in streams:
             self._log.add(stream, text)
             self._last[stream] = (stream, text)
-        self._post(State.RUNS)
+        with contextlib.suppress(RuntimeError):  # the store is gone: the user's own error is the one to show
+            self._post(State.RUNS)
 
     def wait(self, ticket: Ticket, works: list[Any]) -> None:
         """Wait for the works of an operation, each once. What breaks this off is told as what it is."""
@@ -201,9 +203,12 @@ class Agreement:
     # Inside
 
     def _post(self, state: State, ticket: Ticket | None = None, detail: str = "") -> None:
-        self._state = state
         at = (ticket.stream, ticket.number) if ticket is not None else None
-        self._board.post(Post(state, at, self._log.recent(ticket), detail, self._looks))
+        with self._posting:
+            if self._state is State.GONE:
+                return
+            self._state = state
+            self._board.post(Post(state, at, self._log.recent(ticket), detail, self._looks))
 
     def _raise_failure(self) -> None:
         if self.failure is not None:
@@ -235,6 +240,7 @@ class Agreement:
                 "tell each other where they are is gone as well: the process that holds it has ended"
             )
         self.failure = verdict
+        self.wake()  # those who wait for this rank alone: its thread finds nothing left to do
         raise DisagreementError(verdict) from error
 
     def _await_verdict(self) -> str:

@@ -144,8 +144,13 @@ class Comm:
         """`sent[w]` to each other rank w, and from it into `received[w]`, under a tag that no other operation has."""
         group, tag = self._groups[ticket.stream], ticket.tag
         others = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
-        receives = [dist.irecv(received[other], group=group, group_src=other, tag=tag) for other in reversed(others)]
-        sends = [dist.isend(sent[other], group=group, group_dst=other, tag=tag) for other in others]
+        try:
+            receives = [dist.irecv(received[to], group=group, group_src=to, tag=tag) for to in reversed(others)]
+            sends = [dist.isend(sent[to], group=group, group_dst=to, tag=tag) for to in others]
+        except RuntimeError as error:
+            if self._agreement is not None:
+                self._agreement.explain(ticket, error)
+            raise
         return self._checked(ticket, *receives, *sends)
 
     def blocks(self, numel: int, block: int) -> Blocks:

@@ -126,7 +126,7 @@ class Agreement:
         except RuntimeError as error:
             works.clear()
             if not self.is_ending:
-                self._explain(ticket, error)
+                self.explain(ticket, error)
         finally:
             self._waits_for = None
 
@@ -227,7 +227,7 @@ class Agreement:
         finally:
             self._waits_for = None
 
-    def _explain(self, ticket: Ticket, error: RuntimeError) -> NoReturn:
+    def explain(self, ticket: Ticket, error: RuntimeError) -> NoReturn:
         """A connection broke: because of a verdict, or because a rank is gone."""
         self._waits_for = None
         try:

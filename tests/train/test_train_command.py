@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -175,11 +176,14 @@ def ranks_of(pid):
 
 
 def is_alive(pid):
+    """Whether a process goes on. One that ended and that nobody asks for its exit code does not."""
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         try:
             os.kill(pid, 0)
-        except ProcessLookupError:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return False
+        except (ProcessLookupError, FileNotFoundError):
             return False
         time.sleep(0.05)
     return True

@@ -56,6 +56,7 @@ def started(command, cwd):
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # the tests may run under nohup
     )
     try:
         yield process

@@ -28,11 +28,15 @@ PARTS = {
     "overlap": [f"gpu_overlap.py --preset {preset}" for preset in ("zero1", "zero2", "zero3")],
     "offload-2": [
         "gpu_offload.py --row zero2_offload",
+        'gpu_offload.py --row zero2_offload --name zero2_offload-split --offload {"update":"split"}',
         'gpu_offload.py --row zero2_offload --name zero2_offload-24GiB --warm 5 --offload {"device_memory":"24GiB"}',
+        "gpu_offload.py --row zero2_offload --name zero2_offload-24GiB-split --warm 5"
+        ' --offload {"device_memory":"24GiB","update":"split"}',
         "gpu_offload.py --row deepspeed_zero2_offload",
     ],
     "offload-3": [
         "gpu_offload.py --row zero3_offload",
+        'gpu_offload.py --row zero3_offload --name zero3_offload-split --offload {"update":"split"}',
         "gpu_offload.py --row deepspeed_zero3_offload",
         "gpu_offload.py --row fsdp2_offload",
     ],

@@ -63,9 +63,8 @@ def train_step(engine, rank, step):
 
 def train(placement, precision, accumulation, rank, looks, **more):
     """Units of 12 M elements in parcels of 4 M, so that transfers and kernels truly run beside each other."""
-    engine = make_engine(
-        placement, precision, batch={"accumulation": accumulation}, checkpointing={"enabled": True}, **more
-    )
+    more = {"checkpointing": {"enabled": True}, **more}
+    engine = make_engine(placement, precision, batch={"accumulation": accumulation}, **more)
     hashes = []
     for step in range(4):
         train_step(engine, rank, step)
@@ -152,3 +151,46 @@ def test_the_device_holds_what_the_ledger_says(placement):
     held = torch.cuda.memory_allocated() - before
     assert held == pytest.approx(engine.report().tier_bytes["device"], rel=0.05, abs=2**22)
     engine.destroy()
+
+
+def same_bits_with_activations_away(rank, world_size):
+    torch.cuda.set_device(0)
+    torch.use_deterministic_algorithms(True)
+    memory.POISON = True
+    for placement in ("zero2", "zero3_offload"):
+        expected = train(placement, "bf16", 2, rank, True)
+        checkpointing = {"enabled": True, "offload": True}
+        assert train(placement, "bf16", 2, rank, True, checkpointing=checkpointing) == expected, placement
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_same_bits_with_activations_on_the_host(world_size):
+    run_ranks(same_bits_with_activations_away, world_size, timeout=280)
+
+
+@pytest.mark.usefixtures("nccl")
+@pytest.mark.parametrize("placement", ["zero2_offload", "zero3_offload"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_the_host_updates_as_the_device_does(placement, precision):
+    """To a few units in the last place after one update; later steps start from weights that differ as much."""
+
+    def run(offload):
+        torch.manual_seed(0)
+        engine = make_engine(placement, precision, offload=offload)
+        losses, masters = [train_step(engine, 0, 0).item()], []
+        for unit in engine.units:
+            unit.quiet()
+            masters.append(unit.weights.master.float().cpu().clone())
+        losses += [train_step(engine, 0, step).item() for step in range(1, 6)]
+        hosted = [unit.home.is_hosted for unit in engine.units]
+        engine.destroy()
+        return losses, masters, hosted
+
+    losses, masters, _ = run({"update": "device"})
+    for offload in ({"update": "host"}, {"update": "split", "host_share": 0.5}, {"update": "split"}):
+        seen_losses, seen_masters, hosted = run(offload)
+        assert any(hosted)
+        assert all(hosted) == (offload["update"] == "host")
+        for mine, theirs in zip(seen_masters, masters, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-8)
+        assert seen_losses == pytest.approx(losses, rel=2e-3)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from shardwise import access, checkpoint, norm, oom
+from shardwise.activations import Shelf
 from shardwise.budget import choose_flight
 from shardwise.comm import Comm
 from shardwise.config import Config
@@ -72,7 +73,9 @@ class Engine(nn.Module):
         self._choose_flight()
         trainable = [unit for unit in self._units if unit.grads is not None]
         self._updater = Updater(optimizer, trainable, self._ledger) if optimizer is not None else None
-        self._recompute = Recompute(model, self._units if config.checkpointing.enabled else ())
+        self._budget.begin(self._updater)
+        shelf = Shelf(self._ferry) if config.checkpointing.offload else None
+        self._recompute = Recompute(model, self._units if config.checkpointing.enabled else (), shelf)
         self._schedule = Schedule(model, self._units, Ahead.of(config.runtime), self._clock)
         self._schedule.reduces = self._reduces
         self._schedule.on_reduced = self._on_reduced
@@ -351,6 +354,8 @@ class Engine(nn.Module):
         self._overrides.remove()
         for unit in self._units:
             unit.free()
+        if self._updater is not None:
+            self._updater.close()
         self._ferry.close()
         self._comm.close()
 
@@ -465,7 +470,7 @@ class Engine(nn.Module):
     def _homes(self) -> Iterator[Home]:
         """The homes of what an update will bring to the device, in its order."""
         for unit in self._schedule.forward_order():
-            if unit.home is not None and unit.home.is_updated:
+            if unit.home is not None and unit.home.is_updated and not unit.home.is_hosted:
                 yield unit.home
 
     def _norm(self, grads: Sequence[Grads]) -> torch.Tensor:

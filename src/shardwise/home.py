@@ -57,6 +57,26 @@ class Job(Protocol):
         """The computing stream has come after it: free what it read."""
 
 
+class Delivery(Protocol):
+    """Values on their way to the device; a handle as those of `comm` are."""
+
+    def issue(self) -> None:
+        """See to it that they are, and that the work lane comes after them."""
+
+    def wait(self) -> None:
+        """Have the computing stream come after them."""
+
+
+class Hosting(Protocol):
+    """An update that is made on the host, see `hosted`."""
+
+    def deliver(self, target: torch.Tensor | None) -> Delivery:
+        """Bring what was made to `target`."""
+
+    def finish(self) -> Event:
+        """Have the host wait until it is made; when the last delivery has read it."""
+
+
 class Ferry:
     """What the homes of an engine share: lanes, ring, and the size of parcels."""
 
@@ -103,6 +123,8 @@ class Home:
         self.slabs: dict[str, Slab] = {}
         self.parcels: list[Parcel] = []
         self.job: Job | None = None
+        self.is_hosted = False
+        self.hosted: Hosting | None = None
         self._rested: Event = PAST
         self._parcels_rested: dict[Span, Event] = {}
         self._grads_rested: Event = PAST
@@ -133,11 +155,24 @@ class Home:
     def __contains__(self, field: str) -> bool:
         return field in self.slabs
 
-    def deliver(self, target: torch.Tensor | None) -> Arrival:
+    @property
+    def at_rest(self) -> tuple[Event, Event]:
+        """When everything that was sent here has come."""
+        return self._rested, self._grads_rested
+
+    def fresh(self, dtype: torch.dtype) -> torch.Tensor:
+        """Where new weights rest that were made on the host: the master, or where the gradients were."""
+        if dtype == self.slabs[MASTER].tensor.dtype:
+            return self.slabs[MASTER].tensor
+        return self.slabs[GRADS].tensor.view(torch.uint8)[: self.numel * dtype.itemsize].view(dtype)
+
+    def deliver(self, target: torch.Tensor | None) -> Delivery:
         """Do what is due, and bring the master to `target`, in its dtype. Whoever reads `target` waits for the arrival.
 
         It is memory of the computing stream's, whose earlier uses of it come first.
         """
+        if self.hosted is not None:
+            return self.hosted.deliver(target)
         job, self.job = self.job, None
         lanes = self.ferry.lanes
         lanes.work.wait(lanes.now())
@@ -154,7 +189,7 @@ class Home:
     def rest(self, field: str, source: torch.Tensor, free: Callable[[], None]) -> None:
         """Take a whole field down from memory of the computing stream's, and `free` that when it is done."""
         lanes = self.ferry.lanes
-        lanes.down.wait(lanes.now(), self._rested)
+        lanes.down.wait(lanes.now(), self._rested, self._finish_hosted())
         with lanes.down:
             lanes.take(self.slabs[field].tensor, source)
         self._grads_rested = lanes.down.mark()
@@ -177,12 +212,13 @@ class Home:
         """Do what is due, let go of what was loaded ahead, and have the host wait until all has come down."""
         self.flush()
         self.forget()
+        self._finish_hosted().synchronize()
         self._rested.synchronize()
         self._grads_rested.synchronize()
 
     def flush(self) -> None:
         """Do what is due now."""
-        if self.job is not None:
+        if self.job is not None or self.hosted is not None:
             self.deliver(None).wait()
 
     def forget(self) -> None:
@@ -196,12 +232,18 @@ class Home:
     def free(self) -> None:
         """Give the host memory back. Waits for what is under way."""
         self.job = None
+        self._finish_hosted().synchronize()
         self.forget()
         self._rested.synchronize()
         self._grads_rested.synchronize()
         for slab in self.slabs.values():
             slab.free()
         self.slabs.clear()
+
+    def _finish_hosted(self) -> Event:
+        """From here on, what was made on the host is no longer where the gradients are."""
+        hosted, self.hosted = self.hosted, None
+        return PAST if hosted is None else hosted.finish()
 
     def _carry(self, parcel: Parcel, job: Job | None, target: torch.Tensor | None) -> None:
         lanes, span = self.ferry.lanes, parcel.span
@@ -266,6 +308,9 @@ class Arrival:
     lanes: Lanes
     event: Event
     job: Job | None
+
+    def issue(self) -> None:
+        pass
 
     def wait(self) -> None:
         self.lanes.wait(self.event)

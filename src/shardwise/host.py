@@ -22,7 +22,7 @@ class Slab:
     def __init__(self, ledger: Ledger, entry: Entry, numel: int, dtype: torch.dtype, pinned: bool) -> None:
         self.size_bytes = numel * dtype.itemsize
         self._ledger, self._entry = ledger, entry
-        self.tensor = _pinned(numel, dtype) if pinned and numel else torch.zeros(numel, dtype=dtype)
+        self.tensor = page_locked(numel, dtype) if pinned and numel else torch.zeros(numel, dtype=dtype)
         ledger.add(entry, self.size_bytes)
 
     def free(self) -> None:
@@ -32,7 +32,8 @@ class Slab:
         self.tensor = torch.empty(0, dtype=self.tensor.dtype)
 
 
-def _pinned(numel: int, dtype: torch.dtype) -> torch.Tensor:
+def page_locked(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Page-locked zeros of just this size."""
     torch.cuda.init()
     size_bytes, pointer = numel * dtype.itemsize, ctypes.c_void_p()
     _check(_runtime().cudaHostAlloc(ctypes.byref(pointer), ctypes.c_size_t(size_bytes), ctypes.c_uint(0)))

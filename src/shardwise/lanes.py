@@ -33,6 +33,11 @@ PAST: Event = _Past()
 """What has happened already."""
 
 
+def now(device: torch.device) -> Event:
+    """The end of what the stream that is current on `device` was given so far."""
+    return PAST if device.type != "cuda" else torch.cuda.current_stream(device).record_event()
+
+
 class Lane:
     """Work in order. `with lane:` issues to it."""
 
@@ -70,7 +75,7 @@ class Lanes:
 
     def now(self) -> Event:
         """The end of what the computing stream was given so far."""
-        return PAST if self.device.type != "cuda" else torch.cuda.current_stream(self.device).record_event()
+        return now(self.device)
 
     def wait(self, event: Event) -> None:
         """What the computing stream is given from here on comes after `event`."""

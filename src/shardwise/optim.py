@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from shardwise.freezing import frozen_kept
+from shardwise.hosted import Hands, HostedUpdate, can_host, hosted
 from shardwise.marks import mark
 from shardwise.memory import Entry, Kind, Ledger, Tier
 from shardwise.optimizers import bare_step, members, prefer_fused
@@ -37,6 +38,8 @@ class Updater:
             _cut_state(optimizer, unit, states)
             adopt(optimizer, unit)
         self._counted: set[str] = set()
+        self._hands: Hands | None = None
+        self._overflow: torch.Tensor | None = None
         count = len(optimizer.param_groups)
         self._pieces = {unit.name: [_in_group(unit, index) for index in range(count)] for unit in units}
         for index, group in enumerate(optimizer.param_groups):
@@ -57,9 +60,11 @@ class Updater:
         """
         for hook in (*_global_optimizer_pre_hooks.values(), *self.optimizer._optimizer_step_pre_hooks.values()):
             hook(self.optimizer, (), {})
+        self._overflow = None
         if overflow is None:
             return False
         if self._skips_itself and self._counted:
+            self._overflow = overflow
             self.optimizer.found_inf = overflow.to(torch.float32)  # type: ignore[attr-defined]  # read by fused kernels
             return False
         return bool(overflow.item())
@@ -67,6 +72,12 @@ class Updater:
     def update(self, unit: Unit, coefficient: torch.Tensor | None) -> None:
         """Update the owned elements of `unit` from its reduced gradients, multiplied with `coefficient`."""
         assert unit.grads is not None
+        if unit.home is not None and unit.home.is_hosted:
+            assert self._hands is not None
+            told = self._hands.told(coefficient, self._overflow)
+            unit.home.hosted = HostedUpdate(self._hands, unit, unit.home, told)
+            unit.grads.forget()
+            return
         if unit.home is not None and unit.home.is_updated:
             unit.home.job = StreamedUpdate(self, unit, unit.home, coefficient)
             unit.grads.forget()
@@ -84,6 +95,25 @@ class Updater:
                     piece.grad = None
                 self.settle_ledger(unit)
         unit.grads.clear()
+
+    def host(self, share: float) -> None:
+        """From here on, update so much of what rests on the host there; see `hosted`."""
+        able = [unit for unit in self._units if can_host(unit.home)]
+        for unit, is_hosted in zip(able, hosted([unit.layout.numel for unit in able], share), strict=True):
+            assert unit.home is not None
+            unit.home.is_hosted = is_hosted
+            self._hands = self._hands or Hands(self, unit.comm.device)
+
+    def beside(self, optimizer: torch.optim.Optimizer) -> Updater:
+        """The same with another optimizer, a twin of ours: for another thread."""
+        other = copy.copy(self)
+        other.optimizer, other._step = optimizer, bare_step(optimizer)
+        return other
+
+    def close(self) -> None:
+        """End what works beside."""
+        if self._hands is not None:
+            self._hands.close()
 
     def account(self) -> None:
         """Take into the ledger what state there is, after it was loaded."""

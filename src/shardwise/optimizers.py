@@ -144,6 +144,17 @@ def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
     return MethodType(bare, optimizer)
 
 
+def twin(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Another optimizer of the same kind with the same states, which can be stepped while this one is."""
+    other = object.__new__(type(optimizer))
+    other.__dict__.update(optimizer.__dict__)
+    other.__dict__.pop("step", None)
+    if isinstance(other, Joint):
+        other.members = tuple(twin(member) for member in other.members)
+        other._steps = [bare_step(member) for member in other.members]
+    return other
+
+
 def prefer_fused(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
     """Choose torch's fused kernel where the optimizer has one and the user did not choose."""
     chosen = any(group.get(name) for name in ("foreach", "fused", "capturable", "differentiable"))

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from shardwise.balance import host_share
 from shardwise.comm import Comm
 from shardwise.config import Config, Offload
 from shardwise.config.costs import moment_bytes
@@ -68,6 +69,11 @@ class Budget:
         host = self._settings.host_memory
         return must_stay(unit_bytes, self._settings.ratio, self._host_share_bytes() if host == "auto" else host)
 
+    def begin(self, updater: Updater | None) -> None:
+        """Before the first step. What is updated on the host is chosen among what will stay there."""
+        if updater is not None and self._settings.device_memory is None:
+            self._choose_hosted(updater)
+
     def spend(self, units: Sequence[Unit], updater: Updater) -> None:
         """After the measured steps: move the states of as many units to the device as the budget has room for."""
         self._steps += 1
@@ -83,6 +89,14 @@ class Budget:
             unit.move_in(updater.optimizer)
         if count:
             updater.account()
+        self._choose_hosted(updater)
+
+    def _choose_hosted(self, updater: Updater) -> None:
+        settings = self._settings
+        if settings.update == "host":
+            updater.host(1.0)
+        elif settings.update == "split":
+            updater.host(host_share(self._comm) if settings.host_share is None else settings.host_share)
 
     def _host_share_bytes(self) -> int:
         """This rank's share of what is free on its host, the same on all ranks."""

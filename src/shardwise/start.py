@@ -140,10 +140,13 @@ def check_supported(config: Config) -> None:
                 f"placement.{kind}.tier is {tier!r}: this version keeps everything on the device or the host; "
                 "take the preset with _offload"
             )
-    if config.offload.update != "device":
-        raise ConfigError(f"offload.update is {config.offload.update!r}: states are updated on the device; drop it")
-    if config.checkpointing.offload:
-        raise ConfigError("checkpointing.offload is on: activations cannot be kept in host memory yet; turn it off")
+    if config.offload.update != "device" and {config.placement.optim.tier, config.placement.grads.tier} != {"host"}:
+        raise ConfigError(
+            f"offload.update is {config.offload.update!r}, which updates what rests on the host: optim and grads both "
+            "have to rest there (presets zero2_offload and zero3_offload)"
+        )
+    if config.checkpointing.offload and not config.checkpointing.enabled:
+        raise ConfigError("checkpointing.offload is for what checkpointing.enabled keeps: turn that on as well")
 
 
 def _spilling(config: Config) -> Config:

@@ -25,7 +25,7 @@ class StreamedUpdate:
 
     def __init__(self, updater: Updater, unit: Unit, home: Home, coefficient: torch.Tensor | None) -> None:
         assert unit.grads is not None
-        _check_none_frozen(unit)
+        check_none_frozen(unit)
         self._updater = updater
         self._unit = unit
         self._home = home
@@ -33,7 +33,7 @@ class StreamedUpdate:
         self._coefficient = coefficient
         self._reduced = None if GRADS in home else unit.grads.owned()
         # The update may be issued after a scheduler has moved on.
-        self._groups = [_frozen(group) for group in updater.optimizer.param_groups]
+        self._groups = [options_now(group) for group in updater.optimizer.param_groups]
         adopt(updater.optimizer, unit)
 
     def __call__(self, parcel: Parcel, views: Views) -> Made:
@@ -109,7 +109,7 @@ def _place(home: Home, key: str, value: torch.Tensor, number: int, unit: Unit) -
     return slab[unit.weights.piece_spans[number].slice].view(value.shape)
 
 
-def _check_none_frozen(unit: Unit) -> None:
+def check_none_frozen(unit: Unit) -> None:
     """Elements of parameters that were frozen meanwhile would have to be put back; on the device they are."""
     with torch._C.DisableTorchFunctionSubclass():
         frozen = [name for name, param in zip(unit.names, unit.params, strict=True) if not param.requires_grad]
@@ -131,7 +131,7 @@ def _per_element(optimizer: torch.optim.Optimizer, piece: nn.Parameter) -> list[
     return [key for key, value in tensors.items() if value.ndim and value.shape == piece.shape]
 
 
-def _frozen(group: dict[str, Any]) -> dict[str, Any]:
+def options_now(group: dict[str, Any]) -> dict[str, Any]:
     """A group's options as they are now, without its parameters."""
     options = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
     return {**options, "params": []}

@@ -304,6 +304,7 @@ class Weights:
         if self.is_whole:
             self._expect(arrival)
             return
+        arrival.issue()
         with home.ferry.lanes.work:
             gathering = self._comm.gather(self._full.tensor, "gather", self.name)
         self._expect(_Both(arrival, gathering))

@@ -147,6 +147,9 @@ class Offload(Section):
     update: Literal["device", "host", "split"] = Field(
         default="device", description="where states off the device are updated"
     )
+    host_share: Annotated[float, BeforeValidator(real), Field(ge=0, le=1)] | None = Field(
+        default=None, description="part of the states that update: split updates on the host (none: measured)"
+    )
     device_memory: Annotated[int | Literal["auto"] | None, BeforeValidator(_memory)] = Field(
         default=None, description="device budget: only what does not fit is spilled"
     )

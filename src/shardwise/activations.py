@@ -1,0 +1,117 @@
+"""What checkpoints keep for the backward, on the host: taken down in the forward, brought back one checkpoint ahead.
+
+torch saves the inputs of a checkpoint as it saves any tensor for a backward, so its hooks for saved tensors see them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+
+from shardwise.home import Ferry
+from shardwise.host import Slab
+from shardwise.lanes import PAST, Event
+from shardwise.memory import Entry, Kind, Tier
+
+_ENTRY = Entry(Kind.WORK, "checkpoints", Tier.HOST)
+_LEAST_BYTES = 1 << 12
+"""What is smaller stays: it costs more to send than to keep."""
+
+
+class Shelf:
+    """The host memory for what checkpoints keep, used again from step to step."""
+
+    def __init__(self, ferry: Ferry) -> None:
+        self.ferry = ferry
+        self.idle: defaultdict[int, list[tuple[Slab, Event]]] = defaultdict(list)
+        self._last: Callable[[], Kept | None] = lambda: None
+
+    def keeping(self) -> AbstractContextManager[None]:
+        """What is saved inside rests on the host."""
+        return torch.autograd.graph.saved_tensors_hooks(self._keep, self._bring_back)
+
+    def _keep(self, tensor: torch.Tensor) -> torch.Tensor | Kept:
+        leaves = tensor.requires_grad and not tensor.is_leaf and tensor.is_contiguous()
+        if not leaves or tensor.nbytes < _LEAST_BYTES or tensor.device != self.ferry.lanes.device:
+            return tensor
+        kept = Kept(self, tensor)
+        kept.before, self._last = self._last, weakref.ref(kept)
+        return kept
+
+    def _bring_back(self, kept: torch.Tensor | Kept) -> torch.Tensor:
+        if isinstance(kept, torch.Tensor):
+            return kept
+        tensor = kept.take()
+        if (ahead := kept.before()) is not None:
+            ahead.fetch()
+        return tensor
+
+    def close(self) -> None:
+        """Give the memory back."""
+        for slabs in self.idle.values():
+            for slab, ready in slabs:
+                ready.synchronize()
+                slab.free()
+        self.idle.clear()
+
+
+class Kept:
+    """One tensor on the host, for as long as the graph lives that needs it; `before` it was another, if that lives."""
+
+    before: Callable[[], Kept | None]
+
+    def __init__(self, shelf: Shelf, tensor: torch.Tensor) -> None:
+        self._shelf = shelf
+        self._shape, self._dtype = tensor.shape, tensor.dtype
+        self._here: torch.Tensor | None = None
+        self._came: Event = PAST
+        ferry, idle = shelf.ferry, shelf.idle[tensor.nbytes]
+        lanes = ferry.lanes
+        fresh = Slab(ferry.ledger, _ENTRY, tensor.nbytes, torch.uint8, ferry.is_pinned) if not idle else None
+        self._slab, ready = (fresh, PAST) if fresh is not None else idle.pop()
+        lanes.down.wait(lanes.now(), ready)
+        with lanes.down:
+            lanes.take(self._resting(), tensor.detach())
+        self._left = lanes.down.mark()
+        leaving = [tensor.detach()]
+        version = tensor._version
+
+        def free() -> None:
+            if leaving.pop()._version != version:
+                raise RuntimeError(
+                    "an input of a checkpointed block was changed in place after the block had run: with "
+                    "checkpointing.offload it may have been on its way to the host; write `x = x + y`, not `x += y`"
+                )
+
+        lanes.leave(self._left, free)
+
+    def fetch(self) -> None:
+        """Begin to bring it back."""
+        if self._here is None:
+            lanes = self._shelf.ferry.lanes
+            self._here = torch.empty(self._shape, dtype=self._dtype, device=lanes.device)
+            lanes.up.wait(lanes.now(), self._left)
+            with lanes.up:
+                lanes.bring(self._here, self._resting())
+            self._came = lanes.up.mark()
+
+    def take(self) -> torch.Tensor:
+        """It, on the device."""
+        self.fetch()
+        tensor, self._here = self._here, None
+        assert tensor is not None
+        self._shelf.ferry.lanes.wait(self._came)
+        return tensor
+
+    def __del__(self) -> None:
+        if self._here is not None:
+            # The copy into it may be under way: whoever gets this memory next comes after it.
+            self._shelf.ferry.lanes.wait(self._came)
+        self._shelf.idle[self._slab.size_bytes].append((self._slab, self._came))
+
+    def _resting(self) -> torch.Tensor:
+        return self._slab.tensor.view(self._dtype).view(self._shape)

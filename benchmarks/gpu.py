@@ -26,15 +26,13 @@ PARTS = {
         "gpu_single.py --size 1.3b --batch 4 --steps 8 --compile --rows plain_bf16,zero0,zero1,zero2,zero3",
     ],
     "overlap": [f"gpu_overlap.py --preset {preset}" for preset in ("zero1", "zero2", "zero3")],
-    "offload-2": [
+    "offload": [
+        "gpu_offload.py --row deepspeed_zero2_offload",
         "gpu_offload.py --row zero2_offload",
         'gpu_offload.py --row zero2_offload --name zero2_offload-split --offload {"update":"split"}',
         'gpu_offload.py --row zero2_offload --name zero2_offload-24GiB --warm 5 --offload {"device_memory":"24GiB"}',
         "gpu_offload.py --row zero2_offload --name zero2_offload-24GiB-split --warm 5"
         ' --offload {"device_memory":"24GiB","update":"split"}',
-        "gpu_offload.py --row deepspeed_zero2_offload",
-    ],
-    "offload-3": [
         "gpu_offload.py --row zero3_offload",
         'gpu_offload.py --row zero3_offload --name zero3_offload-split --offload {"update":"split"}',
         "gpu_offload.py --row deepspeed_zero3_offload",

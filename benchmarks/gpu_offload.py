@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_offload.py --row zero2_offload
     python benchmarks/gpu_offload.py --row deepspeed_zero2_offload
-    python benchmarks/gpu.py offload-2 offload-3     # the comparison, every row in a process of its own
+    python benchmarks/gpu.py offload     # the comparison, every row in a process of its own
 
 A 2.68 B GPT (hidden 2560, 32 layers, vocabulary 32000, 8 x 1024 tokens) in bf16 with AdamW, clipping at 1.0 and
 activation checkpointing, unless `--size` names another. Peers run with the settings of `shardwise compare` and their

@@ -4,7 +4,7 @@
 
 One process, zero3, AdamW in fp32 on `--layers` matrices of 1024 x 1024. `extra MB` is the peak of anonymous memory
 during the operation above what the process had before it; `kept MB` what it has more of afterwards (a load makes the
-optimizer's state). What counts is `extra - kept`: what an operation needs beside what it is for.
+optimizer's state). What counts is `beside MB`, the difference: what an operation needs beside what it is for.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from shardwise import env
 from shardwise.checkpoint.export import export_checkpoint
 
 WIDTH = 1024
+LAYER_BYTES = 4 * WIDTH * (WIDTH + 1)
 MB = 1e6
 
 
@@ -35,12 +36,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=64)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--no-peer", action="store_true", help="leave torch.distributed.checkpoint out")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
     root = Path(tempfile.mkdtemp(prefix="shardwise-cost-"))
     rows = []
     try:
-        for work in (saving, loading, exporting, exporting_offline, saving_by_dcp):
+        for work in (saving, loading, exporting, exporting_offline, *([] if options.no_peer else [saving_by_dcp])):
             # A process of its own: what one leaves in the heap is not the next one's.
             with multiprocessing.get_context("spawn").Pool(1) as pool:
                 for row in pool.apply(work, (root, options.layers, options.device)):
@@ -54,6 +56,8 @@ def main() -> None:
             "versions": env.versions(),
             "device": options.device,
             "layers": options.layers,
+            "weights_mb": options.layers * LAYER_BYTES / MB,
+            "unit_mb": LAYER_BYTES / MB,
             "rows": rows,
         }
         options.json.write_text(json.dumps(result, indent=1) + "\n")
@@ -139,6 +143,7 @@ def measured(name: str, work: Callable[[], object], folder: Path | None = None) 
         "seconds": round(seconds, 2),
         "extra_mb": round((max(peak, after) - before) / MB, 1),
         "kept_mb": round((after - before) / MB, 1),
+        "beside_mb": round((max(peak, after) - max(before, after)) / MB, 1),
         "size_mb": round(size / MB, 1) if size is not None else None,
     }
 

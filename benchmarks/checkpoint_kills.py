@@ -2,7 +2,7 @@
 
     python benchmarks/checkpoint_kills.py --kills 1000 --log benchmarks/results/DATE-checkpoint-kills.jsonl
 
-Two ranks save without pause, blocking and asynchronously in turn. At a random moment one of them, or both, get SIGKILL.
+Ranks save without pause, blocking and asynchronously in turn. At a random moment one of them, or all, get SIGKILL.
 Then a process of its own loads the newest checkpoint: every value of it must be that of one save, and that save not
 older than the last one that had returned. A line of the log says where each kill fell, told from what lay on disk with
 all ranks stopped: `inside` is after the first byte was written and before the rename.
@@ -37,7 +37,6 @@ import shardwise
 import shardwise.start
 from shardwise.checkpoint import blocks, folder
 
-RANKS = 2
 PR_SET_PDEATHSIG = 1
 LIMIT_S = 60.0
 BUSY, RETURNED = 0, 8  # in the memory that parent and ranks share: files begun so far, the last save that returned
@@ -47,6 +46,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=24)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--log", type=Path, help="append a line of JSON for every kill")
     options = parser.parse_args()
@@ -56,8 +56,8 @@ def main() -> None:
     newest = 0
     try:
         for number in range(options.kills):
-            row = kill_once(root, random.Random(f"{options.seed}-{number}"), options.width, newest)
-            row = {"seed": options.seed, "kill": number, **row}
+            row = kill_once(root, random.Random(f"{options.seed}-{number}"), options.ranks, options.width, newest)
+            row = {"seed": options.seed, "kill": number, "ranks": options.ranks, **row}
             newest = row.get("loaded", 0)
             counts[row["where"]] = counts.get(row["where"], 0) + 1
             if options.log:
@@ -70,19 +70,19 @@ def main() -> None:
     print(json.dumps({"kills": options.kills, "loaded": options.kills, **counts}))
 
 
-def kill_once(root: Path, chance: random.Random, width: int, newest: int) -> dict[str, Any]:
+def kill_once(root: Path, chance: random.Random, ranks: int, width: int, newest: int) -> dict[str, Any]:
     """Start ranks, kill at a random moment, look at what is left, load."""
     shared = mmap.mmap(-1, 16)
     store = root / f"store-{chance.random()}"
-    pids = [fork(lambda rank=rank: save_for_ever(rank, root, store, shared, width)) for rank in range(RANKS)]
-    victims = chance.choice([[0], [1], [0, 1]])
-    wait_for_write(shared, chance)
+    pids = [fork(lambda rank=rank: save_for_ever(rank, ranks, root, store, shared, width)) for rank in range(ranks)]
+    victims = chance.choice([*([rank] for rank in range(ranks)), list(range(ranks))])
+    wait_for_write(shared, chance, ranks)
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)  # so that what is on disk is what the kill finds
     where = place_of(root)
     for rank, pid in enumerate(pids):
         os.kill(pid, signal.SIGKILL if rank in victims else signal.SIGCONT)
-    time.sleep(chance.choice([0.0, 0.05]))  # the survivor may still commit, or fail
+    time.sleep(chance.choice([0.0, 0.05]))  # survivors may still commit, or fail
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
@@ -95,10 +95,10 @@ def kill_once(root: Path, chance: random.Random, width: int, newest: int) -> dic
     return {"ok": status == 0, "where": where, "victims": victims, "returned": returned, **outcome}
 
 
-def wait_for_write(shared: mmap.mmap, chance: random.Random) -> None:
+def wait_for_write(shared: mmap.mmap, chance: random.Random, ranks: int) -> None:
     """Until some file has got its first bytes, then perhaps a little longer."""
     deadline = time.monotonic() + LIMIT_S
-    begun = chance.randrange(3 * RANKS)
+    begun = chance.randrange(3 * ranks)
     while struct.unpack_from("q", shared, BUSY)[0] <= begun and time.monotonic() < deadline:
         time.sleep(0.0002)
     time.sleep(chance.uniform(0, chance.choice([0.0, 0.002, 0.01, 0.05])))
@@ -130,11 +130,10 @@ def start(width: int) -> shardwise.Engine:
     return shardwise.initialize(model, torch.optim.AdamW(model.parameters()), "zero3")
 
 
-def save_for_ever(rank: int, root: Path, store: Path, shared: mmap.mmap, width: int) -> None:
+def save_for_ever(rank: int, ranks: int, root: Path, store: Path, shared: mmap.mmap, width: int) -> None:
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115  (until the kill)
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(str(store), RANKS), rank=rank, world_size=RANKS, timeout=timedelta(seconds=LIMIT_S)
-    )
+    meeting = dist.FileStore(str(store), ranks)
+    dist.init_process_group("gloo", store=meeting, rank=rank, world_size=ranks, timeout=timedelta(seconds=LIMIT_S))
     write = blocks.BlockWriter.write
 
     def count(writer: blocks.BlockWriter, data: memoryview) -> None:

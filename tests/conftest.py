@@ -1,6 +1,8 @@
 """pytest's side of the test support: one setting before torch is imported, and workers that end with the session."""
 
 import os
+import sys
+from collections.abc import Callable
 
 # Some virtual machines announce AMX and then kill whoever uses it (bf16 matrix products end in SIGILL).
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
@@ -15,3 +17,18 @@ torch.set_num_threads(1)  # as on the ranks: two cores are shared with them
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     close_pools()
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """`shardwise ...` in this process, which has torch already: exit code, output and errors."""
+    from shardwise.cli import main
+
+    def call(*words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["shardwise", *map(str, words)])
+        monkeypatch.setenv("COLUMNS", "100")
+        with pytest.raises(SystemExit) as end:
+            main()
+        return end.value.code or 0, *capsys.readouterr()
+
+    return call

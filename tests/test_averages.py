@@ -36,8 +36,6 @@ def averaged_by_torch(name, masters, decay):
         "precision": ["fp32", "bf16"],
         "model": ["gpt", "odd"],
     },
-    # Gradients this small travel in a thousand pieces then, which takes a minute on a busy machine.
-    constraint=lambda row: row["count"] == 1 or row["precision"] == "fp32",
 )
 def test_the_average_is_torchs_to_the_bit(rank, world_size, preset, count, precision, model):
     config = {"preset": preset, "batch": {"accumulation": count}, "precision": {"compute": precision}}

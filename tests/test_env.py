@@ -1,19 +1,17 @@
 """`shardwise env`: what is there, how fast it is, what is missing."""
 
 import json
-import sys
 
 import pytest
 
 from shardwise import bandwidth, env, launch
 from shardwise.errors import ConfigError
-from support import run_command
-
-CLI = [sys.executable, "-c", "from shardwise.cli import main; main()"]
 
 
-def test_the_command_prints_json_with_versions_and_hardware():
-    found = json.loads(run_command([*CLI, "env", "--no-measure", "--json"]).stdout)
+def test_the_command_prints_json_with_versions_and_hardware(cli):
+    code, shown, _ = cli("env", "--no-measure", "--json")
+    assert code == 0
+    found = json.loads(shown)
     assert {"shardwise", "python", "torch"} <= found["versions"].keys()
     assert found["hardware"]["cores"] >= 1
     assert found["hardware"]["memory_bytes"] > 1e8

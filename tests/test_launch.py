@@ -42,8 +42,7 @@ def test_bad_input(ranks, command, message):
         launch.run_command(ranks, command)
 
 
-def test_a_failing_script_gives_its_exit_code(tmp_path):
+def test_a_failing_script_gives_its_exit_code(tmp_path, cli):
     (tmp_path / "script.py").write_text("raise SystemExit(3)")
     assert run_command([*CLI, "run", "script.py"], cwd=tmp_path, check=False).returncode != 0
-    missing = run_command([*CLI, "run", "nowhere.py"], cwd=tmp_path, check=False)
-    assert (missing.returncode, missing.stderr) == (2, "error: there is no script 'nowhere.py'\n")
+    assert cli("run", "nowhere.py") == (2, "", "error: there is no script 'nowhere.py'\n")

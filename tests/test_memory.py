@@ -52,6 +52,10 @@ MODELS = {
     "single": (Single, lambda rank: torch.randn(4, 160)),
     "giant": (Giant, lambda rank: torch.randint(4000, (2, 8))),
     "giant-wide": (lambda: Giant(1600, 160), lambda rank: torch.randint(1600, (2, 8))),
+    "gpt-2m": (
+        lambda: GPT(hidden=128, layers=8, heads=4, vocabulary=1000, length=64),
+        lambda rank: torch.randint(1000, (4, 64)),
+    ),
     "gpt-26m": (
         lambda: GPT(hidden=512, layers=8, heads=8, vocabulary=1000, length=128),
         lambda rank: torch.randint(1000, (4, 128)),
@@ -139,7 +143,7 @@ def cases():
             for accumulation in (1, 3):
                 if name == "giant-wide" and (precision, accumulation) != ("fp32", 3):
                     continue
-                heavy = name == "gpt-26m" and (precision, accumulation) != ("fp32", 1)
+                heavy = name == "gpt-26m" or (name == "gpt-2m" and (precision, accumulation) != ("fp32", 1))
                 yield pytest.param(name, precision, accumulation, marks=pytest.mark.full if heavy else ())
 
 

@@ -70,8 +70,6 @@ def train(name, settings, rank, looks, optimizer=make_optimizer, steps=4):
         "looks": [False, True],
         "buffer_bytes": [SMALL, None],
     },
-    # Small 16-bit models on two ranks are exchanged in a thousand pieces, which takes its time.
-    constraint=lambda row: row["world_size"] != 2 or row["accumulation"] == 1 or row["precision"] == "fp32",
 )
 @ranks()
 def test_the_same_bits_as_on_the_device(

@@ -32,7 +32,7 @@ class GradSizes:
     """Bytes of one unit: its full gradients, what they would rest in if they were replicated (fp32 where several
     micro-batches are added up), its largest parameter's, the shard held after the reduction; what is sent
     for it (the same in the wire's dtype) and received (the parts of all ranks, or of all others, where our own is taken
-    from what we send). Elements of its shard, and of the fp32 block in which parts are added up."""
+    from what we send). Elements of its shard, and of the fp32 block in which 16-bit parts are added up."""
 
     full: int
     rested: int
@@ -49,6 +49,8 @@ class GradSizes:
 
 _WHOLE = (Flight(1, overlap=True), Flight(1, overlap=False))
 _PIECEWISE = tuple(Flight(2**power, overlap=False) for power in range(2, 11))
+_SMALL_BYTES = 8 << 10
+"""Pieces are not made smaller than this for memory's sake: activations take more, and messages cost time each."""
 
 
 def choose_flight(
@@ -62,9 +64,11 @@ def choose_flight(
     largest = max(units, key=lambda unit: unit.full, default=None)
     limit = replicated_peak(units, accumulates)
     for flight in (*_WHOLE, *_PIECEWISE):
-        if bound_bytes is not None and largest is not None and exchange_bytes(largest, flight) > bound_bytes:
+        size_bytes = exchange_bytes(largest, flight) if largest is not None else 0
+        if bound_bytes is not None and size_bytes > bound_bytes:
             continue
-        if not is_sharded or sharded_peak(units, accumulates, flight) <= limit:
+        is_small = not flight.is_whole and size_bytes <= _SMALL_BYTES
+        if not is_sharded or is_small or sharded_peak(units, accumulates, flight) <= limit:
             return flight
     return _PIECEWISE[-1]
 

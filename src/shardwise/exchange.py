@@ -161,7 +161,7 @@ class Exchange:
             tensor, adds = place = place or target()
             piece = tensor[start:stop]
             block = block_numel(piece.numel(), comm.kernels)
-            block_bytes = 0 if _sums_in_place(self._parts, piece, adds) else _sum_bytes(piece, block)
+            block_bytes = _sum_bytes(piece, block) if _sum_place(self._parts, piece, adds) is None else 0
             with self._ledger.passing("exchange", Tier.DEVICE, block_bytes):
                 _mean_in_rank_order(self._parts, piece, adds, comm.blocks(piece.numel(), block))
             self.abandon()
@@ -209,27 +209,32 @@ class Exchange:
 
 def _mean_in_rank_order(parts: Sequence[torch.Tensor], target: torch.Tensor, add: bool, blocks: Blocks) -> None:
     """target (+)= (parts[0] + parts[1] + ...) / W, in fp32 whatever the dtypes, rounded once."""
-    scale, in_place = 1.0 / len(parts), _sums_in_place(parts, target, add)
+    scale, whole = 1.0 / len(parts), _sum_place(parts, target, add)
     longest = max((stop - start for start, stop in blocks), default=0)
-    scratch = target if in_place else target.new_empty(longest, dtype=torch.float32)
+    scratch = target.new_empty(longest if whole is None else 0, dtype=torch.float32)
     for start, stop in blocks:
         place, rows = target[start:stop], [part[start:stop] for part in parts]
-        mean = place if in_place else scratch[: stop - start]
-        if in_place and len(rows) > 1:
-            torch.add(rows[0], rows[1], out=mean)
-        else:
+        mean = scratch[: stop - start] if whole is None else whole[start:stop]
+        if whole is None or len(rows) == 1:
             mean.copy_(rows[0])
-        for row in rows[2:] if in_place else rows[1:]:
+        else:
+            torch.add(rows[0], rows[1], out=mean)
+        for row in rows[1:] if whole is None else rows[2:]:
             mean.add_(row)
         mean.mul_(scale)
-        if not in_place:
+        if whole is not target:
             place.add_(mean) if add else place.copy_(mean)
 
 
-def _sums_in_place(parts: Sequence[torch.Tensor], target: torch.Tensor, add: bool) -> bool:
-    """Whether the sum can grow where it belongs: that may be where one of its first two parts lies, not a later one."""
-    is_exact = all(tensor.dtype == torch.float32 for tensor in (parts[0], target))
-    return is_exact and not add and _place(target) not in map(_place, parts[2:])
+def _sum_place(parts: Sequence[torch.Tensor], target: torch.Tensor, add: bool) -> torch.Tensor | None:
+    """Where an fp32 sum grows: where it belongs, else in the first part, which nobody reads again; None: beside.
+
+    That may be where one of its first two parts lies, not a later one.
+    """
+    if parts[0].dtype != torch.float32:
+        return None
+    is_free = target.dtype == torch.float32 and not add and _place(target) not in map(_place, parts[2:])
+    return target if is_free else parts[0]
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, int]:
@@ -238,7 +243,7 @@ def _place(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _sum_bytes(shard: torch.Tensor, block: int) -> int:
-    """The fp32 block in which a mean is made that cannot be made in place."""
+    """The fp32 block in which 16-bit parts are added up."""
     return min(shard.numel(), block) * torch.float32.itemsize
 
 

@@ -116,6 +116,7 @@ class Grads:
         item = self.policy.grad_dtype.itemsize
         largest = max((slot.span.numel for slot in self._layout.slots), default=0)
         row = self._layout.shard_numel * self.policy.reduce_dtype.itemsize
+        is_exact = self.policy.reduce_dtype == torch.float32  # added up where the parts lie
         return GradSizes(
             full=self._layout.numel * item,
             rested=self._layout.numel * self.policy.accumulate_dtype.itemsize,
@@ -124,7 +125,7 @@ class Grads:
             sent=row * self._comm.world_size,
             received=row * self._comm.rows_received,
             shard_numel=self._layout.shard_numel,
-            block_numel=block_numel(self._layout.shard_numel, self._comm.kernels),
+            block_numel=0 if is_exact else block_numel(self._layout.shard_numel, self._comm.kernels),
         )
 
     def open(self) -> None:

@@ -11,8 +11,6 @@ from shardwise.compare import rows, workload
 from shardwise.errors import ConfigError
 from support import run_command
 
-CLI = [sys.executable, "-c", "from shardwise.cli import main; main()"]
-
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
@@ -31,14 +29,9 @@ CLI = [sys.executable, "-c", "from shardwise.cli import main; main()"]
         (["--plot", "picture.doc"], "must end in one of"),
     ],
 )
-def test_one_message_and_code_2(arguments, message, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["shardwise", "compare", *arguments])
-    from shardwise.cli import main
-
-    with pytest.raises(SystemExit) as end:
-        main()
-    assert end.value.code == 2
-    error = capsys.readouterr().err
+def test_one_message_and_code_2(arguments, message, cli):
+    code, _, error = cli("compare", *arguments)
+    assert code == 2
     assert message in error
     assert error.startswith("error: ")
     assert "Traceback" not in error
@@ -85,8 +78,9 @@ def test_what_a_model_returns_and_is_given():
     assert workload.loss_of(SimpleNamespace(loss=torch.tensor(2.0))).item() == 2.0
 
 
-def test_list_names_every_model():
-    shown = run_command([*CLI, "compare", "--list"]).stdout
+def test_list_names_every_model(cli):
+    code, shown, _ = cli("compare", "--list")
+    assert code == 0
     for name in ("mlp-100k", "mlp-33m", "mlp-0.5b", "gpt-1m", "gpt-26m", "gpt-2.7b", "small-2000"):
         assert name in shown
 

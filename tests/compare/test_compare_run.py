@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,10 +10,7 @@ import pytest
 from shardwise.compare import Comparison, Settings, compare
 from shardwise.compare.rows import Row, parse_rows
 from shardwise.compare.verdict import data_bytes, verdicts
-from support import run_command
 
-CLI = [sys.executable, "-c", "from shardwise.cli import main; main()"]
-ENV = {"COLUMNS": "100"}
 NUMEL = 99_072
 
 
@@ -96,7 +92,8 @@ def test_json_is_stable_and_reads_back(comparison, tmp_path):
     assert Comparison.load(path) == comparison
 
 
-def test_the_command_with_a_model_of_the_users(tmp_path):
+def test_the_command_with_a_model_of_the_users(tmp_path, cli, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(
         "import torch\n"
         "class Output:\n    def __init__(self, loss):\n        self.loss = loss\n"
@@ -105,20 +102,20 @@ def test_the_command_with_a_model_of_the_users(tmp_path):
         "def build():\n"
         "    return Model(8, 4), lambda rank, step: {'x': torch.ones(2, 8) * rank, 'y': torch.ones(2, 4)}\n"
     )
-    command = [*CLI, "compare", "--model", "mine.py:build", "--presets", "zero2", "--steps", "1", "--nproc", "1"]
-    result = run_command([*command, "--json", "out.json", "--plot", "out.png"], cwd=tmp_path, env=ENV, timeout=90)
-    assert "zero2" in result.stdout
-    assert max(map(len, result.stdout.splitlines())) <= 100
+    words = ["--model", "mine.py:build", "--presets", "zero2", "--steps", "1", "--nproc", "1"]
+    code, shown, _ = cli("compare", *words, "--json", "out.json", "--plot", "out.png")
+    assert code == 0
+    assert "zero2" in shown
+    assert max(map(len, shown.splitlines())) <= 100
     assert json.loads((tmp_path / "out.json").read_text())["model"] == "mine.py:build"
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_model_that_is_wrong_ends_everything_with_one_message(tmp_path):
+def test_a_model_that_is_wrong_ends_everything_with_one_message(tmp_path, cli, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("def build():\n    raise RuntimeError('no luck')\n")
-    command = [*CLI, "compare", "--model", "mine.py:build", "--nproc", "1"]
-    result = run_command(command, cwd=tmp_path, env=ENV, check=False)
-    assert result.returncode == 2
-    assert result.stderr == "error: model 'mine.py:build': build() raised RuntimeError: no luck\n"
+    code, _, errors = cli("compare", "--model", "mine.py:build", "--nproc", "1")
+    assert (code, errors) == (2, "error: model 'mine.py:build': build() raised RuntimeError: no luck\n")
 
 
 @pytest.mark.full

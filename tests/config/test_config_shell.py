@@ -7,30 +7,26 @@ import sys
 
 import pytest
 
-CLI = [sys.executable, "-c", "from shardwise.cli import main; main()"]
 
-
-def run(*arguments):
-    return subprocess.run([*CLI, *arguments], capture_output=True, text=True, timeout=60)
-
-
-def test_config_explains_a_file(tmp_path):
+def test_config_explains_a_file(tmp_path, cli):
     path = tmp_path / "ds.json"
     path.write_text('{"zero_optimization": {"stage": 2, "cpu_offload": true}, "bf16": {"enabled": true}}')
-    result = run("config", str(path))
-    assert result.returncode == 0
-    assert "the placements of zero2_offload" in result.stdout
-    assert "warning: " in result.stderr
-    assert "cpu_offload: is deprecated" in result.stderr
+    code, shown, errors = cli("config", path)
+    assert code == 0
+    assert "the placements of zero2_offload" in shown
+    assert "warning: " in errors
+    assert "cpu_offload: is deprecated" in errors
 
 
-def test_a_config_error_is_one_message_and_code_2(tmp_path):
+def test_a_config_error_is_one_message_and_code_2(tmp_path, cli):
     path = tmp_path / "ds.json"
     path.write_text('{"zero_optimization": {"stage": 9}}')
-    result = run("config", str(path))
-    assert result.returncode == 2
-    assert result.stderr == f"error: {path}: zero_optimization.stage = 9: expected a stage from 0 to 3\n"
-    assert "Traceback" in run("config", str(path), "--debug").stderr
+    message = f"error: {path}: zero_optimization.stage = 9: expected a stage from 0 to 3\n"
+    assert cli("config", path) == (2, "", message)
+    shell = [sys.executable, "-m", "shardwise", "config", str(path)]
+    result = subprocess.run([*shell, "--debug"], capture_output=True, text=True, timeout=60)
+    assert result.returncode != 0
+    assert "Traceback" in result.stderr
 
 
 @pytest.mark.parametrize(

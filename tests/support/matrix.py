@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 Row = dict[str, Any]
+_is_collecting = True
 
 
 def covering(
@@ -44,6 +45,12 @@ def covering(
     return [as_row(parameters, indices) for indices in sorted(chosen)]
 
 
+def only_import() -> None:
+    """For workers, which import the tests but do not choose among them: an array takes a while to make."""
+    global _is_collecting
+    _is_collecting = False
+
+
 def matrix(
     parameters: Mapping[str, Sequence[Any]],
     strength: int = 2,
@@ -54,6 +61,8 @@ def matrix(
 
     World sizes go in as `world_size`, with a bare `@ranks()` on the test.
     """
+    if not _is_collecting:
+        return pytest.mark.parametrize(tuple(parameters), [])
     ordinary = covering(parameters, strength, constraint, seed)
     rest = [as_row(parameters, indices) for indices in valid_rows(parameters, constraint)]
     marked = [(row, ()) for row in ordinary] + [(row, pytest.mark.full) for row in rest if row not in ordinary]

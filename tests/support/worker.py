@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from _pytest.config import get_config
 
+from support.matrix import only_import
 from support.protocol import Job, Ready, Reply, Setup, receive, send
 
 PR_SET_PDEATHSIG = 1
@@ -43,6 +44,7 @@ def main() -> None:
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
     torch.set_num_threads(1)
     rewrite_asserts()
+    only_import()
     if setup.init:
         join_group(setup)
     reset_torch()

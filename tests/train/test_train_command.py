@@ -78,7 +78,7 @@ def read_until(process, pattern):
 
 
 @pytest.mark.timeout(4 * LIMIT_S)
-def test_stopped_by_a_signal_then_gone_on_by_torchrun_it_is_the_same_run(text, tmp_path):
+def test_stopped_by_a_signal_then_gone_on_by_torchrun_it_is_the_same_run(text, tmp_path, cli, monkeypatch):
     command = [*CLI, text, *SMALL, "--steps", "12", "--out"]
     whole = run_command([*command, "whole"], cwd=tmp_path, timeout=LIMIT_S)
     assert "\x1b" not in whole.stdout
@@ -113,8 +113,9 @@ def test_stopped_by_a_signal_then_gone_on_by_torchrun_it_is_the_same_run(text, t
     assert resumed.stdout.count(f"resume   at step {stopped[1]} of 12, sample {16 * int(stopped[1])}\n") == 1
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
 
-    finished = run_command([*command, "parts"], cwd=tmp_path)
-    assert finished.stdout == "parts is finished: 12 steps are done. --steps 24 trains on, --fresh starts over.\n"
+    monkeypatch.chdir(tmp_path)
+    finished = "parts is finished: 12 steps are done. --steps 24 trains on, --fresh starts over.\n"
+    assert cli(*command[3:], "parts") == (0, finished, "")
 
 
 @pytest.mark.timeout(2 * LIMIT_S)
@@ -157,13 +158,8 @@ def test_what_one_rank_finds_wrong_in_the_middle_is_said_once(tmp_path):
     assert result.returncode == 2
 
 
-def test_bad_input_is_one_message_and_exit_code_2(tmp_path):
-    result = run_command([*CLI, "nowhere.txt"], cwd=tmp_path, check=False)
-    assert (result.returncode, result.stdout, result.stderr) == (
-        2,
-        "",
-        "error: there is no file or folder 'nowhere.txt'\n",
-    )
+def test_bad_input_is_one_message_and_exit_code_2(cli):
+    assert cli("train", "nowhere.txt") == (2, "", "error: there is no file or folder 'nowhere.txt'\n")
 
 
 def ranks_of(pid):

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -18,6 +17,7 @@ from shardwise.agreement import judge, watch
 from shardwise.agreement.posts import Post, State
 from shardwise.comm import Comm
 from support import ranks, run_ranks
+from support.nursery import Forked
 from support.training import make_batch, start, train_step
 
 LIMIT_S = 10.0
@@ -335,13 +335,14 @@ def test_a_script_that_ends_early_on_one_rank(act, told, tmp_path):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     names = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "OMP_NUM_THREADS": "1"}
     common = os.environ | names | {"TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": "lo"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(path)], env=common | {"RANK": str(rank)}, stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(2)
-    ]
-    first, second = (process.communicate(timeout=60)[1] for process in processes)
+    files = [tmp_path / f"errors{rank}" for rank in range(2)]
+    processes = []
+    for rank, errors in enumerate(files):
+        with errors.open("w") as opened:
+            processes.append(Forked([sys.executable, path], env=common | {"RANK": str(rank)}, stderr=opened))
+    for process in processes:
+        process.wait(timeout=60)
+    first, second = (errors.read_text() for errors in files)
     assert processes[0].returncode == 1
     assert "DisagreementError: rank 1 left while others wait" in first
     assert told in first

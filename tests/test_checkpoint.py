@@ -623,7 +623,7 @@ engine.save("saved", blocking=False)
 
 def test_a_program_that_ends_completes_its_save(tmp_path):
     (tmp_path / "script.py").write_text(ENDING)
-    run_command([sys.executable, "script.py"], cwd=tmp_path)
+    run_command([sys.executable, "script.py"], cwd=tmp_path, forked=True)
     folder.verify(tmp_path / "saved" / "step-0")
 
 
@@ -636,7 +636,7 @@ saving.Job.is_written = lambda job: False
 
 def test_a_program_that_ends_does_not_wait_for_ranks_that_are_gone(tmp_path):
     (tmp_path / "script.py").write_text(ABANDONED + ENDING)
-    ended = run_command([sys.executable, "script.py"], cwd=tmp_path, timeout=60)
+    ended = run_command([sys.executable, "script.py"], cwd=tmp_path, forked=True)
     assert "not all ranks wrote their part" in ended.stderr
     assert not list((tmp_path / "saved").iterdir())
 
@@ -649,6 +649,6 @@ def test_kills_at_random_moments_lose_nothing():
     """A few dozen; a longer log is in benchmarks/results."""
     command = [sys.executable, ROOT / "benchmarks" / "checkpoint_kills.py", "--kills", "24", "--width", "128"]
     started = time.monotonic()
-    shown = json.loads(run_command(command, timeout=180, env={"OMP_NUM_THREADS": "1"}).stdout)
+    shown = json.loads(run_command(command, timeout=180, forked=True).stdout)
     assert shown["loaded"] == 24, f"after {time.monotonic() - started:.0f} s"
     assert shown["inside"] >= 12

@@ -1,5 +1,6 @@
 """Runs that go on by themselves: after a crash, and with another number of processes."""
 
+import contextlib
 import os
 import re
 import signal
@@ -39,11 +40,14 @@ class Node:
 
     def vanish(self) -> None:
         """End the agent before its process, or it would start another."""
-        pid = self.agent.pid
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split() if self.agent.poll() is None else []
-        for each in (pid, *map(int, children)):
-            os.kill(each, signal.SIGKILL)
-        self.agent.wait()
+        if self.agent.poll() is None:
+            pid = self.agent.pid
+            children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+            self.agent.kill()
+            for child in map(int, children):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child, signal.SIGKILL)
+            self.agent.wait()
 
 
 def starts(nodes: list[Node]) -> list[tuple[int, int]]:

@@ -57,7 +57,7 @@ def run_example(code: str, path: Path) -> None:
     """From a file of its own, in an empty folder, as its reader would."""
     path.write_text(code)
     try:
-        run_command([sys.executable, path.name], cwd=path.parent, timeout=EXAMPLE_LIMIT_S)
+        run_command([sys.executable, path.name], cwd=path.parent, timeout=EXAMPLE_LIMIT_S, forked=True)
     except CommandFailed as failure:
         pytest.fail(f"{failure}\n--- the example:\n{code}", pytrace=False)
 

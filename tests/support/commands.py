@@ -4,8 +4,12 @@ import contextlib
 import os
 import signal
 import subprocess
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import IO
+
+from support.nursery import Forked
 
 
 class CommandFailed(Exception):
@@ -19,45 +23,56 @@ def run_command(
     cwd: str | Path | None = None,
     env: Mapping[str, str] | None = None,
     check: bool = True,
+    forked: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """Run `command` with `env` added to the environment; stdout and stderr come back as text.
 
-    Past the limit its whole process group is ended; Python programs in it print their stacks first.
+    Past the limit its whole process group is ended; Python programs in it print their stacks first. `forked` takes a
+    process of the nursery.
     """
     __tracebackhide__ = True
     words = [str(word) for word in command]
-    process = subprocess.Popen(
-        words,
-        cwd=cwd,
-        env={**os.environ, "PYTHONFAULTHANDLER": "1", **(env or {})},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        out, err = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        out, err = end(process)
-        raise CommandFailed(f"{' '.join(words)}: no end after {timeout:g} s\n{out}\n{err}") from None
-    except BaseException:
-        end(process)
-        raise
-    if check and process.returncode:
-        raise CommandFailed(f"{' '.join(words)}: exit code {process.returncode}\n{out}\n{err}")
-    return subprocess.CompletedProcess(words, process.returncode, out, err)
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        process = (Forked if forked else subprocess.Popen)(
+            words,
+            cwd=cwd,
+            env={**os.environ, "PYTHONFAULTHANDLER": "1", **(env or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=errors,
+            start_new_session=True,
+        )
+        try:
+            process.wait(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            end(process)
+            raise CommandFailed(f"{' '.join(words)}: no end after {timeout:g} s\n{told(output, errors)}") from None
+        except BaseException:
+            end(process)
+            raise
+        if check and process.returncode:
+            raise CommandFailed(f"{' '.join(words)}: exit code {process.returncode}\n{told(output, errors)}")
+        return subprocess.CompletedProcess(words, process.returncode or 0, text_of(output), text_of(errors))
 
 
-def end(process: subprocess.Popen[str]) -> tuple[str, str]:
-    """Abort the group, so that faulthandler speaks, then kill what is left; what it printed."""
+def text_of(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")
+
+
+def told(output: IO[bytes], errors: IO[bytes]) -> str:
+    return f"{text_of(output)}\n{text_of(errors)}"
+
+
+def end(process: subprocess.Popen[bytes] | Forked) -> None:
+    """Abort the group, so that faulthandler speaks, then kill what is left."""
     signal_group(process, signal.SIGABRT)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(timeout=2)
     signal_group(process, signal.SIGKILL)
-    return process.communicate()
+    process.wait()
 
 
-def signal_group(process: subprocess.Popen[str], number: signal.Signals) -> None:
+def signal_group(process: subprocess.Popen[bytes] | Forked, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, number)

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from support.nursery import Forked, nursery
 from support.protocol import Job, Ready, Reply, Setup, receive, send
 
 START_LIMIT_S = 50.0
@@ -72,14 +73,12 @@ class Worker:
         self.output_path = folder / f"output{setup.rank}"
         self.stacks_path = Path(setup.stacks_path)
         with self.output_path.open("ab") as output:
-            self.process = subprocess.Popen(
+            self.process = Forked(  # in a session of its own: Ctrl-C goes to pytest alone, a kill reaches grandchildren
                 [sys.executable, "-m", "support.worker", pickle.dumps(setup).hex()],
                 env=worker_environment(setup, torchrun),
-                stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C goes to pytest alone, and a kill reaches grandchildren
             )
         theirs.close()
 
@@ -138,7 +137,7 @@ class Pool:
     def _start(self, rank: int, init: bool, torchrun: bool) -> Worker:
         ours, theirs = Pipe()
         stacks_path = str(self.folder / f"stacks{rank}")
-        setup = Setup(rank, self.world_size, os.getpid(), theirs.fileno(), self.store.port, stacks_path, init)
+        setup = Setup(rank, self.world_size, nursery().pid, theirs.fileno(), self.store.port, stacks_path, init)
         return Worker(setup, ours, theirs, self.folder, torchrun)
 
     def _await_ready(self) -> None:

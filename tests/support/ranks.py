@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from support.nursery import close_nursery
 from support.pool import Outcome, Pool
 from support.protocol import Job
 
@@ -120,6 +121,7 @@ def shared(world_size: int) -> Pool:
 def close_pools() -> None:
     while _pools:
         _pools.popitem()[1].close()
+    close_nursery()
 
 
 def make_job(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Job:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from support import CommandFailed, Outcome, RanksFailed, covering, matrix, ranks, run_command, run_ranks
+from support.nursery import Forked
 from support.ranks import values_of
 
 TESTS = Path(__file__).parent
@@ -255,6 +256,35 @@ def test_a_command_is_limited_and_takes_its_children_along():
     assert any("in wait" in line for line in lines)
     child = next(int(line) for line in lines if line.isdigit())
     assert eventually(lambda: not alive(child), limit_s=5)
+
+
+SCRIPT = """
+import os, sys
+print(__name__, sys.argv, os.getcwd(), os.environ["WORD"], os.environ.get("OMP_NUM_THREADS"), sys.stdin.read() == "")
+print("to errors", file=sys.stderr)
+sys.exit(int(sys.argv[1]))
+"""
+
+
+def test_a_forked_process_is_like_a_started_one(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    for code in ("0", "3"):
+        command, options = [sys.executable, "script.py", code], {"cwd": tmp_path, "env": {"WORD": "é"}, "check": False}
+        started, forked = run_command(command, **options), run_command(command, **options, forked=True)
+        assert (forked.returncode, forked.stdout, forked.stderr) == (started.returncode, started.stdout, started.stderr)
+        assert "to errors" in forked.stderr
+    (tmp_path / "script.py").write_text("1 / 0")
+    with pytest.raises(CommandFailed, match="ZeroDivisionError"):
+        run_command(command, cwd=tmp_path, forked=True)
+
+
+def test_a_forked_process_ends_by_signals(tmp_path):
+    (tmp_path / "script.py").write_text("import time; time.sleep(1000)")
+    process = Forked([sys.executable, tmp_path / "script.py"])
+    assert process.poll() is None
+    os.killpg(process.pid, signal.SIGTERM)
+    assert process.wait(timeout=10) == -signal.SIGTERM
+    assert process.poll() == process.returncode == -signal.SIGTERM
 
 
 PARAMETERS = {"stage": [0, 1, 2, 3], "dtype": [torch.float32, torch.bfloat16], "K": [1, 3], "world_size": [1, 2, 3]}

@@ -1,0 +1,51 @@
+"""In how many pieces gradients travel: as few as keep the stages in order, and none too small to be of use."""
+
+import pytest
+
+from shardwise.budget import GradSizes, choose_flight, exchange_bytes, replicated_peak, sharded_peak
+
+
+def unit(numel, world_size=2, wire_bytes=4, params=2):
+    """The gradients of a unit of fp32 parameters, all of one size."""
+    row = numel // world_size * wire_bytes
+    return GradSizes(
+        full=4 * numel,
+        rested=4 * numel,
+        largest=4 * numel // params,
+        held=4 * numel // world_size,
+        sent=row * world_size,
+        received=row * (world_size - 1),
+        shard_numel=numel // world_size,
+        block_numel=0 if wire_bytes == 4 else 1 << 15,
+    )
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_many_units_travel_whole(accumulates):
+    flight = choose_flight([unit(100_000)] * 8, True, accumulates)
+    assert flight.is_whole
+    assert flight.overlap
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("params", [1, 2, 8])
+@pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.parametrize("numel", [10_000, 100_000, 100_000_000])
+def test_a_single_unit_takes_no_more_than_replicated_ones_by_more_than_a_small_piece(
+    world_size, params, accumulates, numel
+):
+    units = [unit(numel, world_size, params=params)]
+    flight = choose_flight(units, True, accumulates)
+    excess = sharded_peak(units, accumulates, flight) - replicated_peak(units, accumulates)
+    assert excess <= max(8 << 10, units[0].full // 512)
+    assert flight.is_whole or exchange_bytes(units[0], flight) > 4 << 10 or flight.pieces == 4
+
+
+def test_a_bound_of_the_users_is_kept_however_small():
+    one = unit(10_000)
+    for bound in (20_000, 1_000):
+        assert exchange_bytes(one, choose_flight([one], True, True, bound)) <= bound
+
+
+def test_replicated_gradients_travel_whole():
+    assert choose_flight([unit(1000)], False, True).is_whole

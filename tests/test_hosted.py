@@ -56,6 +56,23 @@ def test_what_is_written_reaches_the_next_step(rank, world_size, placement):
         assert run({"update": "host"}) == run({})
 
 
+@ranks(1)
+def test_options_are_the_users_whatever_the_thread_is_at(rank, world_size):
+    """While the thread takes a step, its optimizer has just the groups of that step."""
+
+    def run(groups):
+        engine = start("gpt", config("zero2_offload", "bf16", offload={"update": "host"}))
+        for step in range(3):
+            if step:
+                engine._updater._hands.updater.optimizer.param_groups = engine.optimizer.param_groups[:groups]
+            train_step(engine, rank, step)
+        found = digest(engine)
+        engine.destroy()
+        return found
+
+    assert run(groups=1) == run(groups=2)
+
+
 @ranks(2)
 def test_an_overflow_leaves_no_trace(rank, world_size):
     with mock.patch.object(hosted, "_works_beside", return_value=True):

@@ -35,6 +35,8 @@ class Hands:
     """What works on the host: one thread, an optimizer like the user's on the same states, and a lane for results."""
 
     def __init__(self, updater: Updater, device: torch.device) -> None:
+        self.given = updater.optimizer
+        """The user's, which has the options. While the thread takes a step, the other has those of that step alone."""
         self.updater = updater.beside(twin(updater.optimizer))
         self.lane = Lane(device)
         self.issuing = threading.Lock()
@@ -98,7 +100,7 @@ class HostedUpdate:
         check_none_frozen(unit)
         adopt(hands.updater.optimizer, unit)
         self._hands, self._unit, self._home, self._told = hands, unit, home, told
-        self._groups = [options_now(group) for group in hands.updater.optimizer.param_groups]
+        self._groups = [options_now(group) for group in hands.given.param_groups]
         self._at_rest = home.at_rest
         self._made = home.fresh(unit.weights.policy.weight_dtype)
         self._read: Event = PAST

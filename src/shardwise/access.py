@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from shardwise.held import extras_of, held_by
 from shardwise.overrides import ours
 from shardwise.unit import Unit
 
@@ -198,17 +199,17 @@ def _owned_state(
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """The optimizer state of the pieces that hold some of a parameter: what has a value for each element, flat over
     what is owned, and what has not (steps, a matrix optimizer's rows and columns), as it is."""
-    weights, slot = unit.weights, unit.layout.slot(name).span
+    owned, slot = unit.weights.owned, unit.layout.slot(name).span
     state: dict[str, torch.Tensor] = {}
     others: dict[str, torch.Tensor] = {}
-    for (_, piece), span in zip(weights.pieces, weights.piece_spans, strict=True):
-        if not slot.intersect(span.shift(weights.owned.start)):
-            continue
-        for key, value in optimizer.state.get(piece, {}).items():
-            value = torch.as_tensor(value) if value is not None else torch.empty(0)
-            if value.shape == piece.shape:
-                flat = state.setdefault(key, value.new_zeros(weights.owned.numel))
-                flat[span.slice] = value.reshape(-1)
-            elif value.ndim == 0 or value.numel():
-                others[key] = value.cpu()
+    for held in held_by(unit, optimizer):
+        kind, _, key = held.key.partition("/")
+        if kind == "optim" and slot.intersect(held.span):
+            values = held.read(held.span)
+            flat = state.setdefault(key, values.new_zeros(owned.numel))
+            flat[held.span.shift(-owned.start).slice] = values
+    for extra in extras_of(unit, optimizer):
+        value = torch.as_tensor(extra.value) if extra.value is not None else torch.empty(0)
+        if slot.intersect(extra.span) and (value.ndim == 0 or value.numel()):
+            others[extra.key] = value.cpu()
     return state, others

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 import torch
 
 from shardwise.home import Ferry
-from shardwise.host import Slab
+from shardwise.host import HostSlab
 from shardwise.lanes import PAST, Event
 from shardwise.memory import Entry, Kind, Tier
 
@@ -27,7 +27,7 @@ class Shelf:
 
     def __init__(self, ferry: Ferry) -> None:
         self.ferry = ferry
-        self.idle: defaultdict[int, list[tuple[Slab, Event]]] = defaultdict(list)
+        self.idle: defaultdict[int, list[tuple[HostSlab, Event]]] = defaultdict(list)
         self._last: Callable[[], Kept | None] = lambda: None
 
     def keeping(self) -> AbstractContextManager[None]:
@@ -71,7 +71,7 @@ class Kept:
         self._came: Event = PAST
         ferry, idle = shelf.ferry, shelf.idle[tensor.nbytes]
         lanes = ferry.lanes
-        fresh = Slab(ferry.ledger, _ENTRY, tensor.nbytes, torch.uint8, ferry.is_pinned) if not idle else None
+        fresh = HostSlab(ferry.ledger, _ENTRY, tensor.nbytes, torch.uint8, ferry.is_pinned) if not idle else None
         self._slab, ready = (fresh, PAST) if fresh is not None else idle.pop()
         lanes.down.wait(lanes.now(), ready)
         with lanes.down:

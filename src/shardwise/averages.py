@@ -92,21 +92,22 @@ class Ema:
 
     @torch.no_grad()
     def _update(self) -> None:
-        masters = [_master(unit) for unit in self._units]
-        self._follow(masters)
-        if self.updates == 0:
-            torch._foreach_copy_(self._averages, masters)
-        else:
-            torch._foreach_lerp_(self._averages, masters, 1 - self.decay)
+        # One after the other: a master copy that rests on the disk is read to be looked at.
+        for unit, average in zip(self._units, self._averages, strict=True):
+            master = _master(unit)
+            self._follow(unit, average, master)
+            if self.updates == 0:
+                average.copy_(master)
+            else:
+                average.lerp_(master, 1 - self.decay)
         self.updates += 1
 
-    def _follow(self, masters: list[torch.Tensor]) -> None:
-        """Rest where the master copies do: a budget may have let them move to the device."""
-        for unit, average, master in zip(self._units, self._averages, masters, strict=True):
-            if average.device != master.device:
-                self._account(unit, average, 0)
-                average.data = average.to(master.device)
-                self._account(unit, average, average.nbytes)
+    def _follow(self, unit: Unit, average: torch.Tensor, master: torch.Tensor) -> None:
+        """Rest where the master copy does: a budget may have let it move to the device."""
+        if average.device != master.device:
+            self._account(unit, average, 0)
+            average.data = average.to(master.device)
+            self._account(unit, average, average.nbytes)
 
     def _account(self, unit: Unit, average: torch.Tensor, size_bytes: int) -> None:
         tier = Tier.DEVICE if average.device == self._engine.comm.device else Tier.HOST

@@ -86,7 +86,8 @@ class Grads:
         """This rank's shard of the reduced gradients; in a fresh tensor, where they rest on the host."""
         assert self.is_reduced, f"the gradients of {self.name} are not reduced yet"
         if self._home is not None:
-            copy = torch.empty_like(self._home.slabs[GRADS].tensor, device=self._comm.device)
+            dtype = self._home.slabs[GRADS].dtype
+            copy = torch.empty(self._home.numel, dtype=dtype, device=self._comm.device)
             self._home.ferry.lanes.wait(self._home.recall(GRADS, copy))
             return copy
         return self._held.tensor if self._full is None else self._full.tensor[self._shard.slice]

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 
 import torch
 
+from shardwise import home
+from shardwise.home import Home
 from shardwise.layout import Span
 from shardwise.streamed import adopt
 from shardwise.unit import Unit
@@ -61,6 +63,28 @@ class InMemory:
 
 
 @dataclass(frozen=True)
+class AtHome:
+    """Held values of a field that rests off the device; `first` is the element of the flat buffer it begins with."""
+
+    key: str
+    span: Span
+    at: Home
+    field: str
+    first: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.at.slabs[self.field].dtype
+
+    def read(self, part: Span) -> torch.Tensor:
+        return self.at.read(self.field, part.shift(-self.first))
+
+    def write(self, part: Span, values: torch.Tensor) -> None:
+        with torch.no_grad():
+            self.at.write(self.field, part.shift(-self.first), values)
+
+
+@dataclass(frozen=True)
 class Extra:
     """A value that is not one per element, of all parameters in `span`."""
 
@@ -73,11 +97,19 @@ def held_by(unit: Unit, optimizer: torch.optim.Optimizer | None) -> list[Held]:
     """All values of a unit that this rank holds one per element: its master first, and nothing else without an
     optimizer."""
     unit.quiet()
-    weights = unit.weights
-    values: list[Held] = [InMemory(MASTER, weights.owned, weights.master)]
+    weights, first = unit.weights, unit.weights.owned.start
+    values: list[Held] = []
+    if weights.master_home is not None:
+        values.append(AtHome(MASTER, weights.owned, weights.master_home, home.MASTER, first))
+    else:
+        values.append(InMemory(MASTER, weights.owned, weights.master))
     for piece, span, state in _states(unit, optimizer):
         for key, value in state.items():
-            if _is_per_element(value, piece):
+            if not _is_per_element(value, piece):
+                continue
+            if unit.home is not None and unit.home.holds_states:
+                values.append(AtHome(f"optim/{key}", span, unit.home, key, first))
+            else:
                 values.append(InMemory(f"optim/{key}", span, value.detach().view(-1)))
     return values + unit.kept if optimizer is not None else values
 

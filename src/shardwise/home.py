@@ -2,7 +2,7 @@
 
 Names, used throughout:
 - *field*: one value for each element that this rank owns: the `master`, each moment of the optimizer's (under the
-  optimizer's own word), the reduced `grads`. A field rests in a *slab* of host memory.
+  optimizer's own word), the reduced `grads`. A field rests in a *slab* on its tier.
 - *parcel*: a run of a unit's elements that travels at once, its fields side by side in a slot of the ring.
 - *job*: what is due to happen to a unit's parcels while they are on the device: the update. It is issued with the
   unit's next delivery, or at once by whoever looks at the states before.
@@ -19,18 +19,20 @@ from typing import NamedTuple, Protocol
 import torch
 
 from shardwise.config import Offload
-from shardwise.host import Slab
+from shardwise.host import HostSlab
 from shardwise.lanes import PAST, Event, Lanes
 from shardwise.layout import Span
 from shardwise.memory import Entry, Kind, Ledger, Tier
 from shardwise.policy import Policy
 from shardwise.ring import Ring, Slot, room_bytes
+from shardwise.slab import Slab
 
 MASTER, GRADS = "master", "grads"
 """Fields by name; all others are the optimizer's."""
 
 Views = dict[str, torch.Tensor]
-Made = list[tuple[torch.Tensor, torch.Tensor]]
+Made = list[tuple[str, Span, torch.Tensor]]
+"""Values that were made on the device, with the field and the elements they are of."""
 
 _SLOT_BYTES = 256 << 20
 _ELEMENT_BYTES = 16
@@ -51,7 +53,7 @@ class Job(Protocol):
     """Work on parcels."""
 
     def __call__(self, parcel: Parcel, views: Views) -> Made:
-        """Work on a parcel's fields on the device; what was made there, with where on the host it shall rest."""
+        """Work on a parcel's fields on the device; what was made there and shall rest."""
 
     def done(self) -> None:
         """The computing stream has come after it: free what it read."""
@@ -136,16 +138,21 @@ class Home:
         if policy.trainable and policy.grads_tier != "device":
             self.add(GRADS, policy.accumulate_dtype, Kind.GRADS)
 
-    def add(self, field: str, dtype: torch.dtype, kind: Kind = Kind.OPTIM) -> torch.Tensor:
+    def add(self, field: str, dtype: torch.dtype, kind: Kind = Kind.OPTIM) -> Slab:
         """Room for one more field."""
         entry = Entry(kind, self.name if kind is not Kind.OPTIM else f"{self.name} ({field})", Tier.HOST)
-        self.slabs[field] = Slab(self.ferry.ledger, entry, self.numel, dtype, self.ferry.is_pinned)
-        return self.slabs[field].tensor
+        self.slabs[field] = HostSlab(self.ferry.ledger, entry, self.numel, dtype, self.ferry.is_pinned)
+        return self.slabs[field]
 
     def divide(self, pieces: Sequence[Span]) -> None:
         """Cut the elements into parcels, at the borders of the optimizer's pieces."""
         self.parcels = list(_parcels(self.numel, pieces, self.ferry.parcel_numel))
         self.ferry.expect(len(self.parcels))
+
+    @property
+    def everything(self) -> Span:
+        """All elements."""
+        return Span(0, self.numel)
 
     @property
     def size_bytes(self) -> int:
@@ -162,9 +169,15 @@ class Home:
 
     def fresh(self, dtype: torch.dtype) -> torch.Tensor:
         """Where new weights rest that were made on the host: the master, or where the gradients were."""
-        if dtype == self.slabs[MASTER].tensor.dtype:
-            return self.slabs[MASTER].tensor
-        return self.slabs[GRADS].tensor.view(torch.uint8)[: self.numel * dtype.itemsize].view(dtype)
+        if dtype == self.slabs[MASTER].dtype:
+            return self.on_host(MASTER)
+        return self.on_host(GRADS).view(torch.uint8)[: self.numel * dtype.itemsize].view(dtype)
+
+    def on_host(self, field: str) -> torch.Tensor:
+        """The host memory that a field rests in."""
+        slab = self.slabs[field]
+        assert isinstance(slab, HostSlab), f"{field} of {self.name} does not rest on the host"
+        return slab.tensor
 
     def deliver(self, target: torch.Tensor | None) -> Delivery:
         """Do what is due, and bring the master to `target`, in its dtype. Whoever reads `target` waits for the arrival.
@@ -191,7 +204,7 @@ class Home:
         lanes = self.ferry.lanes
         lanes.down.wait(lanes.now(), self._rested, self._finish_hosted())
         with lanes.down:
-            lanes.take(self.slabs[field].tensor, source)
+            self.slabs[field].take(lanes, self.everything, [(self.everything, source)])
         self._grads_rested = lanes.down.mark()
         lanes.leave(self._grads_rested, free)
 
@@ -200,13 +213,18 @@ class Home:
         lanes = self.ferry.lanes
         lanes.up.wait(lanes.now(), self._rested, self._grads_rested)
         with lanes.up:
-            lanes.bring(target, self.slabs[field].tensor)
+            self.slabs[field].bring(lanes, self.everything, target)
         return lanes.up.mark()
 
-    def look(self, field: str) -> torch.Tensor:
-        """A field as it rests, to read or write."""
+    def read(self, field: str, span: Span) -> torch.Tensor:
+        """Values of a field as they rest, on the host, to look at."""
         self.quiet()
-        return self.slabs[field].tensor
+        return self.slabs[field].read(span)
+
+    def write(self, field: str, span: Span, values: torch.Tensor) -> None:
+        """Replace values of a field where it rests."""
+        self.quiet()
+        self.slabs[field].write(span, values)
 
     def quiet(self) -> None:
         """Do what is due, let go of what was loaded ahead, and have the host wait until all has come down."""
@@ -268,12 +286,12 @@ class Home:
     def _take_down(self, parcel: Parcel, views: Views, made: Made) -> None:
         lanes = self.ferry.lanes
         lanes.down.wait(lanes.work.mark())
+        parts = {field: [(parcel.span, view)] for field, view in views.items() if field != GRADS}
+        for field, span, values in made:
+            parts.setdefault(field, []).append((span, values.view(-1)))
         with lanes.down:
-            for field, view in views.items():
-                if field != GRADS:
-                    lanes.take(self.slabs[field].tensor[parcel.span.slice], view)
-            for place, tensor in made:
-                lanes.take(place, tensor)
+            for field, values_of in parts.items():
+                self.slabs[field].take(lanes, parcel.span, values_of)
         self._rested = self._parcels_rested[parcel.span] = lanes.down.mark()
         if made:
             # Made by the optimizer in the work lane, which knows nothing of the copy: they must live until it is done.
@@ -286,7 +304,7 @@ class Home:
     def _open(self, parcel: Parcel, most: int | None = None) -> None:
         """Take a slot, with room for everything the parcel may need."""
         numel = parcel.span.numel
-        dtypes = {field: slab.tensor.dtype for field, slab in self.slabs.items()}
+        dtypes = {field: slab.dtype for field, slab in self.slabs.items()}
         ring = self.ferry.ring
         ring.fit(sum(room_bytes(numel, dtype) for dtype in dtypes.values()))
         self._slots[parcel.span] = slot = ring.take(most)
@@ -298,7 +316,7 @@ class Home:
         lanes.up.wait(self._slots[span].ready, self._parcels_rested.get(span, PAST), self._grads_rested)
         with lanes.up:
             for field in fields:
-                lanes.bring(self._loaded[span][field], self.slabs[field].tensor[span.slice])
+                self.slabs[field].bring(lanes, span, self._loaded[span][field])
 
 
 @dataclass

@@ -7,29 +7,57 @@ the CUDA runtime itself, one by one.
 from __future__ import annotations
 
 import ctypes
+import mmap
 import weakref
 from functools import cache
 from pathlib import Path
 
 import torch
 
+from shardwise.lanes import Lanes
+from shardwise.layout import Span
 from shardwise.memory import Entry, Ledger
+from shardwise.slab import Parts
 
 
-class Slab:
-    """One flat tensor in host memory, zeros at first."""
+class HostSlab:
+    """A slab that is one flat tensor in host memory, zeros at first."""
 
     def __init__(self, ledger: Ledger, entry: Entry, numel: int, dtype: torch.dtype, pinned: bool) -> None:
+        self.dtype = dtype
         self.size_bytes = numel * dtype.itemsize
         self._ledger, self._entry = ledger, entry
         self.tensor = page_locked(numel, dtype) if pinned and numel else torch.zeros(numel, dtype=dtype)
         ledger.add(entry, self.size_bytes)
+
+    def at_rest(self, span: Span, shape: torch.Size) -> torch.Tensor:
+        return self.tensor[span.slice].view(shape)
+
+    def read(self, span: Span) -> torch.Tensor:
+        return self.tensor[span.slice]
+
+    def write(self, span: Span, values: torch.Tensor) -> None:
+        self.tensor[span.slice].copy_(values)
+
+    def bring(self, lanes: Lanes, span: Span, target: torch.Tensor) -> None:
+        lanes.bring(target, self.tensor[span.slice])
+
+    def take(self, lanes: Lanes, span: Span, parts: Parts) -> None:
+        for part, values in parts:
+            lanes.take(self.tensor[part.slice], values)
 
     def free(self) -> None:
         """Give the memory back, as soon as nobody holds a view of it; no copy may be under way."""
         self._ledger.remove(self._entry, self.size_bytes)
         self.size_bytes = 0
         self.tensor = torch.empty(0, dtype=self.tensor.dtype)
+
+
+def page_aligned(size_bytes: int, pinned: bool) -> torch.Tensor:
+    """So many bytes of host memory on a page boundary, as direct I/O demands."""
+    if pinned:
+        return page_locked(size_bytes, torch.uint8)
+    return torch.frombuffer(mmap.mmap(-1, size_bytes), dtype=torch.uint8)
 
 
 def page_locked(numel: int, dtype: torch.dtype) -> torch.Tensor:

@@ -154,7 +154,7 @@ class HostedUpdate:
 
     def _update(self, parcel: Parcel) -> None:
         weights, span = self._unit.weights, parcel.span
-        grads = self._home.slabs[GRADS].tensor[span.slice]
+        grads = self._home.on_host(GRADS)[span.slice]
         if grads.dtype != torch.float32:
             grads = self._hands.room(span.numel).copy_(grads)
         if self._told.coefficient is not None:
@@ -171,7 +171,7 @@ class HostedUpdate:
 
     @property
     def _master(self) -> torch.Tensor:
-        return self._home.slabs[MASTER].tensor
+        return self._home.on_host(MASTER)
 
 
 @dataclass

@@ -23,10 +23,16 @@ class Event(Protocol):
     def synchronize(self) -> None:
         """Have the host wait for it."""
 
+    def query(self) -> bool:
+        """Whether it has happened."""
+
 
 class _Past:
     def synchronize(self) -> None:
         pass
+
+    def query(self) -> bool:
+        return True
 
 
 PAST: Event = _Past()

@@ -1,7 +1,7 @@
 """The update of a unit whose states rest off the device: the same kernel, on one parcel after the other.
 
 While a parcel is on the device, the optimizer's pieces and its state are views of a slot of the ring; at rest they are
-views of the slabs on the host. What the optimizer makes in its first step is taken down and rests there from then on.
+what the slabs say. What the optimizer makes in its first step is taken down and rests there from then on.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import torch
 from torch import nn
 
 from shardwise.home import GRADS, MASTER, Home, Made, Parcel, Views
+from shardwise.layout import Span
 from shardwise.marks import mark
+from shardwise.slab import Slab
 from shardwise.unit import Unit
 
 if TYPE_CHECKING:
@@ -62,35 +64,33 @@ class StreamedUpdate:
             self._unit.grads.clear()
         self._reduced = self._coefficient = None
 
-    def _put_to_rest(self, number: int, views: Views) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Bind a piece and its state to the host again; yields what the optimizer made, with its place there."""
+    def _put_to_rest(self, number: int, views: Views) -> Iterator[tuple[str, Span, torch.Tensor]]:
+        """Bind a piece and its state to where they rest again; yields what the optimizer made."""
         weights, optimizer, home = self._unit.weights, self._updater.optimizer, self._home
         (_, piece), span = weights.pieces[number], weights.piece_spans[number]
         piece.grad = None
         if MASTER in home:
-            piece.data = home.slabs[MASTER].tensor[span.slice].view(piece.shape)
+            piece.data = home.slabs[MASTER].at_rest(span, piece.shape)
         self._updater.settle_ledger(self._unit)
         for key in _per_element(optimizer, piece) if home.holds_states else ():
             value = optimizer.state[piece][key]
-            place = _place(home, key, value, number, self._unit)
-            optimizer.state[piece][key] = place
+            optimizer.state[piece][key] = _slab(home, key, value).at_rest(span, value.shape)
             if key not in views or not _shares_storage(value, views[key]):
-                yield place, value
+                yield key, span, value
 
 
 def adopt(optimizer: torch.optim.Optimizer, unit: Unit) -> None:
-    """Take state to the host that somebody put into the optimizer: made before the engine was, or loaded."""
+    """Let state rest that somebody put into the optimizer: made before the engine was, or loaded."""
     home = unit.home
     if home is None or not home.holds_states:
         return
-    for number, (_, piece) in enumerate(unit.weights.pieces):
+    for (_, piece), span in zip(unit.weights.pieces, unit.weights.piece_spans, strict=True):
         for key in _per_element(optimizer, piece):
             value = optimizer.state[piece][key]
-            place = _place(home, key, value, number, unit)
-            if not _shares_storage(value, place):
-                home.look(key)
-                place.copy_(value)
-                optimizer.state[piece][key] = place
+            resting = _slab(home, key, value).at_rest(span, value.shape)
+            if not _shares_storage(value, resting):
+                home.write(key, span, value.view(-1))
+                optimizer.state[piece][key] = resting
 
 
 def scaled(grads: torch.Tensor, coefficient: torch.Tensor | None, room: torch.Tensor | None = None) -> torch.Tensor:
@@ -103,10 +103,9 @@ def scaled(grads: torch.Tensor, coefficient: torch.Tensor | None, room: torch.Te
     return torch.mul(grads, coefficient.view(1), out=room)
 
 
-def _place(home: Home, key: str, value: torch.Tensor, number: int, unit: Unit) -> torch.Tensor:
-    """Where a piece's state rests."""
-    slab = home.slabs[key].tensor if key in home else home.add(key, value.dtype)
-    return slab[unit.weights.piece_spans[number].slice].view(value.shape)
+def _slab(home: Home, key: str, value: torch.Tensor) -> Slab:
+    """What a state rests in."""
+    return home.slabs[key] if key in home else home.add(key, value.dtype)
 
 
 def check_none_frozen(unit: Unit) -> None:

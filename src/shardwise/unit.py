@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -96,9 +96,11 @@ class Unit:
         self.quiet()
         self.weights.move_in()
         self.grads.move_in()
-        for _, piece in self.weights.pieces:
+        for (_, piece), span in zip(self.weights.pieces, self.weights.piece_spans, strict=True):
             state = optimizer.state.get(piece, {})
-            state.update({key: to_device(value, self.comm.device) for key, value in state.items()})
+            for key in [key for key in state if key in self.home and state[key].shape == piece.shape]:
+                values = self.home.read(key, span).view(state[key].shape)
+                state[key] = values.to(self.comm.device, copy=True)
         self.home.free()
         self.home = None
 
@@ -110,11 +112,6 @@ class Unit:
         self.weights.free()
         if self.home is not None:
             self.home.free()
-
-
-def to_device(value: Any, device: torch.device) -> Any:
-    """A copy of a tensor on the device; anything else as it is."""
-    return value.to(device, copy=True) if isinstance(value, torch.Tensor) and value.ndim else value
 
 
 def layout_for(

@@ -87,11 +87,15 @@ class Weights:
 
     @property
     def master(self) -> torch.Tensor:
-        """The owned elements as they are updated, wherever they are. On the host, it waits for them there."""
-        if self._master_is_home:
-            assert self._home is not None
-            return self._home.look(MASTER)
+        """The owned elements as they are updated, wherever they are, to look at. Off the device, it waits for them."""
+        if (home := self.master_home) is not None:
+            return home.read(MASTER, home.everything)
         return self._part.tensor if self._part.live else self._full.tensor[self.owned.slice]
+
+    @property
+    def master_home(self) -> Home | None:
+        """Where the master rests, if not on the device."""
+        return self._home if self._master_is_home else None
 
     @property
     def full(self) -> torch.Tensor:
@@ -138,8 +142,8 @@ class Weights:
             set_origin(param, None)
         if is_shared:
             self._comm.broadcast(exact, unit=self.name)
-        if self._master_is_home:
-            self.master.copy_(exact[self.owned.slice])
+        if (home := self.master_home) is not None:
+            home.write(MASTER, home.everything, exact[self.owned.slice])
         elif not self._one_storage:
             self._part.allocate().copy_(exact[self.owned.slice])
         if not self._one_storage:
@@ -266,7 +270,11 @@ class Weights:
         if not self._one_storage or self._master_is_home:
             master = self.master.to(mine.device)
             same = mine == master.to(mine.dtype)
-            self.master.copy_(torch.where(same, master, mine.to(master.dtype)))
+            written = torch.where(same, master, mine.to(master.dtype))
+            if (home := self.master_home) is not None:
+                home.write(MASTER, home.everything, written)
+            else:
+                self.master.copy_(written)
         if self._keeps_weights:
             self._part.tensor.copy_(mine)
         self.generation += 1
@@ -329,9 +337,13 @@ class Weights:
             param.data = tensor
 
     def _bind_pieces(self) -> None:
-        master = self._home.slabs[MASTER].tensor if self._home and self._master_is_home else self.master
+        home = self.master_home
+        master = self.master if home is None else None
         for (_, piece), span, shape in zip(self.pieces, self.piece_spans, self._piece_shapes, strict=True):
-            piece.data = master[span.slice].view(shape)
+            if home is not None:
+                piece.data = home.slabs[MASTER].at_rest(span, torch.Size(shape))
+            elif master is not None:
+                piece.data = master[span.slice].view(shape)
 
 
 def _blank(dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -30,7 +30,7 @@ from shardwise.overrides import Overrides
 from shardwise.policy import DTYPES, Policy, policy_for
 from shardwise.recompute import Recompute
 from shardwise.report import Clock, Report
-from shardwise.residency import Budget, away_bytes
+from shardwise.residency import Budget, moments_each, open_disk
 from shardwise.scaling import Outcome, Scaler
 from shardwise.schedule import Schedule
 from shardwise.tensors import map_tensors
@@ -394,8 +394,9 @@ class Engine(nn.Module):
                     *(spec.name, self._comm.world_size, layout.used_numel, layout.numel),
                 )
             plans.append((spec, policy, layout))
-        stays = self._budget.must_stay([away_bytes(policy, layout, self.config) for _, policy, layout in plans])
-        policies = [policy.on_device() if index < stays else policy for index, (_, policy, _) in enumerate(plans)]
+        layouts, moments = [layout for _, _, layout in plans], moments_each(self.optimizer)
+        policies = self._budget.place([policy for _, policy, _ in plans], layouts, moments)
+        open_disk(self._ferry, self._comm, self.config.offload, policies, layouts, moments)
         return [
             Unit(spec, params, layout, policy, self._comm, self._ferry)
             for (spec, _, layout), policy in zip(plans, policies, strict=True)
@@ -532,6 +533,7 @@ class Engine(nn.Module):
         with self._clock.phase("norm"):
             self.grad_norm = self._norm(grads)
         overflow, coefficient = self._unscale()
+        self._ferry.turn()
         with self._clock.phase("update"):
             skips = updater.begin(overflow)
             for unit in trainable:

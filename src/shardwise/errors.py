@@ -1,6 +1,14 @@
 """The errors that users meet. Each message names what was seen and what to do about it."""
 
-__all__ = ["CheckpointError", "ConfigError", "ConfigWarning", "DamagedError", "DisagreementError", "ShardwiseError"]
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "ConfigWarning",
+    "DamagedError",
+    "DisagreementError",
+    "DiskError",
+    "ShardwiseError",
+]
 
 
 class ShardwiseError(Exception):
@@ -17,6 +25,10 @@ class CheckpointError(ShardwiseError, ValueError):
 
 class DamagedError(CheckpointError):
     """A checkpoint of which a file is missing, cut short or changed."""
+
+
+class DiskError(ShardwiseError, OSError):
+    """What rests on the disk cannot be written there, or is not there any more as it was written."""
 
 
 class ConfigWarning(UserWarning):

@@ -12,6 +12,7 @@ A parcel goes up the one lane, is worked on in the second and goes down the thir
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -19,6 +20,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from shardwise.config import Offload
+from shardwise.disk_slab import DiskSlab
 from shardwise.host import HostSlab
 from shardwise.lanes import PAST, Event, Lanes
 from shardwise.layout import Span
@@ -26,6 +28,7 @@ from shardwise.memory import Entry, Kind, Ledger, Tier
 from shardwise.policy import Policy
 from shardwise.ring import Ring, Slot, room_bytes
 from shardwise.slab import Slab
+from shardwise.staging import Chunk, Staging
 
 MASTER, GRADS = "master", "grads"
 """Fields by name; all others are the optimizer's."""
@@ -89,6 +92,7 @@ class Ferry:
         self.is_pinned = settings.pin_memory and device.type == "cuda"
         self.parcel_numel = max(1024, (settings.buffer_bytes or _SLOT_BYTES) // _ELEMENT_BYTES // 1024 * 1024)
         self._most_slots = settings.buffer_count or _MOST_SLOTS
+        self.staging: Staging | None = None
 
     def expect(self, parcels: int) -> None:
         """Make room in the ring for units of so many parcels: three of them, within the bound."""
@@ -107,14 +111,21 @@ class Ferry:
                     return
                 home.load(parcel)
 
+    def turn(self) -> None:
+        """A step's updates begin."""
+        if self.staging is not None:
+            self.staging.turn()
+
     def close(self) -> None:
-        """Give back what the device lent."""
+        """Give back what the device lent, and remove what is left on the disk."""
         self.lanes.arrive()
         self.ring.trim()
+        if self.staging is not None:
+            self.staging.close()
 
 
 class Home:
-    """One unit's fields on the host."""
+    """One unit's fields off the device."""
 
     def __init__(self, name: str, policy: Policy, numel: int, ferry: Ferry) -> None:
         self.name = name
@@ -122,6 +133,7 @@ class Home:
         self.holds_states = policy.trainable and policy.optim_tier != "device"
         self.is_updated = self.holds_states or (policy.trainable and _master_leaves(policy))
         self.numel = numel
+        self._states_tier = policy.optim_tier
         self.slabs: dict[str, Slab] = {}
         self.parcels: list[Parcel] = []
         self.job: Job | None = None
@@ -134,15 +146,22 @@ class Home:
         self._slots: dict[Span, Slot] = {}
         if _master_leaves(policy):
             kind = Kind.WEIGHTS if policy.weight_dtype == policy.master_dtype else Kind.OPTIM
-            self.add(MASTER, policy.master_dtype, kind)
+            self.add(MASTER, policy.master_dtype, kind, policy.master_tier)
         if policy.trainable and policy.grads_tier != "device":
-            self.add(GRADS, policy.accumulate_dtype, Kind.GRADS)
+            self.add(GRADS, policy.accumulate_dtype, Kind.GRADS, policy.grads_tier)
 
-    def add(self, field: str, dtype: torch.dtype, kind: Kind = Kind.OPTIM) -> Slab:
-        """Room for one more field."""
-        entry = Entry(kind, self.name if kind is not Kind.OPTIM else f"{self.name} ({field})", Tier.HOST)
-        self.slabs[field] = HostSlab(self.ferry.ledger, entry, self.numel, dtype, self.ferry.is_pinned)
+    def add(self, field: str, dtype: torch.dtype, kind: Kind = Kind.OPTIM, tier: str | None = None) -> Slab:
+        """Room for one more field, by default where the optimizer's states rest."""
+        ferry, tier = self.ferry, tier or self._states_tier
+        entry = Entry(kind, self.name if kind is not Kind.OPTIM else f"{self.name} ({field})", Tier(tier))
+        if ferry.staging is not None and tier == "disk":
+            self.slabs[field] = DiskSlab(ferry.staging, ferry.ledger, entry, self._cuts, dtype)
+        else:
+            self.slabs[field] = HostSlab(ferry.ledger, entry, self.numel, dtype, ferry.is_pinned)
         return self.slabs[field]
+
+    def _cuts(self) -> list[Span]:
+        return [parcel.span for parcel in self.parcels]
 
     def divide(self, pieces: Sequence[Span]) -> None:
         """Cut the elements into parcels, at the borders of the optimizer's pieces."""
@@ -153,6 +172,11 @@ class Home:
     def everything(self) -> Span:
         """All elements."""
         return Span(0, self.numel)
+
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether a field rests on the disk."""
+        return any(isinstance(slab, DiskSlab) for slab in self.slabs.values())
 
     @property
     def size_bytes(self) -> int:
@@ -189,13 +213,15 @@ class Home:
         job, self.job = self.job, None
         lanes = self.ferry.lanes
         lanes.work.wait(lanes.now())
-        for parcel in self.parcels if job or target is not None else ():
-            self._carry(parcel, job, target if MASTER in self else None)
+        if job or target is not None:
+            with self._fetching(is_update=job is not None):
+                for parcel in self.parcels:
+                    self._carry(parcel, job, target if MASTER in self else None)
         return Arrival(lanes, lanes.work.mark(), job)
 
     def load(self, parcel: Parcel) -> None:
         """Bring a parcel's states up ahead of the job; its gradients may still be on their way down."""
-        if parcel.span not in self._loaded:
+        if parcel.span not in self._loaded and not self.is_on_disk:
             self._open(parcel)
             self._bring(parcel, [field for field in self.slabs if field != GRADS])
 
@@ -233,6 +259,8 @@ class Home:
         self._finish_hosted().synchronize()
         self._rested.synchronize()
         self._grads_rested.synchronize()
+        for slab in self.slabs.values():
+            slab.wait()
 
     def flush(self) -> None:
         """Do what is due now."""
@@ -241,14 +269,16 @@ class Home:
 
     def forget(self) -> None:
         """Let go of what was loaded ahead: the fields may change where they rest."""
-        lanes = self.ferry.lanes
+        lanes, staging = self.ferry.lanes, self.ferry.staging
         for parcel in self.parcels:
             if parcel.span in self._loaded:
                 lanes.work.wait(lanes.up.mark())
                 self._close(parcel, lanes.work.mark())
+        if staging is not None and self.is_on_disk:
+            staging.drop()
 
     def free(self) -> None:
-        """Give the host memory back. Waits for what is under way."""
+        """Give the room back. Waits for what is under way."""
         self.job = None
         self._finish_hosted().synchronize()
         self.forget()
@@ -262,6 +292,17 @@ class Home:
         """From here on, what was made on the host is no longer where the gradients are."""
         hosted, self.hosted = self.hosted, None
         return PAST if hosted is None else hosted.finish()
+
+    @contextlib.contextmanager
+    def _fetching(self, is_update: bool) -> Iterator[None]:
+        """Within it, a delivery fetches what it needs from the disk."""
+        delivery, staging = _FromDisk(self, is_update), self.ferry.staging
+        if staging is None or next(delivery.chunks(), None) is None:
+            yield
+            return
+        staging.begin(delivery)
+        yield
+        staging.end()
 
     def _carry(self, parcel: Parcel, job: Job | None, target: torch.Tensor | None) -> None:
         lanes, span = self.ferry.lanes, parcel.span
@@ -319,6 +360,21 @@ class Home:
                 self.slabs[field].bring(lanes, span, self._loaded[span][field])
 
 
+@dataclass(frozen=True)
+class _FromDisk:
+    """A delivery as the staging sees it: all fields for an update, else the master alone."""
+
+    home: Home
+    is_update: bool
+
+    def chunks(self) -> Iterator[Chunk]:
+        for parcel in self.home.parcels:
+            for field in list(self.home.slabs) if self.is_update else [MASTER]:
+                slab = self.home.slabs.get(field)
+                if isinstance(slab, DiskSlab):
+                    yield from slab.chunks_in(parcel.span)
+
+
 @dataclass
 class Arrival:
     """A delivery under way; a handle as those of `comm` are."""
@@ -344,11 +400,7 @@ def home_for(name: str, policy: Policy, numel: int, ferry: Ferry) -> Home | None
 
 
 def _master_leaves(policy: Policy) -> bool:
-    """A master that is the weights rests where they do, and on the device while they are replicated; a copy of its own
-    rests with the optimizer's states."""
-    if policy.weight_dtype == policy.master_dtype:
-        return policy.weights_sharded and policy.weights_tier != "device"
-    return policy.optim_tier != "device"
+    return policy.master_tier != "device"
 
 
 def _parcels(numel: int, pieces: Sequence[Span], most: int) -> Iterator[Parcel]:

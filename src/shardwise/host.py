@@ -46,6 +46,9 @@ class HostSlab:
         for part, values in parts:
             lanes.take(self.tensor[part.slice], values)
 
+    def wait(self) -> None:
+        """What left the device is here."""
+
     def free(self) -> None:
         """Give the memory back, as soon as nobody holds a view of it; no copy may be under way."""
         self._ledger.remove(self._entry, self.size_bytes)

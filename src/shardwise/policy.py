@@ -38,6 +38,24 @@ class Policy:
     grads_tier: Tier = "device"
     optim_tier: Tier = "device"
 
+    @property
+    def master_tier(self) -> Tier:
+        """A master that is the weights rests where they do, and on the device while they are replicated; a copy of its
+        own rests with the optimizer's states."""
+        if self.weight_dtype == self.master_dtype:
+            return self.weights_tier if self.weights_sharded else "device"
+        return self.optim_tier
+
+    @property
+    def uses_disk(self) -> bool:
+        return "disk" in (self.master_tier, self.optim_tier)
+
+    def cached(self) -> Policy:
+        """The same with the host in the place of the disk."""
+        weights: Tier = "host" if self.weights_tier == "disk" else self.weights_tier
+        optim: Tier = "host" if self.optim_tier == "disk" else self.optim_tier
+        return dataclasses.replace(self, weights_tier=weights, optim_tier=optim)
+
     def on_device(self) -> Policy:
         """The same with every kind on the device."""
         return dataclasses.replace(self, weights_tier="device", grads_tier="device", optim_tier="device")

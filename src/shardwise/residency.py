@@ -10,6 +10,7 @@ leave begins away from the device, two steps are taken and measured, and what fi
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -18,12 +19,16 @@ import torch
 
 from shardwise.balance import host_share
 from shardwise.comm import Comm
-from shardwise.config import Config, Offload
-from shardwise.config.costs import moment_bytes
+from shardwise.config import Offload
+from shardwise.config.costs import moments_of
+from shardwise.errors import ConfigError, DiskError, ShardwiseError
+from shardwise.home import Ferry
 from shardwise.layout import Layout
 from shardwise.memory import Ledger
 from shardwise.optim import Updater
+from shardwise.optimizers import members
 from shardwise.policy import Policy
+from shardwise.staging import Staging, staging_bytes
 from shardwise.unit import Unit
 
 _MEASURED_STEPS = 3
@@ -64,10 +69,26 @@ class Budget:
         self._ledger = ledger
         self._steps = 0
 
-    def must_stay(self, unit_bytes: Sequence[int]) -> int:
-        """How many units may not leave the device at all: the user's ratio, or the host is too small."""
-        host = self._settings.host_memory
-        return must_stay(unit_bytes, self._settings.ratio, self._host_share_bytes() if host == "auto" else host)
+    def place(self, policies: Sequence[Policy], layouts: Sequence[Layout], moments: int) -> list[Policy]:
+        """The policies of units whose optimizer makes `moments` bytes an element, with what must stay on the device
+        there, because of the user's ratio or a host that is too small, and on the host what its budget has room for.
+        """
+        sizes = [resting_bytes(policy, layout, moments) for policy, layout in zip(policies, layouts, strict=True)]
+        away = [
+            size["host"] + size["disk"] if policy.trainable else 0 for policy, size in zip(policies, sizes, strict=True)
+        ]
+        uses_disk = any(policy.uses_disk for policy in policies)
+        host = self._host_share_bytes() if self._settings.host_memory == "auto" else self._settings.host_memory
+        stays = must_stay(away, self._settings.ratio, None if uses_disk else host)
+        cached = stays
+        if uses_disk and host is not None:
+            on_disk = [size["disk"] for size in sizes[stays:]]
+            room = host - sum(size["host"] for size in sizes[stays:]) - staging_bytes(sum(on_disk))
+            cached += stay(on_disk, room)
+        return [
+            policy.on_device() if number < stays else policy.cached() if number < cached else policy
+            for number, policy in enumerate(policies)
+        ]
 
     def begin(self, updater: Updater | None) -> None:
         """Before the first step. What is updated on the host is chosen among what will stay there."""
@@ -120,16 +141,48 @@ class Budget:
         return int(min(self._comm.share_object(room, "the room on the device")))
 
 
-def away_bytes(policy: Policy, layout: Layout, config: Config) -> int:
-    """What of a unit rests off the device, per rank, in the end."""
-    if not policy.trainable:
+def resting_bytes(policy: Policy, layout: Layout, moments: int) -> Counter[str]:
+    """What of a unit rests on which tier, per rank, weights beside their master apart."""
+    each: Counter[str] = Counter({policy.master_tier: policy.master_dtype.itemsize})
+    if policy.trainable:
+        each[policy.optim_tier] += moments
+        each[policy.grads_tier] += policy.accumulate_dtype.itemsize
+    return Counter({tier: size * layout.shard_numel for tier, size in each.items()})
+
+
+def open_disk(
+    ferry: Ferry, comm: Comm, settings: Offload, policies: Sequence[Policy], layouts: Sequence[Layout], moments: int
+) -> None:
+    """Make this rank's files and set room aside, if anything rests on the disk. All ranks can, or none goes on."""
+    pairs = [(policy, layout) for policy, layout in zip(policies, layouts, strict=True) if policy.uses_disk]
+    if not pairs:
+        return
+    failure: ShardwiseError | None = None
+    try:
+        largest = max(4 * min(layout.shard_numel, ferry.parcel_numel) for _, layout in pairs)
+        ferry.staging = Staging(ferry.ledger, settings, comm.rank, ferry.is_pinned, largest)
+        on_disk = [resting_bytes(policy, layout, moments)["disk"] for policy, layout in pairs]
+        weights = [
+            policy.master_dtype.itemsize * layout.shard_numel
+            for policy, layout in pairs
+            if policy.weight_dtype == policy.master_dtype and policy.master_tier == "disk"
+        ]
+        ferry.staging.reserve(sum(weights), sum(on_disk) - sum(weights))
+    except (ConfigError, DiskError) as error:
+        failure = error
+    told = comm.share_object(None if failure is None else f"rank {comm.rank}: {failure}", "the room on the disk")
+    if failure is not None:
+        raise failure
+    if others := [text for text in told if text is not None]:
+        raise DiskError("; ".join(others))
+
+
+def moments_each(optimizer: torch.optim.Optimizer | None) -> int:
+    """Bytes an element of the states that an optimizer will make."""
+    if optimizer is None:
         return 0
-    states = moment_bytes(config) + (4 if policy.weight_dtype != policy.master_dtype else 0)
-    each = states * (policy.optim_tier != "device") + policy.accumulate_dtype.itemsize * (policy.grads_tier != "device")
-    each += policy.weight_dtype.itemsize * (
-        policy.weights_tier != "device" and policy.weight_dtype == policy.master_dtype
-    )
-    return each * layout.shard_numel
+    each = members(optimizer)
+    return max(moments_of(type(one).__name__, one.defaults) for one in each[1:] or each)
 
 
 def _available_host_bytes() -> int:

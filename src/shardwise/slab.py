@@ -39,5 +39,8 @@ class Slab(Protocol):
     def take(self, lanes: Lanes, span: Span, parts: Parts) -> None:
         """Replace values of a parcel with what is on the device, in the lane that is current."""
 
+    def wait(self) -> None:
+        """Have the host wait until what left the device is where it rests."""
+
     def free(self) -> None:
         """Give the room back."""

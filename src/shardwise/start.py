@@ -134,16 +134,12 @@ def _start_process_group(on_cuda: bool) -> None:
 
 def check_supported(config: Config) -> None:
     """What a configuration may say and this version does not do is refused by name, never ignored."""
-    for kind in ("weights", "grads", "optim"):
-        if (tier := getattr(config.placement, kind).tier) == "disk":
-            raise ConfigError(
-                f"placement.{kind}.tier is {tier!r}: this version keeps everything on the device or the host; "
-                "take the preset with _offload"
-            )
-    if config.offload.update != "device" and {config.placement.optim.tier, config.placement.grads.tier} != {"host"}:
+    row = config.placement
+    is_all_here = {row.optim.tier, row.grads.tier} == {"host"} and row.weights.tier != "disk"
+    if config.offload.update != "device" and not is_all_here:
         raise ConfigError(
             f"offload.update is {config.offload.update!r}, which updates what rests on the host: optim and grads both "
-            "have to rest there (presets zero2_offload and zero3_offload)"
+            "have to rest there, and weights not on disk (presets zero2_offload and zero3_offload)"
         )
     if config.checkpointing.offload and not config.checkpointing.enabled:
         raise ConfigError("checkpointing.offload is for what checkpointing.enabled keeps: turn that on as well")
@@ -156,8 +152,11 @@ def _spilling(config: Config) -> Config:
         return config
     if row.optim.sharding == "replicated":
         raise ConfigError("offload.device_memory needs states that can leave the device: take zero1, zero2 or zero3")
-    weights: Tier = "host" if row.weights.sharding == "sharded" else "device"
-    return config.model_copy(update={"placement": offloaded(row, weights=weights, optim="host")})
+    offload = config.offload
+    # Tier by tier, as far as there are budgets: the host's bounds what it takes, the disk takes the rest.
+    away: Tier = "disk" if offload.nvme_path is not None and offload.host_memory is not None else "host"
+    weights: Tier = away if row.weights.sharding == "sharded" else "device"
+    return config.model_copy(update={"placement": offloaded(row, weights=weights, optim=away)})
 
 
 def _check_model(model: nn.Module) -> None:

@@ -7,9 +7,9 @@ of ranks, K the micro-batches per step.
     zero1                    2Ψ   +   2Ψ  + (4Ψ   +   8Ψ)/W   =  4Ψ + 12Ψ/W
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shardwise.config.config import Config
 from shardwise.config.sections import Sharding, Tier
@@ -62,11 +62,18 @@ def gradient_bytes(config: Config) -> int:
 def moment_bytes(config: Config) -> int:
     """Bytes of the optimizer's moments per parameter; Adam's where no optimizer is named."""
     section = config.optimizer
-    if section is None:
-        return _ADAM_MOMENTS
-    if section.name == "SGD" and section.params.get("momentum"):
+    return _ADAM_MOMENTS if section is None else moments_of(section.name, section.params)
+
+
+def moments_of(name: str, options: Mapping[str, Any]) -> int:
+    """Bytes of the moments per parameter that an optimizer of that name makes.
+
+    >>> moments_of("SGD", {"momentum": 0.9}), moments_of("AdamW", {})
+    (4, 8)
+    """
+    if name == "SGD" and options.get("momentum"):
         return 4
-    return _MOMENTS.get(section.name, _ADAM_MOMENTS)
+    return _MOMENTS.get(name, _ADAM_MOMENTS) + 4 * bool(options.get("amsgrad"))
 
 
 def formula(parts: list[Resting], tier: Tier | None = None) -> str:

@@ -111,13 +111,6 @@ def test_a_model_under_an_engine_is_refused():
     engine.destroy()
 
 
-@pytest.mark.parametrize("preset", ["zero3_nvme"])
-def test_tiers_that_are_not_built_are_refused_by_name(preset):
-    model = nn.Linear(3, 3)
-    with pytest.raises(shardwise.ConfigError, match=r"placement\.\w+\.tier"):
-        shardwise.initialize(model, make_sgd(model), preset)
-
-
 def test_optimizer_and_scheduler_from_the_configuration():
     config = {
         "preset": "zero2",

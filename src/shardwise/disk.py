@@ -22,6 +22,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 from shardwise.config import Offload
@@ -229,8 +230,9 @@ def _create(folder: Path, name: str) -> tuple[int, Path]:
             raise DiskError(error.errno, f"{path} cannot be made ({error.strerror})") from error
         with contextlib.suppress(OSError):  # without locks there, nobody will take it for a leftover either
             fcntl.flock(handle, fcntl.LOCK_EX)
-        if path.exists() and path.stat().st_ino == os.fstat(handle).st_ino:
-            return handle, path
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(path.stat(), os.fstat(handle)):
+                return handle, path
         os.close(handle)
 
 
@@ -242,15 +244,23 @@ def _make_direct(handle: int, path: Path) -> bool:
             fcntl.fcntl(handle, fcntl.F_SETFL, flags | getattr(os, "O_DIRECT", 0))
             os.pwritev(handle, [page], 0)
             os.preadv(handle, [page], 0)
-        except OSError:
+        except OSError as error:
+            if error.errno == errno.ENOSPC:  # `reserve` will say so
+                return True
             fcntl.fcntl(handle, fcntl.F_SETFL, flags)
-            _LOG.warning(
-                "%s: this file system cannot be read and written directly (O_DIRECT), so the page cache is used, which "
-                "takes host memory and is slower than a disk can be; name a folder on a disk as offload.nvme_path",
-                path.parent,
-            )
+            _warn_of_page_cache(path.parent)
             return False
     return True
+
+
+@cache
+def _warn_of_page_cache(folder: Path) -> None:
+    """Once for each folder."""
+    _LOG.warning(
+        "%s: this file system cannot be read and written directly (O_DIRECT), so the page cache is used, which takes "
+        "host memory and is slower than a disk can be; name a folder on a disk as offload.nvme_path",
+        folder,
+    )
 
 
 def _free_bytes(handle: int) -> int:

@@ -12,6 +12,7 @@ import shardwise
 from shardwise.cli import main
 from shardwise.config import Config
 from shardwise.config.presets import PRESETS
+from shardwise.errors import ConfigError
 from shardwise.planning import Hardware, Workload
 from shardwise.planning.emit import emit
 from shardwise.planning.search import search
@@ -91,16 +92,28 @@ def test_a_host_that_is_too_small_is_named(run):
     assert "…" not in out
 
 
-def test_what_cannot_be_started_never_fits():
+def test_what_cannot_be_started_never_fits(monkeypatch):
+    def refuse(config):
+        if config.placement.optim.tier == "disk":
+            raise ConfigError("this version keeps nothing there")
+
+    monkeypatch.setattr("shardwise.start.check_supported", refuse)
     foreseen = shardwise.plan("llama3-8b", hardware=Hardware(8, 80 * 10**9, 10**13, 10**13))
     for row in foreseen.rows:
         is_refused = "nvme" in row.preset
         assert row.is_supported != is_refused
-        assert ("this version keeps everything" in row.note) == is_refused
+        assert ("this version keeps nothing" in row.note) == is_refused
     alone = shardwise.plan("llama3-8b", hardware=foreseen.hardware, presets=["zero3_nvme"])
     assert alone.advice.preset is None
-    assert "this version keeps everything on the device or the host" in alone.advice.reason
+    assert "this version keeps nothing there" in alone.advice.reason
     assert "not yet" in str(alone)
+
+
+def test_the_disk_is_the_last_resort():
+    small = shardwise.plan("llama3-70b", hardware=Hardware(1, 80 * 10**9, 300 * 10**9, 10**13))
+    assert small.advice.preset == "zero3_nvme"
+    large = shardwise.plan("llama3-70b", hardware=Hardware(1, 80 * 10**9, 2 * 10**12, 10**13))
+    assert large.advice.preset == "zero3_offload"
 
 
 @pytest.mark.parametrize("host_bytes", [None, 10**12, 900 * 10**9])
@@ -152,7 +165,7 @@ def test_json_emitted_configuration_and_picture(run, tmp_path):
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("preset", [name for name in PRESETS if "nvme" not in name])
+@pytest.mark.parametrize("preset", list(PRESETS))
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("checkpointing", [True, False])
 def test_an_emitted_file_says_what_was_planned(preset, precision, checkpointing, tmp_path):

@@ -24,6 +24,7 @@ def foresee_settings(settings: Settings, preset: str) -> Foreseen:
         return workload.load(settings.model, "cpu")
 
     config = Config.load(config_for(settings, preset)).for_world_size(settings.world_size)
+    _check_no_disk(config)
     kernels = CPU if settings.device == "cpu" else cuda()
     return dry_run(Scenario(build, config, settings.world_size, kernels))
 
@@ -44,9 +45,16 @@ def foresee_workload(model: Model, workload: Workload, preset: str, world_size: 
     config = workload.config(preset).for_world_size(world_size)
     build = model.build or partial(described, model, workload)
     try:
+        _check_no_disk(config)
         return dry_run(Scenario(build, config, world_size, cuda()))
     except Untraceable as failure:
         return str(failure)
+
+
+def _check_no_disk(config: Config) -> None:
+    """Files have no values to be written without."""
+    if "disk" in (config.placement.weights.tier, config.placement.optim.tier):
+        raise Untraceable("what rests on the disk is not foreseen by a dry run")
 
 
 def described(model: Model, workload: Workload) -> tuple[nn.Module, MakeBatch]:

@@ -1,0 +1,527 @@
+"""States and weights on the disk: the file and its faults, what is read ahead, and the same bits as on the device."""
+
+import errno
+import fcntl
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import Future
+
+import pytest
+import torch
+
+import shardwise
+from shardwise import disk
+from shardwise.config import Offload
+from shardwise.disk import ALIGN_BYTES, SUFFIX, DiskFile, remove_leftovers
+from shardwise.errors import ConfigError, DiskError
+from shardwise.host import page_aligned
+from shardwise.lanes import PAST
+from shardwise.layout import Span
+from shardwise.memory import Ledger
+from shardwise.routine import Routine
+from shardwise.staging import Staging
+from support import matrix, ranks
+from support.training import digest, make_batch, make_optimizer, start, train_step
+
+BLOCK = 2 * ALIGN_BYTES
+
+
+def settings(folder, **more):
+    return Offload(nvme_path=str(folder), aio={"block_bytes": BLOCK, "threads": 4}, **more)
+
+
+@pytest.fixture
+def file(tmp_path):
+    made = DiskFile(tmp_path, "test", settings(tmp_path))
+    yield made
+    made.close()
+
+
+def page_view(size_bytes, fill=0):
+    tensor = page_aligned(size_bytes, pinned=False).fill_(fill)
+    return memoryview(tensor.numpy())
+
+
+# The file
+
+
+def test_what_is_asked_of_an_extent_happens_in_order(file):
+    extents = [file.allocate(3 * BLOCK - 100) for _ in range(3)]
+    assert {extent.size_bytes for extent in extents} == {3 * BLOCK}
+    gate = threading.Event()
+    reads = []
+    for number, extent in enumerate(extents):
+        # The first write waits for a copy; what comes after it waits for that write.
+        file.write(extent, page_view(3 * BLOCK, number), gate.wait if number == 0 else None)
+        for later in (10, 20):
+            target = page_view(3 * BLOCK, 99)
+            reads.append((number + later - 10, target, file.read(extent, target)))
+            file.write(extent, page_view(3 * BLOCK, number + later))
+    assert not reads[0][2].done()
+    gate.set()
+    for expected, target, done in reads:
+        done.result(10)
+        assert set(target) == {expected}
+    assert file.size_bytes == 9 * BLOCK == file.path.stat().st_size
+
+
+def write_some(file, blocks=3):
+    extent = file.allocate(blocks * BLOCK)
+    file.write(extent, page_view(blocks * BLOCK, 7)).result()
+    return extent, page_view(blocks * BLOCK)
+
+
+@pytest.mark.parametrize("place", [0, BLOCK + 1, 3 * BLOCK - 1])
+def test_a_changed_byte_is_an_error(file, place):
+    extent, target = write_some(file)
+    with file.path.open("r+b") as other:
+        other.seek(place)
+        other.write(b"\x08")
+    with pytest.raises(DiskError, match=r"torn or altered.*load the last checkpoint"):
+        file.read(extent, target).result()
+
+
+def test_a_file_cut_short_is_an_error(file):
+    extent, target = write_some(file)
+    os.truncate(file.path, 2 * BLOCK)
+    with pytest.raises(DiskError, match="only 0 could be read: the file was cut short"):
+        file.read(extent, target).result()
+
+
+def test_a_write_that_breaks_off_is_noticed(file, monkeypatch):
+    extent, target = write_some(file)
+
+    def fail(handle, buffers, offset):
+        if offset:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(handle, buffers, offset)
+
+    real = os.pwritev
+    monkeypatch.setattr(os, "pwritev", fail)
+    with pytest.raises(DiskError, match=r"could not be written \(Input/output error\)"):
+        file.write(extent, page_view(3 * BLOCK, 8)).result()
+    with pytest.raises(DiskError, match="could not be written"):
+        file.check()
+    with pytest.raises(DiskError, match="torn or altered"):
+        file.read(extent, target).result()
+
+
+def test_requests_that_are_served_in_part_go_on(file, monkeypatch):
+    reading, writing = os.preadv, os.pwritev
+    monkeypatch.setattr(os, "pwritev", lambda h, buffers, at: writing(h, [buffers[0][:ALIGN_BYTES]], at))
+    monkeypatch.setattr(os, "preadv", lambda h, buffers, at: reading(h, [buffers[0][:ALIGN_BYTES]], at))
+    extent, target = write_some(file)
+    file.read(extent, target).result()
+    assert set(target) == {7}
+
+
+@pytest.mark.parametrize("finds_out", ["free space", "fallocate"])
+def test_a_full_disk_says_what_is_needed_and_free(file, monkeypatch, finds_out):
+    def fail(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(disk, "_free_bytes", lambda _: 5 * 10**9 if finds_out == "free space" else 10**13)
+    monkeypatch.setattr(os, "posix_fallocate", fail)
+    with pytest.raises(DiskError, match=r"needs 60GB, of which it has 0B, and (5GB|10TB) are free.*No space left"):
+        file.reserve(60 * 10**9)
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"offload\.nvme_path is '.*nowhere': there is no such folder"):
+        DiskFile(tmp_path / "nowhere", "test", settings(tmp_path))
+
+
+def test_without_direct_io_the_page_cache_does(tmp_path, monkeypatch, caplog):
+    real = fcntl.fcntl
+
+    def refuse(handle, command, value=0):
+        if command == fcntl.F_SETFL and value & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(handle, command, value)
+
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
+    for _ in range(2):
+        file = DiskFile(tmp_path, "test", settings(tmp_path))
+        assert not file.is_direct
+        extent, target = write_some(file)
+        file.read(extent, target).result()
+        assert set(target) == {7}
+        file.close()
+    assert [record.message.partition(":")[0] for record in caplog.records] == [str(tmp_path)]
+
+
+OWNER = """
+import sys, time
+from pathlib import Path
+from shardwise.config import Offload
+from shardwise.disk import DiskFile
+file = DiskFile(Path(sys.argv[1]), "other", Offload(nvme_path=sys.argv[1]))
+file.reserve(1 << 20)
+print(file.path, flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_only_what_the_dead_left_is_removed(tmp_path):
+    owners = [
+        subprocess.Popen(
+            [sys.executable, "-c", OWNER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(2)
+    ]
+    for owner in owners:
+        owner.stdout.readline()
+    assert len(list(tmp_path.glob(f"*{SUFFIX}"))) == 2
+    owners[0].send_signal(signal.SIGKILL)
+    owners[0].wait()
+    remove_leftovers(tmp_path)
+    (left,) = tmp_path.glob(f"*{SUFFIX}")
+    assert f"-{owners[1].pid}-" in left.name
+    owners[1].communicate("end\n")
+    assert not list(tmp_path.iterdir()), "removed at exit"
+
+
+# Reading ahead
+
+
+def test_the_routine_foretells_the_same_step_and_nothing_else():
+    source = random.Random(0)
+    for _ in range(50):
+        routine, steps = Routine[int](), [[source.randrange(3) for _ in range(source.randrange(6))] for _ in range(2)]
+        foretold: dict[int, int] = {}
+        for step in [steps[source.randrange(2)] for _ in range(8)]:
+            for item in step:
+                foretold |= dict(iter(routine.foretell, None))
+                number = routine.entered
+                is_kept = routine.enter(item)
+                if is_kept:
+                    assert foretold[number] == item
+                else:
+                    foretold.clear()
+            if not routine.turn():
+                foretold.clear()
+    assert routine.entered > 0
+
+
+class Unit:
+    """Chunks whose bytes count their updates."""
+
+    def __init__(self, staging, chunks):
+        self.chunks = staging.allocate([Span(0, chunks * BLOCK)], torch.uint8, is_weights=False)
+        self.updates = 0
+        for chunk in self.chunks:
+            buffer = staging.outgoing.need()
+            buffer.tensor.fill_(0)
+            staging.send(chunk, buffer, PAST)
+
+
+class Delivery:
+    def __init__(self, unit, is_update):
+        self.home, self.is_update = unit, is_update
+
+    def __eq__(self, other):
+        return (self.home, self.is_update) == (other.home, other.is_update)
+
+    def chunks(self):
+        return iter(self.home.chunks if self.is_update else self.home.chunks[::2])
+
+
+def deliver(staging, delivery):
+    staging.begin(delivery)
+    fetched = []
+    for chunk in delivery.chunks():
+        buffer = staging.fetch(chunk)
+        assert set(buffer.bytes(chunk)) == {delivery.home.updates % 256}, "read before it was written"
+        staging.incoming.give_after_copy(buffer, PAST)
+        fetched.append(chunk)
+    if delivery.is_update:
+        delivery.home.updates += 1
+        for chunk in fetched:
+            buffer = staging.outgoing.need()
+            buffer.tensor.fill_(delivery.home.updates % 256)
+            staging.send(chunk, buffer, PAST)
+    staging.end()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_nothing_is_read_ahead_that_has_still_to_be_written(tmp_path, monkeypatch, seed):
+    source, writing = random.Random(seed), os.pwritev
+
+    def slowly(handle, buffers, offset):
+        time.sleep(source.random() * 2e-3)
+        return writing(handle, buffers, offset)
+
+    monkeypatch.setattr(os, "pwritev", slowly)
+    staging = Staging(Ledger(), settings(tmp_path), 0, False, BLOCK)
+    units = [Unit(staging, source.randrange(1, 6)) for _ in range(source.choice([1, 2, 5]))]
+    passes = [[Delivery(unit, True) for unit in units], [Delivery(unit, False) for unit in reversed(units)]]
+    started = []
+    real = staging._start
+    monkeypatch.setattr(
+        staging, "_start", lambda chunk, buffer: (started.append(staging._delivering), real(chunk, buffer))
+    )
+    for step in range(8):
+        for delivery in [*passes[0], *passes[1]]:
+            deliver(staging, delivery)
+        if step == 5:  # somebody looks, and the order is another one for once
+            staging.drop()
+            deliver(staging, Delivery(units[-1], False))
+        staging.turn()
+    assert [unit.updates for unit in units] == [8] * len(units)
+    if len(units) > 1:
+        assert None in started, "nothing was read between deliveries"
+    staging.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_buffers_are_bounded_whatever_is_asked_for(tmp_path):
+    ledger = Ledger()
+    staging = Staging(ledger, settings(tmp_path), 0, False, BLOCK)
+    unit = Unit(staging, 300)
+    for _ in range(3):
+        deliver(staging, Delivery(unit, True))
+        staging.turn()
+    assert ledger.by_tier(at_peak=True)["host"] <= 2 * 64 * BLOCK
+    default = Staging(Ledger(), Offload(nvme_path=str(tmp_path)), 0, False, 1 << 40)
+    for buffers in (default.incoming, default.outgoing):
+        assert buffers.size_bytes * buffers._most <= 1 << 30
+    default.close()
+    staging.close()
+    assert ledger.total_bytes == 0
+
+
+def test_a_buffer_whose_write_failed_is_used_again(tmp_path):
+    staging = Staging(Ledger(), settings(tmp_path), 0, False, BLOCK)
+    failed: Future[None] = Future()
+    failed.set_exception(OSError("gone"))
+    buffer = staging.outgoing.need()
+    staging.outgoing.give_after_write(buffer, failed)
+    assert staging.outgoing.need() is buffer
+    staging.close()
+
+
+# Training
+
+PRECISIONS = {
+    "fp32": {"compute": "fp32"},
+    "bf16": {"compute": "bf16"},
+    "fp16": {"compute": "fp16", "loss_scale": {"initial": 256.0}},
+}
+PLACEMENTS = {
+    "zero1, optim": ("zero1", {"optim": {"tier": "disk"}}),
+    "zero2, optim, grads": ("zero2", {"optim": {"tier": "disk"}, "grads": {"tier": "host"}}),
+    "zero3_nvme": ("zero3", {}),
+    "zero3, optim": ("zero3", {"optim": {"tier": "disk"}}),
+    "zero3, weights": ("zero3", {"weights": {"tier": "disk"}, "optim": {"tier": "host"}}),
+}
+SMALL = 16 * 1024 * 4
+"""Buffers so small that the models here travel in several parcels a unit."""
+
+
+def config(placement, folder, precision="fp32", accumulation=1, offload=None, **more):
+    stage, tiers = PLACEMENTS.get(placement, (placement, {}))
+    away = {"nvme_path": str(folder), "buffer_bytes": SMALL, "aio": {"block_bytes": ALIGN_BYTES}, **(offload or {})}
+    return {
+        "preset": stage if tiers else placement,
+        "placement": tiers,
+        "precision": PRECISIONS[precision],
+        "batch": {"accumulation": accumulation},
+        "gradients": {"clip_norm": 0.05},
+        "offload": away if placement in PLACEMENTS or offload else {},
+        **more,
+    }
+
+
+def train_steps(engine, rank, steps):
+    for step in steps:
+        train_step(engine, rank, step)
+
+
+def train(name, given, rank, looks=False, steps=4, optimizer=make_optimizer):
+    """Hashes after each step, or of the last alone: then nothing looks at the states in between."""
+    engine = start(name, given, optimizer)
+    hashes = []
+    for step in range(steps):
+        train_step(engine, rank, step)
+        if looks or step == steps - 1:
+            hashes.append(digest(engine))
+    report = engine.report()
+    engine.destroy()
+    return hashes, report
+
+
+@matrix(
+    {
+        "placement": list(PLACEMENTS),
+        "precision": list(PRECISIONS),
+        "accumulation": [1, 2],
+        "world_size": [1, 2],
+        "model": ["gpt", "odd"],
+        "looks": [False, True],
+    },
+    # Small 16-bit models on two ranks are exchanged in a thousand pieces, which takes its time.
+    constraint=lambda row: row["world_size"] != 2 or row["accumulation"] == 1 or row["precision"] == "fp32",
+)
+@ranks()
+def test_the_same_bits_as_on_the_device(rank, world_size, placement, precision, accumulation, model, looks, tmp_path):
+    stage = PLACEMENTS[placement][0]
+    expected, _ = train(model, config(stage, tmp_path, precision, accumulation), rank, looks)
+    seen, report = train(model, config(placement, tmp_path, precision, accumulation), rank, looks)
+    assert seen == expected
+    rests = placement != "zero3, weights" or precision == "fp32" or model == "odd"
+    assert bool(report.tier_bytes.get("disk")) == rests
+
+
+@ranks(2)
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("placement", ["zero2, optim, grads", "zero3_nvme"])
+def test_traffic_equals_the_formula(rank, world_size, placement, accumulation, tmp_path):
+    """12 + 12 bytes of state for each parameter owned, and what gathers of sharded weights read of the master."""
+    written, real = [0], os.pwritev
+
+    def count(handle, buffers, offset):
+        written[0] += len(buffers[0])
+        return real(handle, buffers, offset)
+
+    os.pwritev = count
+    engine = start("gpt", config(placement, tmp_path, "bf16", accumulation))
+    train_steps(engine, rank, range(3))
+    before = dict(engine.report().moved_bytes)
+    train_steps(engine, rank, range(3, 5))
+    after = engine.report().moved_bytes
+    moved = {way: after[way] - before[way] for way in after}
+    owned = sum(unit.weights.owned.numel for unit in engine.units)
+    assert moved["host to disk"] == 2 * 12 * owned
+    # Gathered from the master: in every pass but the first forward, which gets what was just updated.
+    gathers = 2 * 4 * (2 * accumulation - 1) * owned if placement == "zero3_nvme" else 0
+    assert 2 * 12 * owned <= moved["disk to host"] <= 2 * 12 * owned + gathers
+    assert bool(gathers) == (moved["disk to host"] > 2 * 12 * owned)
+    grads = 2 if accumulation == 1 else 4
+    assert moved["device to host"] == 2 * owned * (12 + grads * accumulation)
+    for unit in engine.units:
+        unit.quiet()
+    os.pwritev = real
+    runs = sum(3 * len(unit.home.parcels) for unit in engine.units)
+    at_least = 4 * owned + 5 * 12 * owned
+    assert at_least <= written[0] <= at_least + 6 * runs * ALIGN_BYTES, "whole pages, and nothing twice"
+    engine.destroy()
+
+
+@ranks(1)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_disk_holds_what_the_table_says(rank, world_size, precision, tmp_path):
+    engine = start("gpt", config("zero3_nvme", tmp_path, precision))
+    train_step(engine, rank, 0)
+    with torch.no_grad():
+        engine(make_batch(engine.module, rank, 9))
+    held = engine.report().tier_bytes["disk"]
+    numel = sum(unit.layout.numel for unit in engine.units)
+    parcels = sum(len(unit.home.parcels) for unit in engine.units)
+    assert 12 * numel <= held <= 12 * numel + 3 * parcels * ALIGN_BYTES
+    (path,) = tmp_path.glob(f"*{SUFFIX}")
+    assert path.stat().st_size == held
+    engine.destroy()
+    assert not list(tmp_path.iterdir())
+    assert "disk" not in engine.report().tier_bytes
+
+
+@ranks(2)
+@pytest.mark.parametrize("placement", ["zero2, optim, grads", "zero3_nvme"])
+def test_looking_writing_saving_and_loading(rank, world_size, placement, tmp_path):
+    """Reads find the new values at any moment, what is written counts, and checkpoints go to any tier and back."""
+
+    def run(chosen):
+        given = config(chosen, tmp_path, "bf16")
+        engine, found = start("gpt", given), []
+        average = shardwise.ema(engine, 0.5)
+        for step in range(2):
+            train_step(engine, rank, step)
+            found.append(engine.full_state("norm.bias")["exp_avg"].sum().item())
+            with shardwise.gathered(engine.module.norm.parameters(), write=True), torch.no_grad():
+                engine.module.norm.weight.mul_(2.0)
+            state = {name: value.clone() for name, value in engine.state_dict().items()}
+            engine.load_state_dict({name: value + 0.25 * (name == "norm.bias") for name, value in state.items()})
+            with average.applied():
+                found.append(engine.full_param("blocks.1.up.weight").sum().item())
+        engine.save(tmp_path / f"{chosen}-saved")
+        train_step(engine, rank, 2)
+        found.append(digest(engine))
+        engine.destroy()
+        return found
+
+    stage = PLACEMENTS[placement][0]
+    expected = run(stage)
+    assert run(placement) == expected
+    for chosen, saved in ((placement, stage), (stage, placement), (placement, placement)):
+        engine = start("gpt", config(chosen, tmp_path, "bf16"))
+        shardwise.ema(engine, 0.5)
+        engine.load(tmp_path / f"{saved}-saved")
+        train_step(engine, rank, 2)
+        assert digest(engine) == expected[-1]
+        engine.destroy()
+
+
+@ranks(1)
+def test_what_fits_stays_on_the_host_and_the_device(rank, world_size, tmp_path):
+    """Spilled tier by tier, with the same bits at every budget."""
+    expected, _ = train("gpt", config("zero3", tmp_path, "bf16"), rank, steps=6)
+    seen, report = train("gpt", config("zero3_nvme", tmp_path, "bf16"), rank, steps=6)
+    assert seen == expected
+    everything = report.tier_bytes["disk"]
+    found = []
+    for host in (1, 4 * everything, 10**12):
+        given = config("zero3_nvme", tmp_path, "bf16", offload={"host_memory": host})
+        seen, report = train("gpt", given, rank, steps=6)
+        assert seen == expected
+        found.append(report.tier_bytes.get("disk", 0))
+    assert found[0] == everything
+    assert found[1:] == [0, 0]
+    budget = report.tier_peak_bytes["device"] + everything // 4
+    host = 2 * everything + everything // 2
+    given = config("zero3", tmp_path, "bf16", offload={"host_memory": host, "device_memory": budget})
+    seen, report = train("gpt", given, rank, steps=6)
+    assert seen == expected
+    assert 0 < report.tier_bytes["disk"] < everything
+    assert report.tier_peak_bytes["device"] <= 1.1 * budget
+
+
+@ranks(1)
+def test_matrix_optimizers_get_whole_tensors_from_the_disk(rank, world_size, tmp_path):
+    def muon(model):
+        matrices = [p for p in model.parameters() if p.ndim == 2]
+        return [torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW([p for p in model.parameters() if p.ndim < 2])]
+
+    expected, _ = train("gpt", config("zero3", tmp_path), rank, optimizer=muon)
+    assert train("gpt", config("zero3_nvme", tmp_path), rank, optimizer=muon)[0] == expected
+
+
+@ranks(1)
+@pytest.mark.parametrize("placement", ["zero2, optim, grads", "zero3_nvme"])
+def test_a_damaged_file_stops_training(rank, world_size, placement, tmp_path):
+    engine = start("gpt", config(placement, tmp_path, "bf16"))
+    train_steps(engine, rank, range(2))
+    for unit in engine.units:
+        unit.quiet()
+    (path,) = tmp_path.glob(f"*{SUFFIX}")
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(DiskError, match="torn or altered"):
+        train_steps(engine, rank, range(2, 4))
+    engine.destroy()
+    assert not list(tmp_path.iterdir())
+
+
+@ranks(2)
+def test_a_rank_without_room_stops_all_before_the_first_step(rank, world_size, tmp_path):
+    if rank == 1:
+        disk._free_bytes, real = lambda _: 100, disk._free_bytes
+    with pytest.raises(DiskError, match=r"this rank needs .* and 100B are free"):
+        start("gpt", config("zero3_nvme", tmp_path))
+    if rank == 1:
+        disk._free_bytes = real

@@ -38,6 +38,12 @@ PARTS = {
         "gpu_offload.py --row deepspeed_zero3_offload",
         "gpu_offload.py --row fsdp2_offload",
     ],
+    "offload-disk": [
+        "gpu_offload.py --row zero3_nvme --warm 2 --steps 2",
+        "gpu_offload.py --row zero2 --name zero2-optim-on-disk --warm 2 --steps 2"
+        ' --placement {"optim":{"tier":"disk"},"grads":{"tier":"host"}}',
+        'gpu_offload.py --row zero3_nvme --name zero3_nvme-16GiB --warm 2 --steps 2 --offload {"host_memory":"16GiB"}',
+    ],
     "offload-largest": [
         f'gpu_offload.py --row zero3_offload --size {size} --batch 4 --steps 2 --offload {{"host_memory":"108GiB"}}'
         for size in ("15b", "17b")

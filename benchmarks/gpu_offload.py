@@ -7,11 +7,15 @@
 A 2.68 B GPT (hidden 2560, 32 layers, vocabulary 32000, 8 x 1024 tokens) in bf16 with AdamW, clipping at 1.0 and
 activation checkpointing, unless `--size` names another. Peers run with the settings of `shardwise compare` and their
 own optimizers for the CPU.
+
+Where states rest on the disk, below `--nvme-path` (or SHARDWISE_NVME), what the disk gives by itself is measured first
+(see `disk_probe`): `of_raw` is what their traffic reached of that, all of a step's time counted.
 """
 
 import argparse
 import json
 import os
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from disk_probe import probe, yardstick_gbs
 from torch.utils.checkpoint import checkpoint
 
 import shardwise
@@ -55,13 +60,18 @@ def checkpointed(model: GPT) -> GPT:
     return model
 
 
+def uses_disk(args: argparse.Namespace) -> bool:
+    return "nvme" in args.row or '"disk"' in args.placement
+
+
 def ours(args: argparse.Namespace) -> tuple[Step, Any]:
     config: dict[str, Any] = {
         "preset": args.row,
+        "placement": json.loads(args.placement),
         "precision": {"compute": "bf16"},
         "gradients": {"clip_norm": 1.0},
         "checkpointing": {"enabled": True},
-        "offload": json.loads(args.offload),
+        "offload": {"nvme_path": args.nvme_path, **json.loads(args.offload)},
     }
     model = build(args)
     engine = shardwise.initialize(model, torch.optim.AdamW(model.parameters(), lr=RATE), config)
@@ -139,6 +149,10 @@ def host_gib(field: str) -> float:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     make = deepspeed if args.row.startswith("deepspeed") else fsdp2 if args.row.startswith("fsdp2") else ours
+    rates = {}
+    if uses_disk(args):
+        Path(args.nvme_path).mkdir(parents=True, exist_ok=True)
+        rates = probe(args.nvme_path, int(args.probe_gib * 2**30))
     started = time.perf_counter()
     step, engine = make(args)
     built_s = time.perf_counter() - started
@@ -174,7 +188,21 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         }
         seen["tier_gib"] = {tier: round(size / 2**30, 2) for tier, size in report.tier_bytes.items()}
         seen["tier_peak_gib"] = {tier: round(size / 2**30, 2) for tier, size in report.tier_peak_bytes.items()}
+        if rates:
+            seen |= _of_raw(rates, seen["moved_gb_per_step"], seconds / args.steps)
+        engine.destroy()
     return seen
+
+
+def _of_raw(rates: dict[str, float], moved_gb: dict[str, float], step_s: float) -> dict[str, Any]:
+    """What the traffic of states reached, and what the disk gives for as much of either kind."""
+    read, written = moved_gb["disk to host"], moved_gb["host to disk"]
+    reached, raw = (read + written) / step_s, yardstick_gbs(rates, read, written)
+    return {
+        "raw_gbs": {way: round(rate, 3) for way, rate in rates.items()},
+        "disk_gbs": round(reached, 3),
+        "of_raw": round(reached / raw, 3),
+    }
 
 
 def _parameters(engine: Any, step: Step) -> list[torch.Tensor]:
@@ -189,6 +217,10 @@ def main() -> None:
     parser.add_argument("--row", default="zero2_offload", help="a preset, deepspeed_zero2_offload, ..., fsdp2_offload")
     parser.add_argument("--name", help="how the row is called in the result")
     parser.add_argument("--offload", default="{}", help="the configuration's offload section, as JSON")
+    parser.add_argument("--placement", default="{}", help="the configuration's placement section, as JSON")
+    folder = os.environ.get("SHARDWISE_NVME", str(Path(tempfile.gettempdir()) / "shardwise-nvme"))
+    parser.add_argument("--nvme-path", default=folder, help="a folder on the disk to use")
+    parser.add_argument("--probe-gib", type=float, default=16, help="how much the raw measurement reads and writes")
     parser.add_argument("--size", choices=SIZES, default="2.7b")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--steps", type=int, default=6)

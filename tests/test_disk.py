@@ -473,21 +473,25 @@ def test_what_fits_stays_on_the_host_and_the_device(rank, world_size, tmp_path):
     seen, report = train("gpt", config("zero3_nvme", tmp_path, "bf16"), rank, steps=6)
     assert seen == expected
     everything = report.tier_bytes["disk"]
-    found = []
-    for host in (1, 4 * everything, 10**12):
+    # Gradients take a sixth of that on the host, staging buffers twice as much as is on the disk.
+    some = 2 * everything + everything // 6 + everything // 4
+    left = {}
+    for host in (1, some, 10**12):
         given = config("zero3_nvme", tmp_path, "bf16", offload={"host_memory": host})
         seen, report = train("gpt", given, rank, steps=6)
         assert seen == expected
-        found.append(report.tier_bytes.get("disk", 0))
-    assert found[0] == everything
-    assert found[1:] == [0, 0]
+        left[host] = report.tier_bytes.get("disk", 0)
+    assert left[1] == everything
+    assert everything // 2 < left[some] < everything
+    assert left[10**12] == 0
     budget = report.tier_peak_bytes["device"] + everything // 4
-    host = 2 * everything + everything // 2
-    given = config("zero3", tmp_path, "bf16", offload={"host_memory": host, "device_memory": budget})
+    given = config("zero3", tmp_path, "bf16", offload={"host_memory": some, "device_memory": budget})
     seen, report = train("gpt", given, rank, steps=6)
     assert seen == expected
-    assert 0 < report.tier_bytes["disk"] < everything
     assert report.tier_peak_bytes["device"] <= 1.1 * budget
+    assert report.tier_bytes["host"] <= some
+    # What moved to the device made room on the host, and others rose from the disk.
+    assert report.tier_bytes.get("disk", 0) < left[some] - everything // 4
 
 
 @ranks(1)

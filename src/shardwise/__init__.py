@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from shardwise.deferred import deferred_init
     from shardwise.division import describe_units
     from shardwise.engine import Engine
-    from shardwise.errors import ConfigError, DisagreementError, ShardwiseError
+    from shardwise.errors import ConfigError, DisagreementError, DiskError, ShardwiseError
     from shardwise.planning import plan
     from shardwise.start import initialize
 
@@ -22,6 +22,7 @@ _HOMES = {
     "Config": "config",
     "ConfigError": "errors",
     "DisagreementError": "errors",
+    "DiskError": "errors",
     "Engine": "engine",
     "MemoryAnalyzer": "analyzer",
     "ShardwiseError": "errors",
@@ -37,6 +38,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "DisagreementError",
+    "DiskError",
     "Engine",
     "MemoryAnalyzer",
     "ShardwiseError",

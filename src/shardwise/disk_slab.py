@@ -8,9 +8,10 @@ from functools import cached_property
 
 import torch
 
+from shardwise.host import HostSlab
 from shardwise.lanes import PAST, Lanes
 from shardwise.layout import Span
-from shardwise.memory import Entry, Kind, Ledger
+from shardwise.memory import Entry, Kind, Ledger, Tier
 from shardwise.slab import Parts
 from shardwise.staging import Chunk, Staging
 
@@ -92,6 +93,14 @@ class DiskSlab:
                     lanes.take(target[inside.slice], values[source.slice])
             lanes.moved_bytes["host to disk"] += target.numel() * self.dtype.itemsize
             self._staging.send(chunk, buffer, lanes.down.mark())
+
+    def to_host(self, pinned: bool) -> HostSlab:
+        """The same values in host memory; the room here is given back."""
+        everything = Span(0, self.size_bytes // self.dtype.itemsize)
+        slab = HostSlab(self._ledger, self._entry._replace(tier=Tier.HOST), everything.numel, self.dtype, pinned)
+        slab.write(everything, self.read(everything))
+        self.free()
+        return slab
 
     def wait(self) -> None:
         """Have the host wait until all values are where they rest."""

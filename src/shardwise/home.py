@@ -183,6 +183,19 @@ class Home:
         """What rests here."""
         return sum(slab.size_bytes for slab in self.slabs.values())
 
+    @property
+    def disk_bytes(self) -> int:
+        """What of it rests on the disk."""
+        return sum(slab.size_bytes for slab in self.slabs.values() if isinstance(slab, DiskSlab))
+
+    def leave_disk(self) -> None:
+        """Let everything rest on the host from here on."""
+        self.quiet()
+        for field, slab in self.slabs.items():
+            if isinstance(slab, DiskSlab):
+                self.slabs[field] = slab.to_host(self.ferry.is_pinned)
+        self._states_tier = "host"
+
     def __contains__(self, field: str) -> bool:
         return field in self.slabs
 

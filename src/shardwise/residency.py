@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 
@@ -68,6 +68,7 @@ class Budget:
         self._comm = comm
         self._ledger = ledger
         self._steps = 0
+        self._host_bytes: int | None = None
 
     def place(self, policies: Sequence[Policy], layouts: Sequence[Layout], moments: int) -> list[Policy]:
         """The policies of units whose optimizer makes `moments` bytes an element, with what must stay on the device
@@ -79,12 +80,9 @@ class Budget:
         ]
         uses_disk = any(policy.uses_disk for policy in policies)
         host = self._host_share_bytes() if self._settings.host_memory == "auto" else self._settings.host_memory
+        self._host_bytes = host
         stays = must_stay(away, self._settings.ratio, None if uses_disk else host)
-        cached = stays
-        if uses_disk and host is not None:
-            on_disk = [size["disk"] for size in sizes[stays:]]
-            room = host - sum(size["host"] for size in sizes[stays:]) - staging_bytes(sum(on_disk))
-            cached += stay(on_disk, room)
+        cached = stays + self._cached(sizes[stays:])
         return [
             policy.on_device() if number < stays else policy.cached() if number < cached else policy
             for number, policy in enumerate(policies)
@@ -108,9 +106,27 @@ class Budget:
         count = stay([unit.home.size_bytes for unit in away if unit.home is not None], self._room_bytes())
         for unit in away[:count]:
             unit.move_in(updater.optimizer)
+        self._leave_disk(away[count:], updater)
         if count:
             updater.account()
         self._choose_hosted(updater)
+
+    def _cached(self, sizes: Sequence[Mapping[str, int]], staging_held_bytes: int = 0) -> int:
+        """How many units of those of which something shall rest on the disk have all of it on the host."""
+        if self._host_bytes is None:
+            return 0
+        on_disk = [size["disk"] for size in sizes]
+        buffers = max(staging_held_bytes, staging_bytes(sum(on_disk)))
+        return stay(on_disk, self._host_bytes - sum(size["host"] for size in sizes) - buffers)
+
+    def _leave_disk(self, units: Sequence[Unit], updater: Updater) -> None:
+        """Let units rest on the host, where others have made room."""
+        homes = [unit.home for unit in units if unit.home is not None]
+        staging = homes[0].ferry.staging if homes else None
+        if staging is not None:
+            sizes = [Counter(host=home.size_bytes - home.disk_bytes, disk=home.disk_bytes) for home in homes]
+            for unit in units[: self._cached(sizes, staging.held_bytes)]:
+                unit.leave_disk(updater.optimizer)
 
     def _choose_hosted(self, updater: Updater) -> None:
         settings = self._settings

@@ -88,6 +88,11 @@ class Buffers:
         self._ledger = ledger
         self._idle: deque[Buffer] = deque()
 
+    @property
+    def held_bytes(self) -> int:
+        """What those there are take."""
+        return self._count * self.size_bytes
+
     def take(self, at_once: bool = False) -> Buffer | None:
         """A buffer; None if that would mean to wait and it should be `at_once`."""
         if self._idle and (self._idle[0].is_free() or self._count == self._most):
@@ -155,6 +160,11 @@ class Staging:
         self._planned_number = -1
         self._next: Chunk | None = None
         self._delivering: object = None
+
+    @property
+    def held_bytes(self) -> int:
+        """What the buffers take."""
+        return self.incoming.held_bytes + self.outgoing.held_bytes
 
     def file(self, is_weights: bool) -> DiskFile:
         """The file that weights, or else the optimizer's states, rest in."""

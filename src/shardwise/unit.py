@@ -104,6 +104,18 @@ class Unit:
         self.home.free()
         self.home = None
 
+    def leave_disk(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let what rests on the disk rest on the host from here on. Between a step and the next forward."""
+        if self.home is None:
+            return
+        self.quiet()
+        self.home.leave_disk()
+        self.weights.bind_pieces()
+        for (_, piece), span in zip(self.weights.pieces, self.weights.piece_spans, strict=True):
+            state = optimizer.state.get(piece, {})
+            for key in [key for key in state if key in self.home and state[key].shape == piece.shape]:
+                state[key] = self.home.slabs[key].at_rest(span, piece.shape)
+
     def free(self) -> None:
         """Drop every buffer, once nothing reads it any more."""
         self.weights.catch_up()

@@ -151,7 +151,7 @@ class Weights:
         if self._keeps_weights:
             self._part.allocate().copy_(self._full.tensor[self.owned.slice])
         self._bind(self._views)
-        self._bind_pieces()
+        self.bind_pieces()
         self.state = State.READY
         if self.policy.weights_sharded:
             self.release()
@@ -217,7 +217,7 @@ class Weights:
             if self._one_storage and not self._master_is_home:
                 mine = self._full.tensor[self.owned.slice]
                 self._part.allocate().copy_(mine)
-                self._bind_pieces()
+                self.bind_pieces()
             self._full.free()
             self.state = State.RELEASED
 
@@ -257,7 +257,7 @@ class Weights:
             self._part.allocate().copy_(master)
         self._master_is_home = self._keeps_weights = False
         self._home = None
-        self._bind_pieces()
+        self.bind_pieces()
 
     def take_back(self, source: int | None = None) -> None:
         """Make what was written into `full` the master's value; `source` is the rank whose writing counts.
@@ -301,7 +301,7 @@ class Weights:
             mine.copy_(self._part.tensor)
             if self._one_storage:
                 self._part.free()
-                self._bind_pieces()
+                self.bind_pieces()
         if self.is_whole:
             self.state = State.READY
             return
@@ -336,7 +336,8 @@ class Weights:
         for param, tensor in zip(self.params, tensors, strict=True):
             param.data = tensor
 
-    def _bind_pieces(self) -> None:
+    def bind_pieces(self) -> None:
+        """Let the optimizer's parameters be where the master is."""
         home = self.master_home
         master = self.master if home is None else None
         for (_, piece), span, shape in zip(self.pieces, self.piece_spans, self._piece_shapes, strict=True):

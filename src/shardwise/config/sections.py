@@ -128,8 +128,8 @@ class Aio(Section):
     """How the disk is read and written."""
 
     block_bytes: Annotated[Bytes, Field(ge=1)] = Field(default=1 << 20, description="size of one read or write")
-    queue_depth: Positive = Field(default=32, description="requests in flight")
-    threads: Positive = Field(default=8, description="threads that issue them")
+    queue_depth: Positive = Field(default=32, description="most requests in flight")
+    threads: Positive = Field(default=8, description="threads that issue them, each one at a time")
 
 
 def _memory(value: object) -> object:
@@ -154,7 +154,7 @@ class Offload(Section):
         default=None, description="device budget: only what does not fit is spilled"
     )
     host_memory: Annotated[int | Literal["auto"] | None, BeforeValidator(_memory)] = Field(
-        default=None, description="host budget, before the disk is used"
+        default=None, description="host budget, before the disk (or else the device) is used"
     )
     ratio: Annotated[float, BeforeValidator(real), Field(ge=0, le=1)] = Field(
         default=1.0, description="part of the optimizer states that leaves the device"

@@ -24,7 +24,7 @@ from shardwise.lanes import PAST
 from shardwise.layout import Span
 from shardwise.memory import Ledger
 from shardwise.routine import Routine
-from shardwise.staging import Staging
+from shardwise.staging import Buffers, Staging
 from support import matrix, ranks
 from support.training import digest, make_batch, make_optimizer, start, train_step
 
@@ -293,6 +293,43 @@ def test_buffers_are_bounded_whatever_is_asked_for(tmp_path):
     default.close()
     staging.close()
     assert ledger.total_bytes == 0
+
+
+class Copying:
+    """The event of a copy on the device that ends when we say so."""
+
+    def __init__(self):
+        self.ended = threading.Event()
+
+    def query(self):
+        return self.ended.is_set()
+
+    def synchronize(self):
+        assert self.ended.wait(10)
+
+
+def test_a_buffer_waits_for_the_copy_that_reads_it(tmp_path):
+    buffers, copying = Buffers(Ledger(), ALIGN_BYTES, 2, False), Copying()
+    first, second = buffers.need(), buffers.need()
+    buffers.give_after_copy(first, copying)
+    assert buffers.take(at_once=True) is None
+    buffers.give_after_copy(second, PAST)
+    threading.Timer(0.05, copying.ended.set).start()
+    assert buffers.need() is first
+    assert copying.query()
+
+
+def test_what_is_copied_from_the_device_is_written_when_it_has_come(tmp_path):
+    staging = Staging(Ledger(), settings(tmp_path), 0, False, BLOCK)
+    (chunk,) = Unit(staging, 1).chunks
+    buffer, copying = staging.outgoing.need(), Copying()
+    buffer.tensor.fill_(1)
+    staging.send(chunk, buffer, copying)
+    time.sleep(0.02)
+    buffer.tensor.fill_(2)
+    copying.ended.set()
+    assert set(staging.fetch(chunk).bytes(chunk)) == {2}
+    staging.close()
 
 
 def test_a_buffer_whose_write_failed_is_used_again(tmp_path):

@@ -25,7 +25,8 @@ class DiskSlab:
         self.dtype = dtype
         self._staging, self._ledger, self._entry = staging, ledger, entry
         self._cuts = cuts
-        self._stand_in = torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype)
+        nothing = float("nan") if dtype.is_floating_point else 0
+        self._stand_in = torch.full((), nothing, dtype=dtype, device="cpu")
 
     @cached_property
     def chunks(self) -> list[Chunk]:
@@ -48,7 +49,7 @@ class DiskSlab:
         return self._stand_in.expand(shape)
 
     def read(self, span: Span) -> torch.Tensor:
-        values = torch.zeros(span.numel, dtype=self.dtype)
+        values = torch.zeros(span.numel, dtype=self.dtype, device="cpu")
         written = [chunk for chunk in self.chunks_in(span) if chunk.is_written]
         for chunk, buffer in self._staging.look(written):
             part = chunk.span.intersect(span)

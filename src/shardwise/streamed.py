@@ -89,7 +89,7 @@ def adopt(optimizer: torch.optim.Optimizer, unit: Unit) -> None:
             value = optimizer.state[piece][key]
             resting = _slab(home, key, value).at_rest(span, value.shape)
             if not _shares_storage(value, resting):
-                home.write(key, span, value.view(-1))
+                home.write(key, span, value.reshape(-1))
                 optimizer.state[piece][key] = resting
 
 

@@ -118,7 +118,7 @@ def test_the_disk_is_the_last_resort():
 
 @pytest.mark.parametrize("host_bytes", [None, 10**12, 900 * 10**9])
 def test_table_and_search_judge_the_host_alike(host_bytes):
-    hardware = Hardware(8, 80 * 10**9, host_bytes)
+    hardware = Hardware(8, 80 * 10**9, host_bytes, disk_bytes=10**9)
     foreseen = shardwise.plan("llama3-70b", hardware=hardware)
     found = search(foreseen.model, foreseen.workload, hardware)
     fits = host_bytes != 900 * 10**9

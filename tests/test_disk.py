@@ -24,7 +24,7 @@ from shardwise.lanes import PAST
 from shardwise.layout import Span
 from shardwise.memory import Ledger
 from shardwise.routine import Routine
-from shardwise.staging import Buffers, Staging
+from shardwise.staging import Buffers, Staging, staging_bytes
 from support import matrix, ranks
 from support.training import digest, make_batch, make_optimizer, start, train_step
 
@@ -257,7 +257,7 @@ def test_nothing_is_read_ahead_that_has_still_to_be_written(tmp_path, monkeypatc
         return writing(handle, buffers, offset)
 
     monkeypatch.setattr(os, "pwritev", slowly)
-    staging = Staging(Ledger(), settings(tmp_path), 0, False, BLOCK)
+    staging = Staging(Ledger(), settings(tmp_path), 0, False, BLOCK, 20 * BLOCK)
     units = [Unit(staging, source.randrange(1, 6)) for _ in range(source.choice([1, 2, 5]))]
     passes = [[Delivery(unit, True) for unit in units], [Delivery(unit, False) for unit in reversed(units)]]
     started = []
@@ -281,15 +281,14 @@ def test_nothing_is_read_ahead_that_has_still_to_be_written(tmp_path, monkeypatc
 
 def test_buffers_are_bounded_whatever_is_asked_for(tmp_path):
     ledger = Ledger()
-    staging = Staging(ledger, settings(tmp_path), 0, False, BLOCK)
+    staging = Staging(ledger, settings(tmp_path), 0, False, BLOCK, 300 * BLOCK)
     unit = Unit(staging, 300)
     for _ in range(3):
         deliver(staging, Delivery(unit, True))
         staging.turn()
     assert ledger.by_tier(at_peak=True)["host"] <= 2 * 64 * BLOCK
-    default = Staging(Ledger(), Offload(nvme_path=str(tmp_path)), 0, False, 1 << 40)
-    for buffers in (default.incoming, default.outgoing):
-        assert buffers.size_bytes * buffers._most <= 1 << 30
+    default = Staging(Ledger(), Offload(nvme_path=str(tmp_path)), 0, False, 1 << 40, 1 << 40)
+    assert default.most_bytes == staging_bytes(1 << 40) == 1 << 30
     default.close()
     staging.close()
     assert ledger.total_bytes == 0
@@ -320,7 +319,7 @@ def test_a_buffer_waits_for_the_copy_that_reads_it(tmp_path):
 
 
 def test_what_is_copied_from_the_device_is_written_when_it_has_come(tmp_path):
-    staging = Staging(Ledger(), settings(tmp_path), 0, False, BLOCK)
+    staging = Staging(Ledger(), settings(tmp_path), 0, False, BLOCK, 20 * BLOCK)
     (chunk,) = Unit(staging, 1).chunks
     buffer, copying = staging.outgoing.need(), Copying()
     buffer.tensor.fill_(1)
@@ -333,7 +332,7 @@ def test_what_is_copied_from_the_device_is_written_when_it_has_come(tmp_path):
 
 
 def test_a_buffer_whose_write_failed_is_used_again(tmp_path):
-    staging = Staging(Ledger(), settings(tmp_path), 0, False, BLOCK)
+    staging = Staging(Ledger(), settings(tmp_path), 0, False, BLOCK, 20 * BLOCK)
     failed: Future[None] = Future()
     failed.set_exception(OSError("gone"))
     buffer = staging.outgoing.need()

@@ -82,7 +82,7 @@ class Budget:
         host = self._host_share_bytes() if self._settings.host_memory == "auto" else self._settings.host_memory
         self._host_bytes = host
         stays = must_stay(away, self._settings.ratio, None if uses_disk else host)
-        cached = stays + self._cached(sizes[stays:])
+        cached = stays + self._cached(sizes[stays:], staging_bytes(sum(size["disk"] for size in sizes[stays:])))
         return [
             policy.on_device() if number < stays else policy.cached() if number < cached else policy
             for number, policy in enumerate(policies)
@@ -111,13 +111,12 @@ class Budget:
             updater.account()
         self._choose_hosted(updater)
 
-    def _cached(self, sizes: Sequence[Mapping[str, int]], staging_held_bytes: int = 0) -> int:
+    def _cached(self, sizes: Sequence[Mapping[str, int]], buffer_bytes: int) -> int:
         """How many units of those of which something shall rest on the disk have all of it on the host."""
         if self._host_bytes is None:
             return 0
-        on_disk = [size["disk"] for size in sizes]
-        buffers = max(staging_held_bytes, staging_bytes(sum(on_disk)))
-        return stay(on_disk, self._host_bytes - sum(size["host"] for size in sizes) - buffers)
+        room = self._host_bytes - sum(size["host"] for size in sizes) - buffer_bytes
+        return stay([size["disk"] for size in sizes], room)
 
     def _leave_disk(self, units: Sequence[Unit], updater: Updater) -> None:
         """Let units rest on the host, where others have made room."""
@@ -125,7 +124,7 @@ class Budget:
         staging = homes[0].ferry.staging if homes else None
         if staging is not None:
             sizes = [Counter(host=home.size_bytes - home.disk_bytes, disk=home.disk_bytes) for home in homes]
-            for unit in units[: self._cached(sizes, staging.held_bytes)]:
+            for unit in units[: self._cached(sizes, staging.most_bytes)]:
                 unit.leave_disk(updater.optimizer)
 
     def _choose_hosted(self, updater: Updater) -> None:
@@ -176,8 +175,8 @@ def open_disk(
     failure: ShardwiseError | None = None
     try:
         largest = max(4 * min(layout.shard_numel, ferry.parcel_numel) for _, layout in pairs)
-        ferry.staging = Staging(ferry.ledger, settings, comm.rank, ferry.is_pinned, largest)
         on_disk = [resting_bytes(policy, layout, moments)["disk"] for policy, layout in pairs]
+        ferry.staging = Staging(ferry.ledger, settings, comm.rank, ferry.is_pinned, largest, sum(on_disk))
         weights = [
             policy.master_dtype.itemsize * layout.shard_numel
             for policy, layout in pairs

@@ -29,7 +29,7 @@ from shardwise.memory import Entry, Kind, Ledger, Tier
 from shardwise.routine import Routine
 
 _BUFFER_BLOCKS = 8
-_BUFFERS = 64
+_BUFFERS, _LEAST_BUFFERS = 64, 4
 _MOST_BYTES = 512 << 20
 """Of the buffers in one direction."""
 _ENTRY = Entry(Kind.WORK, "staging", Tier.HOST)
@@ -89,9 +89,9 @@ class Buffers:
         self._idle: deque[Buffer] = deque()
 
     @property
-    def held_bytes(self) -> int:
-        """What those there are take."""
-        return self._count * self.size_bytes
+    def most_bytes(self) -> int:
+        """What they take when all are there."""
+        return self._most * self.size_bytes
 
     def take(self, at_once: bool = False) -> Buffer | None:
         """A buffer; None if that would mean to wait and it should be `at_once`."""
@@ -143,14 +143,16 @@ class Reading:
 class Staging:
     """The files and buffers of an engine of which something rests on the disk."""
 
-    def __init__(self, ledger: Ledger, settings: Offload, rank: int, pinned: bool, largest_bytes: int) -> None:
-        """`largest_bytes` is the most of a field that travels at once."""
+    def __init__(
+        self, ledger: Ledger, settings: Offload, rank: int, pinned: bool, largest_bytes: int, disk_bytes: int
+    ) -> None:
+        """`largest_bytes` is the most of a field that travels at once, `disk_bytes` what rests on the disk in all."""
         self._settings, self._rank = settings, rank
         self._files: dict[str, DiskFile] = {}
         block = self._file(_folder(settings)).block_bytes
         most_bytes = max(block, min(_BUFFER_BLOCKS * block, _MOST_BYTES // _BUFFER_BLOCKS))
         self.chunk_bytes = min(most_bytes, aligned(largest_bytes))
-        most = min(_BUFFERS, _MOST_BYTES // most_bytes)
+        most = max(_LEAST_BUFFERS, min(_BUFFERS, _MOST_BYTES // most_bytes, disk_bytes // self.chunk_bytes))
         self.incoming = Buffers(ledger, self.chunk_bytes, most, pinned)
         self.outgoing = Buffers(ledger, self.chunk_bytes, most, pinned)
         self._routine = Routine[Delivery]()
@@ -162,9 +164,9 @@ class Staging:
         self._delivering: object = None
 
     @property
-    def held_bytes(self) -> int:
-        """What the buffers take."""
-        return self.incoming.held_bytes + self.outgoing.held_bytes
+    def most_bytes(self) -> int:
+        """What the buffers take when all are there."""
+        return self.incoming.most_bytes + self.outgoing.most_bytes
 
     def file(self, is_weights: bool) -> DiskFile:
         """The file that weights, or else the optimizer's states, rest in."""
@@ -297,7 +299,7 @@ class Staging:
 
 
 def staging_bytes(disk_bytes: int) -> int:
-    """The most that buffers take on the host for so much on the disk."""
+    """The most that buffers take on the host for so much on the disk, but for very little."""
     return min(2 * _MOST_BYTES, 2 * disk_bytes)
 
 

@@ -1,11 +1,12 @@
 """Is the plan right? Cases drawn from a seeded grid, each foreseen and measured from outside, in one dated table.
 
-    python benchmarks/plan_accuracy.py                    # 44 cases on CPU, ranks over Gloo
-    python benchmarks/plan_accuracy.py --device cuda      # 20 cases; the ranks share one GPU
+    python benchmarks/plan_accuracy.py                    # 60 cases on CPU, ranks over Gloo
+    python benchmarks/plan_accuracy.py --device cuda      # 26 cases; the ranks share one GPU
     python benchmarks/plan_accuracy.py --device cuda --confine   # each rank gets what was foreseen and 3 % more
 
 What is measured is what `shardwise compare` measures: the peak of a rank over two steps after two that warm up, by the
-observer of tensor storage on CPU, by torch's allocator on CUDA. Writes results/DATE-plan-accuracy-DEVICE.json and .md.
+observer of tensor storage on CPU, where what is offloaded is memory of the same kind and counts, by torch's allocator
+on CUDA, where it does not. Writes results/DATE-plan-accuracy-DEVICE.json and .md.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import os
 import random
 import tempfile
 import time
+from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -32,10 +34,11 @@ from shardwise.compare.job import Job
 from shardwise.compare.rows import Row
 from shardwise.compare.worker import Worker
 from shardwise.planning import Foreseen
-from shardwise.planning.foresee import foresee_settings
+from shardwise.planning.runs import foresee_settings
 
 HERE = Path(__file__).parent
 PRESETS = ("zero0", "zero1", "zero2", "zero3")
+OFFLOADS = ("zero1_offload", "zero2_offload", "zero3_offload")
 POINT = ("model", "preset", "world_size", "accumulate", "precision")
 KINDS = ("weights", "grads", "optim", "activations", "in_flight")
 
@@ -56,18 +59,26 @@ class Case:
         return Settings(name, self.world_size, self.precision, device, self.accumulate)
 
 
-def cpu_cases(count: int, seed: int) -> list[Case]:
+def cpu_cases(counts: tuple[int, int], seed: int) -> list[Case]:
+    """So many on the device, and so many with states on the host."""
     models = ("mlp-100k", "gpt-1m", "gpt", "gpt_recomputed", "tied", "tied_recomputed", "decoder", "one_unit")
-    grid = list(itertools.product(models, PRESETS, (1, 2, 3, 4), (1, 2), ("fp32", "bf16", "fp16")))
-    return [Case(*point) for point in random.Random(seed).sample(grid, count)]
+    rest = ((1, 2, 3, 4), (1, 2), ("fp32", "bf16", "fp16"))
+    return [case for presets, count in zip((PRESETS, OFFLOADS), counts, strict=True)
+            for case in drawn(itertools.product(models, presets, *rest), count, seed)]  # fmt: skip
 
 
-def cuda_cases(count: int, seed: int) -> list[Case]:
-    """Section by section: the 0.5 B MLP on two ranks in both precisions, then points of the grid."""
+def cuda_cases(counts: tuple[int, int], seed: int) -> list[Case]:
+    """Section by section: the 0.5 B MLP on two ranks in both precisions, then points of the grids."""
     first = [Case("mlp-0.5b", preset, 2, 1, precision) for precision in ("fp16", "bf16") for preset in PRESETS]
     models = ("gpu_gpt", "gpu_gpt_recomputed", "gpu_decoder")
-    grid = list(itertools.product(models, PRESETS, (1, 2, 4), (1, 2), ("bf16", "fp16", "fp32")))
-    return first + [Case(*point) for point in random.Random(seed).sample(grid, count - len(first))]
+    rest = ((1, 2, 4), (1, 2), ("bf16", "fp16", "fp32"))
+    return first + [case for presets, count in zip((PRESETS, OFFLOADS), counts, strict=True)
+                    for case in drawn(itertools.product(models, presets, *rest), count, seed)]  # fmt: skip
+
+
+def drawn(grid: Iterable[tuple], count: int, seed: int) -> list[Case]:
+    """Points of a grid, the same for the same seed."""
+    return [Case(*point) for point in random.Random(seed).sample(list(grid), count)]
 
 
 def measure(rank: int, cases: list[Case], device: str, folder: str, limits: list[int]) -> None:
@@ -198,7 +209,6 @@ def merged(before: list[dict], again: list[dict]) -> list[dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--count", type=int)
     parser.add_argument("--seed", type=int, default=8)
     parser.add_argument("--confine", action="store_true")
     parser.add_argument("--only", help="measure the cases of this model again, and replace them in the file")
@@ -206,7 +216,7 @@ def main() -> None:
     os.environ |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     if args.device == "cpu":
         os.environ |= launch.matmul_environment()
-    cases = cpu_cases(args.count or 44, args.seed) if args.device == "cpu" else cuda_cases(args.count or 20, args.seed)
+    cases = cpu_cases((44, 16), args.seed) if args.device == "cpu" else cuda_cases((12, 6), args.seed)
     cases = [case for case in cases if args.only in (None, case.model)]
     rows = []
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(min(8, launch.cores())) as pool:

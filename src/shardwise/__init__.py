@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from shardwise.engine import Engine
     from shardwise.errors import ConfigError, DisagreementError, DiskError, ShardwiseError
     from shardwise.planning import plan
+    from shardwise.planning.runs import foresee
     from shardwise.start import initialize
 
 # Loaded at first use: `import shardwise` then costs little more than `import torch`.
@@ -29,6 +30,7 @@ _HOMES = {
     "deferred_init": "deferred",
     "describe_units": "division",
     "ema": "averages",
+    "foresee": "planning",
     "gathered": "access",
     "initialize": "start",
     "plan": "planning",
@@ -46,6 +48,7 @@ __all__ = [
     "deferred_init",
     "describe_units",
     "ema",
+    "foresee",
     "gathered",
     "initialize",
     "plan",

@@ -1,5 +1,6 @@
 """The command line. Every command is a thin shell over the library, which it imports only when it runs."""
 
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -86,7 +87,12 @@ def plan(
     host_memory: Annotated[str | None, typer.Option(help="Of each node.")] = None,
     disk: Annotated[str | None, typer.Option(help="Of each node, for what rests on NVMe.")] = None,
     nodes: Annotated[int, typer.Option(help="Machines that the GPUs are spread over.")] = 1,
-    here: Annotated[bool, typer.Option("--here", help="Take this machine's GPUs, memory and disk.")] = False,
+    here: Annotated[bool, typer.Option("--here", help="Take this machine's GPUs, memory, disk and links.")] = False,
+    tflops: Annotated[float | None, typer.Option(help="What a GPU reaches in training, in 1e12 a second.")] = None,
+    gpu_link: Annotated[str | None, typer.Option(help="From a GPU to the others: 450GB/s, 400Gb/s.")] = None,
+    node_link: Annotated[str | None, typer.Option(help="From a node to the others.")] = None,
+    host_link: Annotated[str | None, typer.Option(help="Between a GPU and its host, each way.")] = None,
+    disk_rate: Annotated[str | None, typer.Option(help="Of a node's disk.")] = None,
     seq: Annotated[int, typer.Option(help="Tokens of a sample.")] = 2048,
     micro_batch: Annotated[int, typer.Option(help="Samples of a rank at a time.")] = 1,
     accumulate: Annotated[int, typer.Option(help="Micro-batches per step.")] = 1,
@@ -98,7 +104,9 @@ def plan(
     lora_targets: Annotated[str | None, typer.Option(help="Matrices with adapters (q_proj,v_proj).")] = None,
     presets: Annotated[str | None, typer.Option(help="Only these presets.")] = None,
     detailed: Annotated[bool | None, typer.Option(help="Run the engine on fake tensors, or only reckon.")] = None,
-    search: Annotated[bool, typer.Option("--search", help="Vary micro-batch and recomputation too.")] = False,
+    search: Annotated[
+        bool, typer.Option("--search", help="Vary micro-batch, recomputation and what stays on the device too.")
+    ] = False,
     explain: Annotated[bool, typer.Option("--explain", help="Show the arithmetic.")] = False,
     accounting: Annotated[str | None, typer.Option(help="Model states alone: full, no-master or fp32.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -109,7 +117,8 @@ def plan(
     """Say before the launch what every rank will hold, whether it fits, and which preset to take."""
     from shardwise.planning import Workload, command
 
-    machine = command.hardware(gpus, gpu_memory, host_memory, disk, nodes, here)
+    rates = command.rates(tflops, gpu_link, node_link, host_link, disk_rate)
+    machine = command.hardware(gpus, gpu_memory, host_memory, disk, nodes, here, rates)
     adapters = command.lora(lora, lora_targets)
     work = Workload(seq, micro_batch, accumulate, precision, optimizer, checkpointing, adapters)
     if global_batch is not None:
@@ -201,12 +210,29 @@ def main() -> None:
     """The entry point of the `shardwise` command: an error of ours is one message and exit code 2."""
     warnings.showwarning = _show_warning
     try:
-        app()
-    except ShardwiseError as error:
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
+    except (ShardwiseError, OSError) as error:
         if "--debug" in sys.argv:
             raise
-        typer.secho(f"error: {error}", fg="red", err=True)
+        if isinstance(error, OSError) and not _is_output_refused():
+            raise
+        reason = error if isinstance(error, ShardwiseError) else f"nothing can be printed: {error.strerror}"
+        typer.secho(f"error: {reason}", fg="red", err=True)
         raise SystemExit(2) from None
+
+
+def _is_output_refused() -> bool:
+    """Whether standard output cannot be written: a full disk. What is left to print is then dropped."""
+    try:
+        os.write(sys.stdout.fileno(), b"\n")
+    except OSError:
+        # Python would try again at exit, and complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
 
 
 def _show_warning(

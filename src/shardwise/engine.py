@@ -233,7 +233,7 @@ class Engine(nn.Module):
         return Report.of(self._ledger, self._comm, self._ferry.lanes, self._clock, self.steps, self._expected_bytes)
 
     def expect(self, peak_bytes: int) -> None:
-        """Have `report()` show what a plan foresaw as this rank's peak."""
+        """Have `report()` show what a plan, or `shardwise.foresee`, foresaw as this rank's peak."""
         self._expected_bytes = peak_bytes
 
     @property

@@ -6,9 +6,11 @@ the CUDA runtime itself, one by one.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import weakref
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -27,7 +29,8 @@ class HostSlab:
         self.dtype = dtype
         self.size_bytes = numel * dtype.itemsize
         self._ledger, self._entry = ledger, entry
-        self.tensor = page_locked(numel, dtype) if pinned and numel else torch.zeros(numel, dtype=dtype)
+        with making():
+            self.tensor = page_locked(numel, dtype) if pinned and numel else torch.zeros(numel, dtype=dtype)
         ledger.add(entry, self.size_bytes)
 
     def at_rest(self, span: Span, shape: torch.Size) -> torch.Tensor:
@@ -61,6 +64,26 @@ def page_aligned(size_bytes: int, pinned: bool) -> torch.Tensor:
     if pinned:
         return page_locked(size_bytes, torch.uint8)
     return torch.frombuffer(mmap.mmap(-1, size_bytes), dtype=torch.uint8)
+
+
+_is_making = False
+
+
+def is_making() -> bool:
+    """Whether host memory is being made just now. A dry run, in which host and device are both on the CPU, tells them
+    apart by it."""
+    return _is_making
+
+
+@contextlib.contextmanager
+def making() -> Iterator[None]:
+    """Around what makes host memory."""
+    global _is_making
+    _is_making = True
+    try:
+        yield
+    finally:
+        _is_making = False
 
 
 def page_locked(numel: int, dtype: torch.dtype) -> torch.Tensor:

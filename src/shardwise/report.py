@@ -87,9 +87,12 @@ class Report:
         for kind in sorted(self.memory_bytes.keys() | self.peak_memory_bytes.keys()):
             now, peak = self.memory_bytes.get(kind, 0), self.peak_memory_bytes.get(kind, 0)
             lines.append(f"  {kind:<24}{_mib(now)}  {_mib(peak)}")
-        for name, peak_bytes in (("predicted", self.predicted_peak_bytes), ("measured", self.measured_peak_bytes)):
-            if peak_bytes is not None:
-                lines.append(f"  {f'everything, {name}':<24}{'':>14}  {_mib(peak_bytes)}")
+        predicted, measured = self.predicted_peak_bytes, self.measured_peak_bytes
+        lines.append(
+            f"  {'everything, predicted':<24}{'':>14}  {_mib(predicted) if predicted is not None else _UNTOLD}"
+        )
+        if measured is not None:
+            lines.append(f"  {'everything, measured':<24}{'':>14}  {_mib(measured)}")
         lines += ["sent per step"]
         lines += [f"  {kind:<24}{_mib(sent / steps)}" for kind, sent in sorted(self.sent_bytes.items())]
         if self.moved_bytes:
@@ -98,6 +101,9 @@ class Report:
         lines += ["host time per step"]
         lines += [f"  {name:<24}{seconds / steps * 1e3:>11.2f} ms" for name, seconds in sorted(self.phase_s.items())]
         return "\n".join(lines)
+
+
+_UNTOLD = "not told: engine.expect(shardwise.foresee(build, config).peak_bytes)"
 
 
 def _mib(size_bytes: float) -> str:

@@ -17,18 +17,22 @@ from shardwise.compare.rows import Row
 from shardwise.compare.worker import Worker
 from shardwise.config import Config
 from shardwise.engine import Engine
-from shardwise.models import BUILT_IN
+from shardwise.models import BUILT_IN, GPT
 from shardwise.planning.dry import DryComm, Scenario, Untraceable, dry_run
-from shardwise.planning.foresee import foresee_settings
+from shardwise.planning.runs import foresee, foresee_settings
 from support import ranks
 
-STAGES = Path(__file__).parents[2] / "benchmarks" / "results" / "2026-11-15-gpu-stages.json"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+STAGES, OFFLOAD = (RESULTS / f"2026-11-15-gpu-{name}.json" for name in ("stages", "offload"))
 CASES = [
     (Settings("mlp-100k", 2, "fp32"), "zero0"),
     (Settings("mlp-100k", 2, "bf16"), "zero3"),
     (Settings("gpt-1m", 2, "fp16", accumulate=2), "zero2"),
     (Settings("gpt-1m", 3, "fp32"), "zero1"),
     (Settings("mlp-100k", 3, "bf16", accumulate=2), "zero3"),
+    (Settings("gpt-1m", 2, "bf16"), "zero2_offload"),
+    (Settings("mlp-100k", 2, "fp32", accumulate=2), "zero3_offload"),
+    (Settings("mlp-100k", 3, "fp16"), "zero1_offload"),
 ]
 
 
@@ -61,6 +65,24 @@ def test_the_peak_on_a_gpu_is_the_measured_one(preset):
     assert foreseen.categories["overhead"] == 64 << 20
 
 
+def test_states_on_the_host_of_a_gpu_are_the_measured_ones():
+    """The same for offload: device, host and what crosses in a step, of 2.68 B parameters on one H200."""
+    rows = [row for run in json.loads(OFFLOAD.read_text())["runs"] for row in run["rows"]]
+    measured = next(row for row in rows if row["row"] == "zero3_offload")
+    settings = {"precision": {"compute": "bf16"}, "gradients": {"clip_norm": 1.0}, "checkpointing": {"enabled": True}}
+    foreseen = foresee(offloaded_gpt, {"preset": "zero3_offload", **settings}, world_size=1, device="cuda")
+    assert foreseen.peak_bytes / 2**30 == pytest.approx(measured["peak_gib"], abs=0.01)
+    assert foreseen.tiers["host"] / 2**30 == pytest.approx(measured["tier_gib"]["host"], abs=0.01)
+    moved = {way: round(size / 1e9, 3) for way, size in foreseen.moved_bytes.items()}
+    assert moved == measured["moved_gb_per_step"]
+
+
+def offloaded_gpt():
+    """The model of benchmarks/gpu_offload.py."""
+    model = GPT(2560, 32, 20, vocabulary=32000, length=1025)
+    return model, lambda rank, step: {"tokens": torch.zeros(8, 1025, dtype=torch.long)}
+
+
 def test_any_number_of_ranks():
     peaks = [foresee_settings(Settings("mlp-100k", ranks, "bf16"), "zero3").peak_bytes for ranks in (2, 5, 64)]
     assert peaks == sorted(peaks, reverse=True)
@@ -71,7 +93,8 @@ def test_a_report_shows_what_was_expected():
         model = nn.Linear(8, 8)
         engine = Engine(model, torch.optim.SGD(model.parameters()), Config(), DryComm(0, 2, "cpu"))
     assert engine.report().predicted_peak_bytes is None
-    assert "predicted" not in str(engine.report())
+    assert "everything, predicted" in str(engine.report())
+    assert "engine.expect(" in str(engine.report())
     engine.expect(3 << 20)
     assert re.search(r"everything, predicted +3\.00 MiB", str(engine.report()))
 
@@ -94,3 +117,10 @@ def test_what_needs_values_is_untraceable():
 def test_a_model_with_values_of_its_own_is_untraceable():
     with pytest.raises(Untraceable, match="'weight' has values of its own"):
         dry_run(scenario(nn.Linear(8, 8)))
+
+
+def test_no_disk_is_touched(tmp_path):
+    config = {"preset": "zero3_nvme", "offload": {"nvme_path": str(tmp_path)}}
+    with pytest.raises(Untraceable, match="rest on the disk"):
+        foresee(offloaded_gpt, config, world_size=1, device="cuda")
+    assert not list(tmp_path.iterdir())

@@ -4,7 +4,7 @@ import pytest
 
 from shardwise.planning.dimensions import Dimensions, Experts
 from shardwise.planning.estimate import estimate
-from shardwise.planning.foresee import foresee_workload
+from shardwise.planning.runs import foresee_workload
 from shardwise.planning.workload import Workload, from_dimensions
 
 DENSE = Dimensions("dense", 1024, 6, 16, 8000, 4096, kv_heads=4)
@@ -15,6 +15,8 @@ CASES = [
     (DENSE, "zero3", Workload(sequence=2048)),
     (DENSE, "zero3", Workload(sequence=1024, lora=(8, ("q_proj", "v_proj")))),
     (MIXTURE, "zero3", Workload(sequence=1024)),
+    (DENSE, "zero2_offload", Workload(sequence=512)),
+    (DENSE, "zero3_offload", Workload(sequence=512)),
 ]
 
 

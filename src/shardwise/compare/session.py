@@ -99,7 +99,7 @@ class Session:
 
     def _foresee(self, row: Row) -> None:
         """What the plan says of a row of ours, where it can say anything."""
-        from shardwise.planning.foresee import foresee_peaks
+        from shardwise.planning.runs import foresee_peaks
 
         if row.peer is None:
             peak = foresee_peaks(self.settings, [row.preset])[row.preset]

@@ -120,7 +120,8 @@ class Shardwise(System):
             unit.weights.settle()
 
     def on_grads(self, hook: Callable[[str, torch.Tensor], None]) -> None:
-        self.wrapped.register_grad_hook(hook)
+        if self.wrapped.config.placement.grads.tier == "device":  # others would be brought back for it
+            self.wrapped.register_grad_hook(hook)
 
     def weights(self) -> Iterator[torch.Tensor]:
         for unit in self.wrapped.units:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from shardwise.config.values import bound, choice, flag, real, text
-from shardwise.sizes import whole
+from shardwise.sizes import parse_bytes, whole
 
 
 class Rule(NamedTuple):
@@ -175,6 +175,7 @@ ACTIVATION_CHECKPOINTING: dict[str, Rule] = {
 # What DeepSpeed has no word for, under a key of ours: it ignores top-level keys that it does not know.
 SHARDWISE: dict[str, Rule] = {
     "checkpointing": Rule(flag, "recomputes each unit's activations in backward", "checkpointing.enabled"),
+    "device_memory": Rule(parse_bytes, "only what does not fit into it is spilled", "offload.device_memory"),
 }
 
 TORCH_AUTOCAST: dict[str, Rule] = {

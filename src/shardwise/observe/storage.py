@@ -29,13 +29,14 @@ UNLABELLED = "other"
 
 
 class _Entry(weakref.ref):  # type: ignore[type-arg]  # not generic at run time
-    """One live storage. The key is the storage's address, unique for as long as it lives."""
+    """One live storage. The key is its address, unique for as long as it lives. What is away counts for nothing."""
 
-    __slots__ = ("key", "label", "nbytes")
+    __slots__ = ("is_away", "key", "label", "nbytes")
 
     key: int
     nbytes: int
     label: str
+    is_away: bool
 
 
 class StorageObserver(TorchDispatchMode):
@@ -46,6 +47,7 @@ class StorageObserver(TorchDispatchMode):
     `label`: names a storage when it is first seen, from the tensor it was seen through; `observer.label("weights",
     model)` names storages at any time and wins. `breakdown_at_peak` has the bytes per name.
     `granularity_bytes`: what an allocator rounds each storage up to.
+    `is_away`: asked when a storage is first seen, whether it stands for memory elsewhere and does not count.
 
     >>> with StorageObserver(existing=()) as memory:
     ...     x = torch.ones(1000)
@@ -61,12 +63,14 @@ class StorageObserver(TorchDispatchMode):
         existing: Iterable[Watchable] | None = None,
         label: Callable[[torch.Tensor], str] | None = None,
         granularity_bytes: int = 1,
+        is_away: Callable[[], bool] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch
         self.device = torch.empty(0, device=device).device  # with its index: cuda is cuda:0
         self._existing = existing
         self._label = label
         self._granularity_bytes = granularity_bytes
+        self._is_away = is_away
         self._entries: dict[int, _Entry] = {}
         # Storages are freed at any moment, in any thread: their finalizers only append, and we settle later.
         self._freed: deque[_Entry] = deque()
@@ -146,12 +150,16 @@ class StorageObserver(TorchDispatchMode):
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # let a wrapper (DTensor) unpack itself: its inner operators come back here
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        result = self.run(func, args, kwargs)
         self._settle()
         for value in (args, kwargs, result):
             self._watch_all(value)
         self._note_peak()
         return result
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator."""
+        return func(*args, **kwargs)
 
     def _watch_all(self, value: Any) -> None:
         if isinstance(value, torch.Tensor):
@@ -163,24 +171,30 @@ class StorageObserver(TorchDispatchMode):
             self._watch_all(tuple(value.values()))
 
     def _watch(self, tensor: torch.Tensor) -> _Entry | None:
-        if tensor.device != self.device or hasattr(tensor, "__tensor_flatten__") or not _has_storage(tensor):
+        if not self._lies_here(tensor):
             return None
         storage = tensor.untyped_storage()
         entry = self._entries.get(storage._cdata)
         if entry is None:
             entry = self._add(storage, self._label(tensor) if self._label else UNLABELLED)
-        elif entry.nbytes != (size := self._size(storage)):
+        elif entry.nbytes != (size := self._size(storage, entry)):
             self._resized(entry, size)
         return entry
+
+    def _lies_here(self, tensor: torch.Tensor) -> bool:
+        return tensor.device == self.device and not hasattr(tensor, "__tensor_flatten__") and _has_storage(tensor)
 
     def _add(self, storage: torch.UntypedStorage, label: str) -> _Entry:
         entry = _Entry(storage, self._freed.append)
         entry.key, entry.nbytes, entry.label = storage._cdata, 0, label
+        entry.is_away = self._is_away is not None and self._is_away()
         self._entries[entry.key] = entry
-        self._resized(entry, self._size(storage))
+        self._resized(entry, self._size(storage, entry))
         return entry
 
-    def _size(self, storage: torch.UntypedStorage) -> int:
+    def _size(self, storage: torch.UntypedStorage, entry: _Entry) -> int:
+        if entry.is_away:
+            return 0
         return -(-storage.nbytes() // self._granularity_bytes) * self._granularity_bytes
 
     def _resized(self, entry: _Entry, nbytes: int) -> None:
@@ -208,7 +222,7 @@ class StorageObserver(TorchDispatchMode):
             self._settle()
             entry = self._entries.get(storage._cdata)
             if entry is not None:
-                self._resized(entry, self._size(storage))
+                self._resized(entry, self._size(storage, entry))
             elif storage.device == self.device:
                 self._add(storage, UNLABELLED)
             self._note_peak()

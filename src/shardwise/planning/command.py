@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+import re
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -13,7 +15,7 @@ from shardwise.errors import ConfigError
 from shardwise.planning import arithmetic, explain, search, table
 from shardwise.planning import hardware as machines
 from shardwise.planning.emit import emit, writing
-from shardwise.planning.hardware import Hardware
+from shardwise.planning.hardware import Hardware, Rates
 from shardwise.planning.planner import Plan, plan
 from shardwise.planning.workload import DEFAULT_TARGETS, Workload
 from shardwise.sizes import parse_bytes, parse_count
@@ -50,12 +52,50 @@ def count(text: str | None, option: str) -> int | None:
         raise ConfigError(f"{option} {text}: {error}") from None
 
 
+def rate(text: str | None, option: str) -> float | None:
+    """Bytes per second: 50GB/s, or 400Gb/s, which are bits."""
+    if text is None:
+        return None
+    amount = re.sub(r"(/s|ps)$", "", text.strip())
+    bits = re.fullmatch(r"(.*[kKMGT])b(it)?", amount)
+    try:
+        found = parse_bytes(bits[1] + "B" if bits else amount)
+    except ValueError:
+        found = 0
+    if not found:
+        raise ConfigError(f"{option} {text}: expected bytes or bits a second, such as 50GB/s or 400Gb/s")
+    return found / 8 if bits else float(found)
+
+
+def rates(
+    tflops: float | None, gpu_link: str | None, node_link: str | None, host_link: str | None, disk_rate: str | None
+) -> Rates:
+    """What the machine does in a second, as far as it was said."""
+    if tflops is not None and not 0 < tflops < float("inf"):
+        raise ConfigError(f"--tflops {tflops}: more than 0 is needed")
+    return Rates(
+        operations=None if tflops is None else tflops * 1e12,
+        gpu_link=rate(gpu_link, "--gpu-link"),
+        node_link=rate(node_link, "--node-link"),
+        host_link=rate(host_link, "--host-link"),
+        disk=rate(disk_rate, "--disk-rate"),
+    )
+
+
 def hardware(
-    gpus: int | None, gpu_memory: str | None, host_memory: str | None, disk: str | None, nodes: int, here: bool
+    gpus: int | None,
+    gpu_memory: str | None,
+    host_memory: str | None,
+    disk: str | None,
+    nodes: int,
+    here: bool,
+    given_rates: Rates,
 ) -> Hardware:
     """The machine that is described; with `here`, this one, in which what is described replaces what is found."""
     base = machines.here() if here else Hardware()
-    given = {
+    known = {name: value for name, value in asdict(given_rates).items() if value is not None}
+    base = replace(base, rates=replace(base.rates, **known))
+    given: dict[str, Any] = {
         "gpus": gpus,
         "gpu_bytes": size(gpu_memory, "--gpu-memory"),
         "host_bytes": size(host_memory, "--host-memory"),
@@ -92,12 +132,14 @@ def run(
         return
     named = {"presets": [name.strip() for name in presets.split(",")]} if presets else {}
     made = plan(model, params=parameters, hardware=on, workload=workload, detailed=detailed, **named)
+    found = search.search(made.model, workload, on) if output.searches else None
     if output.as_json:
-        typer.echo(json.dumps(made.to_dict(), indent=1))
+        more = {} if found is None else {"search": [asdict(each) for each in found]}
+        typer.echo(json.dumps({**made.to_dict(), **more}, indent=1))
     else:
-        _show(made, output)
+        _show(made, found, output)
     if output.emit is not None:
-        for line in emit(made, output.emit):
+        for line in emit(made, output.emit, found):
             typer.echo(f"{output.emit}: {line}", err=True)
     if output.plot is not None:
         from shardwise.planning.plot import draw
@@ -111,11 +153,11 @@ def _console() -> Console:
     return console if console.is_terminal else Console(width=table.WIDTH)
 
 
-def _show(made: Plan, output: Output) -> None:
+def _show(made: Plan, found: list[search.Candidate] | None, output: Output) -> None:
     console = _console()
     console.print(table.render(made))
-    if output.searches:
-        console.print(search.render(search.search(made.model, made.workload, made.hardware)))
+    if found is not None:
+        console.print(search.render(found))
     if output.explains:
         typer.echo("\n" + explain.explain(made))
 

@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
 from shardwise.comm import DONE, Blocks, Comm, Handle
 from shardwise.config import Config
 from shardwise.config.build import build_optimizer
 from shardwise.engine import Engine
+from shardwise.host import is_making
 from shardwise.labelling import KINDS, Labelling, by_kind
 from shardwise.models import MakeBatch
 from shardwise.observe import StorageObserver
@@ -56,12 +57,15 @@ class Scenario:
 @dataclass(frozen=True)
 class Foreseen:
     """One rank's memory and traffic. `peak_bytes` is that of a step after the first; `startup_bytes` the most while
-    the model is built whole on the device, cut up, and takes its first step."""
+    the model is built whole on the device, cut up, and takes its first step. `tiers`: what it holds elsewhere, `host`
+    and `disk`; `moved_bytes`: what a step brings from there and takes back."""
 
     peak_bytes: int
     categories: dict[str, int]
     startup_bytes: int
+    tiers: dict[str, int]
     sent_bytes: dict[str, int]
+    moved_bytes: dict[str, int]
     parameters: int
     trainable: int
 
@@ -114,12 +118,20 @@ class DryComm(Comm):
         pass
 
 
+_ATEN = torch.ops.aten
+_PLAIN = {_ATEN.mm.default, _ATEN.mul.Tensor, _ATEN.add.Tensor, _ATEN.neg.default, _ATEN.copy_.default}
+"""Frequent operators of which nothing depends on the device."""
+
+
 class _Observer(StorageObserver):
     """Sees what the allocator of the foreseen device would."""
 
     def __init__(self, kernels: Kernels, label: Callable[[torch.Tensor], str]) -> None:
-        super().__init__("cpu", existing=(), label=label, granularity_bytes=kernels.granularity_bytes)
+        # Where the device foreseen is the CPU, host memory is part of it, as in a measurement.
+        is_away = None if kernels.name == "cpu" else is_making
+        super().__init__("cpu", (), label, kernels.granularity_bytes, is_away)
         self._scratch = kernels.scratch
+        self.mode: FakeTensorMode | None = None
         self.is_engine_at_work = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -127,11 +139,32 @@ class _Observer(StorageObserver):
             return self.device  # fake tensors ask for each operator; there is one answer
         if func is torch.ops.aten._local_scalar_dense.default and self.is_engine_at_work:
             return 0  # the engine asks whether gradients overflowed: they did not
+        if func.is_view and args[0].__class__ is FakeTensor:
+            return self._past_the_mode(func, args, kwargs or {})  # half of all operators; their storages are known
         result = super().__torch_dispatch__(func, types, args, kwargs)
         scratch = self._scratch.get(func)
         if scratch is not None:
             self.passing(scratch(*args, **(kwargs or {})))
         return result
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func in _PLAIN and all(arg.__class__ is FakeTensor for arg in args):
+            return self._past_the_mode(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _past_the_mode(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The kernel that finds shapes alone, without the checks and the cache that make fake tensors slow."""
+        assert self.mode is not None
+        with in_kernel_invocation_manager(self.mode):
+            made = func(*args, **kwargs)
+        if made is args[0]:
+            return made
+        if isinstance(made, torch.Tensor):
+            return FakeTensor(self.mode, made, self.device)
+        return type(made)(FakeTensor(self.mode, each, self.device) for each in made)
+
+    def _lies_here(self, tensor: torch.Tensor) -> bool:
+        return True  # all are fake tensors on the CPU, which would ask for their device at great cost
 
 
 class _Labelling(Labelling):
@@ -148,11 +181,14 @@ class _Labelling(Labelling):
 
 
 def dry_run(scenario: Scenario) -> Foreseen:
-    """Two steps of one rank. A model that needs values to decide what to do raises `Untraceable`."""
+    """A few steps of one rank. A model that needs values to decide what to do raises `Untraceable`, as disks do."""
+    if not can_be_run(scenario.config):
+        raise Untraceable("states rest on the disk, which a dry run does not touch")
     labelling, kernels = _Labelling(), scenario.kernels
     observer = _Observer(kernels, labelling.first_sight)
     with warnings.catch_warnings(), _traced(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
         warnings.simplefilter("ignore")
+        observer.mode = mode
         with observer, replacing(kernels.replaced):
             model, make_batch = scenario.build()
             _check_fake(model)
@@ -161,14 +197,30 @@ def dry_run(scenario: Scenario) -> Foreseen:
             labelling.attach(
                 observer, model, engine.optimizer, master=scenario.config.precision.weights_dtype != "fp32"
             )
-            engine.register_grad_hook(lambda name, shard: labelling.label(observer, "grads", name, shard))
+            if scenario.config.placement.grads.tier == "device":  # others would be brought back for it
+                engine.register_grad_hook(lambda name, shard: labelling.label(observer, "grads", name, shard))
             train = _Step(engine, make_batch, mode, observer, scenario)
-            train.step(0)
+            warm_steps = _warm_steps(scenario.config)
+            for number in range(warm_steps):
+                train.step(number)
             startup_bytes = observer.peak_bytes
             observer.reset_peak()
             engine._comm.sent_bytes.clear()
-            train.step(1)
+            engine._ferry.lanes.moved_bytes.clear()
+            train.step(warm_steps)
         return _foreseen(observer, engine, kernels, max(startup_bytes, observer.peak_bytes))
+
+
+def can_be_run(config: Config) -> bool:
+    """Whether all of it is memory."""
+    placement = config.placement
+    return all(kind.tier != "disk" for kind in (placement.weights, placement.grads, placement.optim))
+
+
+def _warm_steps(config: Config) -> int:
+    """The steps after which all are alike: the first makes the states, and what passes through the ring of buffers has
+    its full size in the second."""
+    return 1 if config.placement.optim.tier == "device" else 2
 
 
 class _Step:
@@ -225,11 +277,14 @@ def _foreseen(observer: _Observer, engine: Engine, kernels: Kernels, startup_byt
     split["in flight"] += split.pop("other")
     split["overhead"] = kernels.overhead_bytes
     params = [*engine.module.parameters()]
+    held_bytes = engine.report().tier_peak_bytes
     return Foreseen(
         peak_bytes=observer.peak_bytes + kernels.overhead_bytes,
         categories={name: split.get(name, 0) for name in CATEGORIES},
         startup_bytes=startup_bytes + kernels.overhead_bytes,
+        tiers={tier: held for tier in ("host", "disk") if (held := held_bytes.get(tier))},
         sent_bytes=dict(engine._comm.sent_bytes),
+        moved_bytes=dict(engine._ferry.lanes.moved_bytes),
         parameters=sum(param.numel() for param in params),
         trainable=sum(param.numel() for param in params if param.requires_grad),
     )

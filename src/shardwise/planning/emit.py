@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,21 +14,29 @@ from shardwise.errors import ConfigError
 
 if TYPE_CHECKING:
     from shardwise.planning.planner import Plan
+    from shardwise.planning.search import Candidate
+    from shardwise.planning.workload import Workload
 
 _TIERS = {"host": "cpu", "disk": "nvme"}
 
 
-def emit(plan: Plan, path: Path) -> list[str]:
-    """Write the recommended configuration; what the plan counts on and the file cannot bring about."""
-    if plan.advice.preset is None:
-        raise ConfigError(f"--emit {path}: {plan.advice.reason}")
+def emit(plan: Plan, path: Path, found: Sequence[Candidate] | None = None) -> list[str]:
+    """Write the recommended configuration, or the best that a search `found`; what the plan counts on and the file
+    cannot bring about."""
     if not path.absolute().parent.is_dir():
         raise ConfigError(f"--emit {path}: there is no folder {path.absolute().parent}")
-    settings = deepspeed_settings(plan, plan.advice.preset)
+    if found:
+        workload = found[0].workload(plan.workload)
+        settings = deepspeed_settings(workload, found[0].preset, found[0].device_memory)
+    elif plan.advice.preset is None or found is not None:
+        raise ConfigError(f"--emit {path}: {plan.advice.reason}")
+    else:
+        workload = plan.workload
+        settings = deepspeed_settings(workload, plan.advice.preset)
     Config.load(settings)
     with writing("--emit", path):
         path.write_text(json.dumps(settings, indent=2) + "\n")
-    return list(_left_to_do(plan))
+    return list(_left_to_do(workload))
 
 
 @contextlib.contextmanager
@@ -40,17 +48,17 @@ def writing(option: str, path: Path) -> Iterator[None]:
         raise ConfigError(f"{option} {path}: cannot be written: {error.strerror or error}") from None
 
 
-def _left_to_do(plan: Plan) -> Iterator[str]:
-    if plan.workload.checkpointing:
+def _left_to_do(workload: Workload) -> Iterator[str]:
+    if workload.checkpointing:
         yield "activations are recomputed: shardwise does it by this file; for DeepSpeed, switch it on in the model"
-    if plan.workload.lora is not None:
-        rank, targets = plan.workload.lora
+    if workload.lora is not None:
+        rank, targets = workload.lora
         yield f"the plan counts on LoRA of rank {rank} on {', '.join(targets)}: put the adapters on the model"
 
 
-def deepspeed_settings(plan: Plan, preset: str) -> dict[str, Any]:
+def deepspeed_settings(workload: Workload, preset: str, device_memory: int | None = None) -> dict[str, Any]:
     """The settings of `preset` in DeepSpeed's words."""
-    workload, placement = plan.workload, PRESETS[preset]
+    placement = PRESETS[preset]
     shardings = [(row.weights.sharding, row.grads.sharding, row.optim.sharding) for row in STAGES]
     own = (placement.weights.sharding, placement.grads.sharding, placement.optim.sharding)
     zero: dict[str, Any] = {"stage": shardings.index(own)}
@@ -67,6 +75,8 @@ def deepspeed_settings(plan: Plan, preset: str) -> dict[str, Any]:
         "shardwise": {"checkpointing": workload.checkpointing},
         "optimizer": {"type": workload.optimizer, "params": {"lr": 1e-4}},
     }
+    if device_memory is not None:
+        settings["shardwise"]["device_memory"] = device_memory
     if workload.precision != "fp32":
         settings[workload.precision] = {"enabled": True}
     return settings

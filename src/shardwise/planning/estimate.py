@@ -13,8 +13,12 @@ from collections import Counter
 from dataclasses import dataclass, field
 from fractions import Fraction
 
+import torch
+
 from shardwise.config import Config
 from shardwise.config.costs import Resting, resting
+from shardwise.home import Ferry
+from shardwise.memory import Ledger
 from shardwise.planning.dimensions import Dimensions
 from shardwise.planning.workload import Model, Workload
 
@@ -55,6 +59,21 @@ def estimate(model: Model, workload: Workload, config: Config, world_size: int) 
     return Estimate({name: int(highest[name]) for name in CATEGORIES}, dict(tiers))
 
 
+def away_bytes(model: Model, config: Config, world_size: int) -> list[int]:
+    """What of each unit's states rests off the device, of one rank, in forward order; nothing of what is frozen."""
+    each = sum(part.bytes_each for part in resting(config) if part.tier != "device")
+    return [each * numel // world_size for numel in _trained_units(model)]
+
+
+def _trained_units(model: Model) -> list[int]:
+    of = model.dimensions
+    layers = of.layers if of else UNKNOWN_LAYERS
+    if of is None or model.frozen:
+        return [model.trainable // layers] * layers
+    head = [] if of.tied else [of.embedding_numel]
+    return [of.embedding_numel, *(of.layer_numel(index) for index in range(layers)), *head]
+
+
 class _Sizes:
     """The sizes that the moments are made of."""
 
@@ -68,6 +87,7 @@ class _Sizes:
             self.trained_unit = model.trainable // (of.layers if of else UNKNOWN_LAYERS)
         else:
             self.trained_unit = self.largest
+        self._ferry = Ferry(torch.device("cpu"), Ledger(), config.offload)
         self.item = 4 if config.precision.weights_dtype == "fp32" else 2
         self.layer_bytes = layer_activation_bytes(of, workload, self.item) if of else 0
         self.logit_bytes = LOGIT_BYTES * workload.tokens * of.vocabulary if of else 0
@@ -107,20 +127,44 @@ class _Sizes:
 
     def backward_ends(self, held: Counter[str]) -> Counter[str]:
         moment = self._base(held)
-        moment["weights"] += self.gathered(self.unit)
+        slots, slot_bytes = self.ring()
+        cuts_weights = self.config.placement.weights.sharding == "sharded"
+        moment["weights"] += self.gathered(self.unit) + (self.unit * self.item if cuts_weights and slots else 0)
         is_sharded = self.config.placement.grads.sharding == "sharded"
-        # A unit's gradients as they arrive; where they are sharded, another unit's on its way, sent and received.
-        moment["in flight"] = self.trained_unit * self.item * (3 if is_sharded and self.world_size > 1 else 1)
+        # A unit's gradients as they arrive; where they are sharded, another unit's on its way, sent and received. These
+        # have left where states come ahead: all the more of them, as activations go.
+        is_sent = is_sharded and self.world_size > 1 and (cuts_weights or not slots)
+        moment["in flight"] = self.trained_unit * self.item * (3 if is_sent else 1)
+        moment["in flight"] += max(0, min(2 * slots - 2, self.parcels)) * slot_bytes
         moment["activations"] = self.layer_bytes
         return moment
 
     def update(self, held: Counter[str]) -> Counter[str]:
         moment = self._base(held)
-        is_sharded = self.config.placement.optim.sharding == "sharded"
-        owned = self.trained_unit // (self.world_size if is_sharded else 1)
-        states = 12 if self.config.placement.optim.tier != "device" else 0
-        moment["in flight"] = owned * ((4 if self.item == 2 else 0) + 2 * states)
+        slots, slot_bytes = self.ring()
+        moment["in flight"] = self.owned * (4 if self.item == 2 else 0) + slots * slot_bytes
         return moment
+
+    @property
+    def owned(self) -> int:
+        """Elements of the largest unit that a rank updates."""
+        is_sharded = self.config.placement.optim.sharding == "sharded"
+        return self.trained_unit // (self.world_size if is_sharded else 1)
+
+    @property
+    def parcels(self) -> int:
+        """In which all that a rank owns travels."""
+        units = _trained_units(self.model)
+        return sum(-(-numel // self.world_size // self._ferry.parcel_numel) for numel in units)
+
+    def ring(self) -> tuple[int, int]:
+        """The buffers on the device through which states pass, and the bytes of one: as the engine reckons."""
+        each = sum(part.bytes_each for part in resting(self.config) if part.tier != "device")
+        if not each:
+            return 0, 0
+        largest = min(self.owned, self._ferry.parcel_numel)
+        self._ferry.expect(-(-self.owned // self._ferry.parcel_numel))
+        return self._ferry.ring.count, each * largest
 
     def _base(self, held: Counter[str]) -> Counter[str]:
         moment = Counter(held)

@@ -30,14 +30,30 @@ def headroom(is_dry_run: bool) -> float:
     return DRY_RUN_HEADROOM if is_dry_run else ARITHMETIC_HEADROOM
 
 
-def judge(config: Config, peak_bytes: int, tiers: Mapping[str, int], on: Hardware, is_dry_run: bool = False) -> Fit:
-    """`peak_bytes` of a rank with what is reserved, `tiers` in bytes of a rank."""
+def is_supported(config: Config) -> bool:
+    """Whether this version can train so."""
+    return not _refusal(config)
+
+
+def _refusal(config: Config) -> str:
     from shardwise.start import check_supported
 
     try:
         check_supported(config)
     except ConfigError as refusal:
-        return Fit(False, note=str(refusal), is_supported=False)
+        return str(refusal)
+    return ""
+
+
+def device_budget(on: Hardware) -> int:
+    """What the engine may take of a GPU's memory by arithmetic: `offload.device_memory` for it."""
+    return int((1 - ARITHMETIC_HEADROOM) * on.gpu_bytes) - on.reserved_bytes
+
+
+def judge(config: Config, peak_bytes: int, tiers: Mapping[str, int], on: Hardware, is_dry_run: bool = False) -> Fit:
+    """`peak_bytes` of a rank with what is reserved, `tiers` in bytes of a rank."""
+    if refusal := _refusal(config):
+        return Fit(False, note=refusal, is_supported=False)
     needed = {tier: size * (on.gpus // on.nodes) for tier, size in tiers.items() if size}
     rooms = {"host": on.host_bytes, "disk": on.disk_bytes}
     known = {tier: room for tier, room in rooms.items() if room is not None}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 from shardwise.errors import ConfigError
 from shardwise.sizes import format_bytes
@@ -14,15 +15,56 @@ COMMUNICATOR_BYTES = 150 * 10**6
 
 
 @dataclass(frozen=True)
+class Rates:
+    """What a machine does in a second; None where nobody said or measured it.
+
+    operations  arithmetic of a GPU, as much as training reaches, not what a data sheet promises
+    gpu_link    bytes from a GPU to the others of its node
+    node_link   bytes from a node to the others
+    host_link   bytes between a GPU and its host, each way
+    disk        bytes between a node and its disk
+    """
+
+    operations: float | None = None
+    gpu_link: float | None = None
+    node_link: float | None = None
+    host_link: float | None = None
+    disk: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, rate in asdict(self).items():
+            if rate is not None and not rate > 0:
+                raise ConfigError(f"the rate {name} is {rate}: more than 0 is needed")
+
+    def or_typical(self) -> KnownRates:
+        """With what is typical for what is not known: enough to rank configurations by."""
+        return KnownRates(**{**TYPICAL, **{name: rate for name, rate in asdict(self).items() if rate is not None}})
+
+
+class KnownRates(NamedTuple):
+    """The same, all known."""
+
+    operations: float
+    gpu_link: float
+    node_link: float
+    host_link: float
+    disk: float
+
+
+TYPICAL = {"operations": 250e12, "gpu_link": 100e9, "node_link": 50e9, "host_link": 25e9, "disk": 3e9}
+"""Of a node of today's GPUs in 16 bit."""
+
+
+@dataclass(frozen=True)
 class Hardware:
-    """`gpus` in all, over `nodes`; memory of one GPU, of one node's host and disk; links in bytes per second."""
+    """`gpus` in all, over `nodes`; memory of one GPU, of one node's host and disk; what it does in a second."""
 
     gpus: int = 8
     gpu_bytes: int = 80 * 10**9
     host_bytes: int | None = None
     disk_bytes: int | None = None
     nodes: int = 1
-    link_bytes_per_s: float | None = None
+    rates: Rates = Rates()
 
     def __post_init__(self) -> None:
         if self.gpus < 1 or self.nodes < 1:
@@ -52,15 +94,18 @@ class Hardware:
 
 
 def here() -> Hardware:
-    """This machine: its GPUs, the memory of its host, the free disk below the working folder."""
+    """This machine: its GPUs, the memory of its host, the free disk below the working folder, links as measured."""
     import shutil
 
     import torch
 
-    from shardwise import env
+    from shardwise import bandwidth, env
 
     if not torch.cuda.is_available():
         raise ConfigError("--here: torch finds no CUDA device on this machine; say --gpus and --gpu-memory instead")
     smallest = min(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count()))
     host = env.hardware()["memory_bytes"]
-    return Hardware(torch.cuda.device_count(), smallest, host, shutil.disk_usage(".").free)
+    links = bandwidth.device_links_gbs().values()
+    up_and_down = bandwidth.host_device_gbs()["both at once"] / 2
+    rates = Rates(gpu_link=min(links) * 1e9 if links else None, host_link=up_and_down * 1e9)
+    return Hardware(torch.cuda.device_count(), smallest, host, shutil.disk_usage(".").free, rates=rates)

@@ -11,9 +11,10 @@ from typing import Any
 
 from shardwise.config.presets import PRESETS
 from shardwise.errors import ConfigError
-from shardwise.planning.arithmetic import wire_elements
+from shardwise.planning.cost import sent_bytes, wire_share
+from shardwise.planning.dry import can_be_run
 from shardwise.planning.estimate import CATEGORIES, estimate
-from shardwise.planning.fit import headroom, judge
+from shardwise.planning.fit import headroom, is_supported, judge
 from shardwise.planning.hardware import Hardware
 from shardwise.planning.inputs import find_model
 from shardwise.planning.recommend import Advice, advise
@@ -22,7 +23,8 @@ from shardwise.planning.workload import Model, Workload
 
 @dataclass(frozen=True)
 class Row:
-    """One preset. Bytes of one rank; on `host` and `disk`, of one node. `margin` is free memory over capacity.
+    """One preset. Bytes of one rank; on `host` and `disk`, of one node. `margin` is free memory over capacity,
+    `wire_share` the time of sending over that of computing, where the machine's rates are known.
 
     It `fits` only under its `condition`, where there is one: what was not said of the machine. `note`: why it does not.
     """
@@ -33,6 +35,7 @@ class Row:
     wire_bytes: int
     margin: float
     fits: bool
+    wire_share: float | None = None
     startup_bytes: int | None = None
     note: str = ""
     condition: str = ""
@@ -122,8 +125,9 @@ def _plan(model: Model, workload: Workload, hardware: Hardware, presets: Sequenc
     notes = []
     seen: dict[str, Any] = {}
     if detailed:
-        on_device = [preset for preset in presets if _is_on_device(preset)]
-        seen, failure = _dry_runs(model, workload, hardware.gpus, on_device)
+        configs = {preset: workload.config(preset) for preset in presets}
+        possible = [preset for preset in presets if is_supported(configs[preset]) and can_be_run(configs[preset])]
+        seen, failure = _dry_runs(model, workload, hardware.gpus, possible)
         if failure:
             notes.append(f"no dry run: {failure}; what follows is arithmetic")
     rows = [_row(preset, model, workload, hardware, seen.get(preset)) for preset in presets]
@@ -135,29 +139,23 @@ def _mode(seen: dict[str, Any]) -> str:
     return "detailed" if seen else "analytic"
 
 
-def _is_on_device(preset: str) -> bool:
-    placement = PRESETS[preset]
-    return all(kind.tier == "device" for kind in (placement.weights, placement.grads, placement.optim))
-
-
 def _row(preset: str, model: Model, workload: Workload, hardware: Hardware, foreseen: Any) -> Row:
     config = workload.config(preset)
     estimated = estimate(model, workload, config, hardware.gpus)
     split = dict(foreseen.categories if foreseen else estimated.categories)
     split["overhead"] += hardware.reserved_bytes
     per_node = hardware.gpus // hardware.nodes
-    tiers = {tier: size * per_node for tier, size in estimated.tiers.items()}
+    of_a_rank = foreseen.tiers if foreseen else estimated.tiers
     peak = sum(split.values())
-    fit = judge(config, peak, estimated.tiers, hardware, is_dry_run=foreseen is not None)
-    item = 4 if workload.precision == "fp32" else 2
-    elements = wire_elements(preset, model.trainable, model.frozen, hardware.gpus, workload.accumulation)
+    fit = judge(config, peak, of_a_rank, hardware, is_dry_run=foreseen is not None)
     return Row(
         preset=preset,
         categories={name: split.get(name, 0) for name in CATEGORIES},
-        tiers=tiers,
-        wire_bytes=elements * item,
+        tiers={tier: size * per_node for tier, size in of_a_rank.items()},
+        wire_bytes=sent_bytes(preset, model, workload, hardware.gpus),
         margin=1 - peak / hardware.gpu_bytes,
         fits=fit.fits,
+        wire_share=wire_share(preset, model, workload, hardware),
         startup_bytes=foreseen.startup_bytes + hardware.reserved_bytes if foreseen else None,
         note=fit.note,
         condition=fit.condition,
@@ -168,7 +166,7 @@ def _row(preset: str, model: Model, workload: Workload, hardware: Hardware, fore
 def _is_undecided(row: Row) -> bool:
     """Too large for the headroom of arithmetic, and for that of a dry run only if arithmetic is right."""
     least = (1 - row.margin) / (1 + headroom(False))
-    return not row.fits and not row.is_dry_run and _is_on_device(row.preset) and least <= 1 - headroom(True)
+    return not row.fits and not row.is_dry_run and row.is_supported and not row.note and least <= 1 - headroom(True)
 
 
 def _notes(model: Model, workload: Workload, rows: Sequence[Row]) -> list[str]:
@@ -197,15 +195,17 @@ def _dry_runs(
 ) -> tuple[dict[str, Any], str | None]:
     """The dry run of each preset, two at a time where there are cores for it; or why there is none."""
     from shardwise.launch import cores
-    from shardwise.planning.foresee import foresee_workload
+    from shardwise.planning.runs import foresee_workload
 
     if cores() < 2 or len(presets) < 2:
         found = [foresee_workload(model, workload, preset, world_size) for preset in presets]
     else:
         # Forked: a fresh interpreter would import torch again, which takes as long as a dry run.
         with ProcessPoolExecutor(min(cores(), len(presets)), get_context("fork")) as pool:
-            count = len(presets)
-            found = list(pool.map(foresee_workload, [model] * count, [workload] * count, presets, [world_size] * count))
+            # What takes longest begins first: the more rests elsewhere, the more there is to move.
+            order = sorted(presets, key=lambda preset: PRESETS[preset].weights.tier != "device", reverse=True)
+            begun = {preset: pool.submit(foresee_workload, model, workload, preset, world_size) for preset in order}
+            found = [begun[preset].result() for preset in presets]
     failure = next((each for each in found if isinstance(each, str)), None)
     seen = {preset: each for preset, each in zip(presets, found, strict=True) if not isinstance(each, str)}
     return seen, failure

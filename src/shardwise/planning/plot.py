@@ -10,7 +10,7 @@ from shardwise.planning.estimate import CATEGORIES
 from shardwise.sizes import format_bytes
 
 if TYPE_CHECKING:
-    from shardwise.planning.planner import Plan
+    from shardwise.planning.planner import Plan, Row
 
 COLORS = {
     "weights": "#3b6fb6",
@@ -61,17 +61,24 @@ def draw(plan: Plan, path: str | Path) -> None:
     plt.close(figure)
 
 
-def _label(axis: Any, place: int, row: Any, chosen: bool, most: float) -> None:
-    """Beside the bar; at the edge of the picture where the bar goes on beyond it."""
+def _label(axis: Any, place: int, row: Row, chosen: bool, most: float) -> None:
+    """Beside the bar; inside it where it is long, at the edge of the picture where it goes on beyond that."""
     tiers = "".join(f", {tier} {format_bytes(size)}" for tier, size in row.tiers.items() if size)
-    refusal = "  too tight" if row.margin > 0 and not row.note else "  does not fit"
-    verdict = "  ← take this" if chosen else "" if row.fits else refusal
+    verdict = "  ← take this" if chosen else f"  {_verdict(row)}"
     peak = row.peak_bytes / 1e9
     size = f"{peak:.0f}" if peak >= 99.5 else f"{peak:.3g}"
-    is_cut = peak > 0.85 * most
-    where = (0.985 * most, "right", (0, 0)) if is_cut else (peak, "left", (6, 0))
+    is_long = peak > 0.8 * most
+    where = (min(peak, most), "right", (-8, 0)) if is_long else (peak, "left", (6, 0))
     color = CAPACITY if not row.fits else "black"
     blank = {"facecolor": "white", "edgecolor": "none", "alpha": 0.9, "pad": 1}  # over the line of the capacity
-    text = f"{size}{tiers}{verdict}" + (" →" if peak > most else "")
+    text = f"{size}{tiers}{verdict}".rstrip() + (" →" if peak > most else "")
     style = {"va": "center", "ha": where[1], "fontsize": 8.5, "color": color, "bbox": blank}
     axis.annotate(text, (where[0], place), where[2], textcoords="offset points", **style)
+
+
+def _verdict(row: Row) -> str:
+    if not row.is_supported:
+        return "not yet possible"
+    if row.fits:
+        return row.condition.partition(" has")[0] + " is large enough" if row.condition else ""
+    return row.note or ("too tight" if row.margin > 0 else "does not fit")

@@ -54,13 +54,15 @@ def _why(
     why = "the fastest that fits"
     if refused:
         last = refused[-1]
-        why += f": {last.preset} needs {format_bytes(last.peak_bytes)} of {format_bytes(hardware.gpu_bytes)}"
+        short = last.note or f"needs {format_bytes(last.peak_bytes)} of {format_bytes(hardware.gpu_bytes)}"
+        why += f": {last.preset}{':' if last.note else ''} {short}"
     elif hardware.gpus == 1:
         why += "; on one GPU there is nothing to shard"
     elif "zero3" in rows and row.preset != "zero3":
         more = rows["zero3"].wire_bytes / max(1, row.wire_bytes)
         saved = row.peak_bytes - rows["zero3"].peak_bytes
-        why += f"; zero3 would free {format_bytes(max(0, saved))} more a GPU and send {more:g} times as much"
+        part = f"{max(0, saved) / hardware.gpu_bytes:.0%} of it"
+        why += f"; zero3 would free {format_bytes(max(0, saved))} more a GPU, {part}, and send {more:g} times as much"
     if row.condition:
         why += f", {row.condition}"
     offloads = "offload" in row.preset or "nvme" in row.preset

@@ -1,45 +1,51 @@
-"""The search: which preset, micro-batch, accumulation and recomputation is fastest among those that fit.
+"""The search: the fastest configuration that fits, with the runner-ups.
 
-Ranked by how much a sample costs, without a clock: arithmetic in units of one forward and backward (recomputing adds a
-third), and bytes sent per sample, which larger micro-batches spread over more samples. Seconds are not printed: they
-depend on kernels and links that nobody has measured here.
+Varied are preset, micro-batch, accumulation, recomputation and, where states may leave the device, how many units' stay
+there: as many as fit, by the solver that the engine itself uses. Ranked by `cost`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
-from shardwise.planning.arithmetic import wire_elements
-from shardwise.planning.estimate import estimate
-from shardwise.planning.fit import judge
+from shardwise.planning.cost import Moved, cost_s, moved_bytes, sent_bytes
+from shardwise.planning.estimate import away_bytes, estimate
+from shardwise.planning.fit import device_budget, judge
 from shardwise.planning.hardware import Hardware
 from shardwise.planning.recommend import ORDER
 from shardwise.planning.workload import Model, Workload
+from shardwise.residency import stay
+from shardwise.sizes import format_bytes
 
 MOST = 64
-RECOMPUTE = 4 / 3
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A configuration that fits."""
+    """A configuration that fits. `resident` is the part of the states that may leave the device and stays on it;
+    `device_memory` the budget under which the engine lets it stay. `cost` ranks, and means nothing else."""
 
     preset: str
     micro_batch: int
     accumulation: int
     checkpointing: bool
+    resident: float
+    device_memory: int | None
     peak_bytes: int
     sent_bytes_per_sample: float
-    condition: str = ""
+    moved_bytes_per_sample: float
+    condition: str
+    cost: float
 
-    @property
-    def rank(self) -> tuple[int, float, float]:
-        """Less is faster: tiers first, then arithmetic, then bytes."""
-        tier = 2 if "nvme" in self.preset else 1 if "offload" in self.preset else 0
-        return tier, RECOMPUTE if self.checkpointing else 1.0, self.sent_bytes_per_sample
+    def workload(self, given: Workload) -> Workload:
+        """`given` with what was found."""
+        return replace(
+            given, micro_batch=self.micro_batch, accumulation=self.accumulation, checkpointing=self.checkpointing
+        )
 
 
 def search(model: Model, workload: Workload, hardware: Hardware, count: int = 5) -> list[Candidate]:
@@ -51,36 +57,73 @@ def search(model: Model, workload: Workload, hardware: Hardware, count: int = 5)
         for preset in ORDER
         for micro_batch in micro_batches
         for checkpointing in (False, True)
-        if (candidate := _candidate(preset, micro_batch, samples, checkpointing, model, workload, hardware))
+        if (candidate := _Try(model, workload, hardware, preset, micro_batch, checkpointing).candidate())
     ]
-    return sorted(found, key=lambda candidate: (*candidate.rank, candidate.peak_bytes))[:count]
+    return sorted(found, key=lambda candidate: (candidate.cost, candidate.peak_bytes))[:count]
 
 
-def _candidate(
-    preset: str, micro_batch: int, samples: int, checkpointing: bool, model: Model, workload: Workload, on: Hardware
-) -> Candidate | None:
-    accumulation = samples // micro_batch
-    wanted = replace(workload, micro_batch=micro_batch, accumulation=accumulation, checkpointing=checkpointing)
-    config = wanted.config(preset)
-    estimated = estimate(model, wanted, config, on.gpus)
-    peak = estimated.peak_bytes + on.reserved_bytes
-    fit = judge(config, peak, estimated.tiers, on)
-    if not fit.fits:
-        return None
-    item = 4 if workload.precision == "fp32" else 2
-    sent = wire_elements(preset, model.trainable, model.frozen, on.gpus, accumulation) * item
-    return Candidate(preset, micro_batch, accumulation, checkpointing, peak, sent / samples, fit.condition)
+class _Try:
+    """One configuration."""
+
+    def __init__(
+        self, model: Model, given: Workload, on: Hardware, preset: str, micro_batch: int, checkpointing: bool
+    ) -> None:
+        self.model, self.on, self.preset = model, on, preset
+        self.samples = given.micro_batch * given.accumulation
+        self.workload = replace(
+            given, micro_batch=micro_batch, accumulation=self.samples // micro_batch, checkpointing=checkpointing
+        )
+        self.config = self.workload.config(preset)
+
+    def candidate(self) -> Candidate | None:
+        """None where it does not fit, or where all states could stay: then the preset without offload is the same."""
+        model, on, workload = self.model, self.on, self.workload
+        estimated = estimate(model, workload, self.config, on.gpus)
+        peak = estimated.peak_bytes + on.reserved_bytes
+        units = away_bytes(model, self.config, on.gpus)
+        budget = device_budget(on)
+        staying = stay(units, budget + on.reserved_bytes - peak)
+        if not sum(units):
+            units, staying = [1], 0
+        if staying == len(units):
+            return None
+        resident = sum(units[:staying]) / sum(units)
+        staying_bytes = sum(units[:staying])
+        # The host must have room for all: the engine begins with everything away, and measures.
+        fit = judge(self.config, peak + staying_bytes, estimated.tiers, on)
+        if not fit.fits:
+            return None
+        moved = self._moved(resident)
+        return Candidate(
+            preset=self.preset,
+            micro_batch=workload.micro_batch,
+            accumulation=workload.accumulation,
+            checkpointing=workload.checkpointing,
+            resident=resident if estimated.tiers else 1.0,
+            device_memory=budget if staying else None,
+            peak_bytes=peak + staying_bytes,
+            sent_bytes_per_sample=sent_bytes(self.preset, model, workload, on.gpus) / self.samples,
+            moved_bytes_per_sample=(moved.up + moved.down) / self.samples,
+            condition=fit.condition,
+            cost=cost_s(self.preset, model, workload, on, moved),
+        )
+
+    def _moved(self, resident: float) -> Moved:
+        away = int(self.model.trainable * (1 - resident))
+        return moved_bytes(self.config, away, self.model.frozen, self.on.gpus)
 
 
 def render(candidates: list[Candidate]) -> RenderableType:
     """The candidates, best first."""
-    table = Table(
-        box=None, padding=(0, 2, 0, 0), pad_edge=False, title="\nFastest that fit, best first", title_justify="left"
-    )
-    for name in ("", "preset", "micro-batch", "K", "recompute", "peak GB", "sent GB a sample", ""):
-        table.add_column(name, justify="left" if name == "preset" else "right")
+    if not candidates:
+        return Text("\nNothing fits: no preset, micro-batch or recomputation.", style="bold")
+    moves = any(each.moved_bytes_per_sample for each in candidates)
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    columns = ["", "preset", "micro-batch", "K", "recompute", "peak GB", "sent GB"]
+    for name in [*columns, *(["moved GB", "resident"] if moves else []), ""]:
+        table.add_column(name, justify="left" if name == "preset" else "right", no_wrap=True)
     for number, each in enumerate(candidates, start=1):
-        table.add_row(
+        cells = [
             str(number),
             each.preset,
             str(each.micro_batch),
@@ -88,6 +131,15 @@ def render(candidates: list[Candidate]) -> RenderableType:
             "yes" if each.checkpointing else "no",
             f"{each.peak_bytes / 1e9:.1f}",
             f"{each.sent_bytes_per_sample / 1e9:.3g}",
-            each.condition,
-        )
-    return table if candidates else "Nothing fits: no preset, micro-batch or recomputation."
+        ]
+        if moves:
+            cells += [f"{each.moved_bytes_per_sample / 1e9:.3g}", f"{each.resident:.0%}"]
+        table.add_row(*cells, each.condition)
+    return Group(
+        Text("\nThe fastest that fit, best first; sent and moved by a rank for a sample"), table, *_budget(candidates)
+    )
+
+
+def _budget(candidates: list[Candidate]) -> list[RenderableType]:
+    budgets = {each.device_memory for each in candidates if each.device_memory is not None}
+    return [Text(f"states stay resident under offload.device_memory: {format_bytes(size)}") for size in budgets]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from shardwise.planning.planner import Plan, Row
 
 WIDTH = 100
-SHORT = {"moments": "moments", "in flight": "flight", "activations": "activ.", "overhead": "other"}
+SHORT = {"master": "mast.", "moments": "mom.", "in flight": "flight", "activations": "act.", "overhead": "other"}
 
 
 def text(plan: Plan) -> str:
@@ -36,7 +36,7 @@ def render(plan: Plan) -> RenderableType:
         how += " (~ by arithmetic)"
     parts: list[RenderableType] = [
         Text(_title(plan), style="bold"),
-        Text(f"Peak of a rank in GB, by {how}; sent by a rank in a step\n"),
+        Text(f"Peak of a rank in GB, by {how}; sent by a rank in a step{_sending(plan)}\n"),
         _table(plan),
         Text(),
         _advice(plan),
@@ -59,9 +59,10 @@ def _title(plan: Plan) -> str:
 def _table(plan: Plan) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("", no_wrap=True)
-    used = [name for name in CATEGORIES if any(row.categories[name] for row in plan.rows)]
+    used = [name for name in CATEGORIES if any(_gb(row.categories[name]) for row in plan.rows)]
     tiers = [tier for tier in ("host", "disk") if any(row.tiers.get(tier) for row in plan.rows)]
-    for name in ("peak", "fits", *(SHORT.get(name, name) for name in used), *tiers, "sent"):
+    knows_shares = any(row.wire_share is not None for row in plan.rows)
+    for name in ("peak", "fits", *(SHORT.get(name, name) for name in used), *tiers, "sent", *["share"] * knows_shares):
         table.add_column(name, justify="right", no_wrap=True)
     for row in plan.rows:
         chosen = row.preset == plan.advice.preset
@@ -73,8 +74,19 @@ def _table(plan: Plan) -> Table:
             _fits(row),
             *cells,
             _gb(row.wire_bytes),
+            *[_share(row.wire_share)] * knows_shares,
         )
     return table
+
+
+def _sending(plan: Plan) -> str:
+    """What the share is one of: it is there where the machine's rates were given."""
+    has_shares = any(row.wire_share is not None for row in plan.rows)
+    return ",\nand the share: its time over that of computing, under which it can hide" if has_shares else ""
+
+
+def _share(share: float | None) -> str:
+    return "" if share is None else f"{share:.0%}" if share < 10 else f"{share:.0f}x"
 
 
 def _is_mixed(plan: Plan) -> bool:
@@ -87,7 +99,7 @@ def _fits(row: Row) -> str:
     if row.fits and row.condition:
         return f"[yellow]{row.condition.partition(' has')[0].replace('the ', '')}?[/]"
     if row.fits:
-        return f"[green]yes {row.margin:+.0%}[/]"
+        return f"[green]yes {row.margin:.0%}[/]"
     short = f"{row.margin:+.0%}" if row.margin > -1 else f"{1 - row.margin:.0f}x"
     why = escape(row.note.partition(" ")[0]) or ("tight" if row.margin >= 0 else short)
     return f"[red]no {why}[/]"
@@ -114,6 +126,6 @@ def states(parameters: int, world_size: int, each: Accounting, name: str) -> Ren
 
 def _gb(size_bytes: int) -> str:
     size = size_bytes / 1e9
-    return (
-        "" if not size_bytes else f"{size:.0f}" if size >= 99.95 else f"{size:.1f}" if size >= 0.095 else f"{size:.2g}"
-    )
+    if size < 0.005:
+        return "" if size < 0.0005 else f"{size:.3f}"
+    return f"{size:.0f}" if size >= 99.95 else f"{size:.1f}" if size >= 0.095 else f"{size:.2f}"

@@ -39,6 +39,8 @@ def run(job: Job, here: Here, comm: Comm) -> None:
     _introduce(job, here, screen)
     foreseen_bytes = _foresee(job, here, screen) if comm.rank == 0 else None
     engine = build_engine(job, here)
+    if foreseen_bytes is not None:
+        engine.expect(foreseen_bytes)
     with _warnings_on(screen):
         state = _load(folder, job, engine)
     loop = Loop(

@@ -1,10 +1,13 @@
-"""Dry runs of what `shardwise compare` would measure, and of what a plan is asked about."""
+"""Dry runs of a loop of the user's, of what `shardwise compare` would measure, of what a plan is asked about."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
 from shardwise.compare import workload
@@ -15,6 +18,36 @@ from shardwise.planning.decoder import adapt, decoder
 from shardwise.planning.dry import Foreseen, Scenario, Untraceable, dry_run
 from shardwise.planning.kernels import CPU, cuda
 from shardwise.planning.workload import Model, Workload
+
+
+def foresee(
+    build: Callable[[], tuple[nn.Module, MakeBatch]],
+    config: Any = "zero3",
+    world_size: int | None = None,
+    device: str | None = None,
+) -> Foreseen:
+    """What a rank will hold and send in a step, by a dry run: no memory, no weights, any number of ranks.
+
+    `build` returns the model and `make_batch(rank, step)`, a dictionary of the model's arguments, which gives the loss;
+    `config` is what `shardwise.initialize` takes, with the optimizer in it (without one, AdamW is counted). The ranks
+    and the device are those of this process unless they are named. A model that needs values to decide what to compute
+    raises `shardwise.planning.Untraceable`.
+
+    >>> import torch, shardwise
+    >>> class Model(torch.nn.Linear):
+    ...     def forward(self, x):
+    ...         return super().forward(x).square().mean()
+    >>> def build():
+    ...     return Model(64, 64), lambda rank, step: {"x": torch.ones(8, 64)}
+    >>> peaks = [shardwise.foresee(build, preset, 4, "cpu").peak_bytes for preset in ("zero1", "zero3")]
+    >>> peaks[0] > peaks[1]
+    True
+    """
+    count = world_size or (dist.get_world_size() if dist.is_initialized() else 1)
+    is_cuda = torch.cuda.is_available() if device is None else device.startswith("cuda")
+    loaded = Config.load(config).for_world_size(count)
+    with torch.random.fork_rng(devices=[]):
+        return dry_run(Scenario(build, loaded, count, cuda() if is_cuda else CPU))
 
 
 def foresee_settings(settings: Settings, preset: str) -> Foreseen:

@@ -1,0 +1,100 @@
+"""What a step takes of each part of a machine: the one model of time, by which configurations are ranked.
+
+A rank computes, sends, and moves states to and from the host and the disk, all at once. The longest of these is what a
+step takes at least; of the others, a little shows.
+
+Seconds are not printed. They were not held against measured steps on more than one machine, and a step's time depends
+on kernels and links as nobody describes them. The shares that are printed are those of the rates that were given.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwise.config import Config
+from shardwise.config.costs import gradient_bytes, resting
+from shardwise.planning.arithmetic import wire_elements
+from shardwise.planning.hardware import Hardware
+from shardwise.planning.workload import Model, Workload
+
+EXPOSED = 0.07
+"""What cannot hide under the longest: 3 to 7 % of the sending on an H200 (benchmarks/results, gpu-overlap)."""
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Bytes that a rank brings to its device in a step, and takes back."""
+
+    up: int = 0
+    down: int = 0
+
+
+def operations(model: Model, workload: Workload) -> int:
+    """Of one rank's step: 2 a weight and token forward, twice that backward (once for what is frozen), attention."""
+    of = model.dimensions
+    active = of.active_parameters if of else model.parameters
+    passes = (3 if model.trainable > model.frozen else 2) + workload.checkpointing
+    attention = of.layers * of.heads * of.head_dim * workload.sequence if of else 0
+    return 2 * passes * (active + attention) * workload.tokens * workload.accumulation
+
+
+def sent_bytes(preset: str, model: Model, workload: Workload, world_size: int) -> int:
+    """By a rank in a step, at most."""
+    item = 4 if workload.precision == "fp32" else 2
+    return item * wire_elements(preset, model.trainable, model.frozen, world_size, workload.accumulation)
+
+
+def moved_bytes(config: Config, trainable: int, frozen: int, world_size: int) -> Moved:
+    """Between a rank's device and the tiers below it: `trainable` elements whose states rest there.
+
+    States come up for the update and go down again. Gradients go down as they are made; where several micro-batches are
+    added up, each but the first is preceded by what is there. Weights that rest elsewhere are brought for every gather,
+    of which one is the update's.
+    """
+    count, placement = config.batch.accumulation, config.placement
+    away = {part.kind: part.bytes_each for part in resting(config) if part.tier != "device"}
+    states = sum(away.get(kind, 0) for kind in ("master", "moments"))
+    held = gradient_bytes(config) if placement.grads.tier != "device" else 0
+    up, down = states + held * count, states + held * count
+    weights, frozen_each = 0, 0
+    if placement.weights.tier != "device":
+        itself = 4 if config.precision.weights_dtype == "fp32" else 0
+        up, down = up + itself, down + itself
+        weights = 4 * (2 * count - 1)
+        frozen_each = 2 * count * (itself or 2)
+    return Moved(
+        ((up + weights) * trainable + frozen_each * frozen) // world_size,
+        down * trainable // world_size,
+    )
+
+
+def wire_s(sent: int, on: Hardware) -> float:
+    """Of what a rank sends, the same to every other: within its node, and through the link that the node shares."""
+    rates, each = on.rates.or_typical(), on.gpus // on.nodes
+    outside = sent * (on.gpus - each) / max(1, on.gpus - 1)
+    return max((sent - outside) / rates.gpu_link, outside * each / rates.node_link)
+
+
+def compute_s(model: Model, workload: Workload, on: Hardware) -> float:
+    return operations(model, workload) / on.rates.or_typical().operations
+
+
+def wire_share(preset: str, model: Model, workload: Workload, on: Hardware) -> float | None:
+    """Time of sending over time of computing; None where the machine's rates were not given."""
+    rates = on.rates
+    link = rates.gpu_link if on.nodes == 1 else rates.gpu_link and rates.node_link
+    if rates.operations is None or link is None:
+        return None
+    return wire_s(sent_bytes(preset, model, workload, on.gpus), on) / compute_s(model, workload, on)
+
+
+def cost_s(preset: str, model: Model, workload: Workload, on: Hardware, moved: Moved) -> float:
+    """A step, about: for ranking alone."""
+    rates, each = on.rates.or_typical(), on.gpus // on.nodes
+    parts = [
+        compute_s(model, workload, on),
+        wire_s(sent_bytes(preset, model, workload, on.gpus), on),
+        max(moved.up, moved.down) / rates.host_link,
+        (moved.up + moved.down) * each / rates.disk if "nvme" in preset else 0.0,
+    ]
+    return max(parts) + EXPOSED * (sum(parts) - max(parts))

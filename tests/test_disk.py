@@ -493,7 +493,7 @@ def test_looking_writing_saving_and_loading(rank, world_size, placement, tmp_pat
     stage = PLACEMENTS[placement][0]
     expected = run(stage)
     assert run(placement) == expected
-    for chosen, saved in ((placement, stage), (stage, placement), (placement, placement)):
+    for chosen, saved in ((placement, stage), (stage, placement)):
         engine = start("gpt", config(chosen, tmp_path, "bf16"))
         shardwise.ema(engine, 0.5)
         engine.load(tmp_path / f"{saved}-saved")

@@ -32,6 +32,7 @@ from shardwise.sizes import format_bytes
 ALIGN_BYTES = 4096
 SUFFIX = ".shardwise"
 _MOST_BLOCK_BYTES = 64 << 20
+_LEAST_THREADS = 8
 _LOG = logging.getLogger("shardwise")
 
 
@@ -60,7 +61,8 @@ class DiskFile:
         self.is_direct = _make_direct(self._handle, self.path)
         self._end = self._reserved_bytes = 0
         self._failure: BaseException | None = None
-        threads = min(settings.aio.threads, settings.aio.queue_depth)
+        # Each thread has one request in flight; with libraries for asynchronous I/O, one thread has a queue of them.
+        threads = min(settings.aio.queue_depth, max(settings.aio.threads, _LEAST_THREADS))
         self._workers = ThreadPoolExecutor(threads, "shardwise-disk")
         self._starter = ThreadPoolExecutor(1, "shardwise-disk-starter")
         self._lock = threading.Lock()

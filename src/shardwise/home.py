@@ -107,7 +107,7 @@ class Ferry:
         most = self.ring.count - 2 + int(progress * self.ring.count)
         for home in homes:
             for parcel in home.parcels:
-                if self.ring.out >= most:
+                if self.ring.out >= most or home.is_on_disk:  # what is on the disk is read ahead by the staging
                     return
                 home.load(parcel)
 
@@ -234,7 +234,7 @@ class Home:
 
     def load(self, parcel: Parcel) -> None:
         """Bring a parcel's states up ahead of the job; its gradients may still be on their way down."""
-        if parcel.span not in self._loaded and not self.is_on_disk:
+        if parcel.span not in self._loaded:
             self._open(parcel)
             self._bring(parcel, [field for field in self.slabs if field != GRADS])
 

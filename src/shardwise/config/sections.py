@@ -129,7 +129,7 @@ class Aio(Section):
 
     block_bytes: Annotated[Bytes, Field(ge=1)] = Field(default=1 << 20, description="size of one read or write")
     queue_depth: Positive = Field(default=32, description="most requests in flight")
-    threads: Positive = Field(default=8, description="threads that issue them, each one at a time")
+    threads: Positive = Field(default=8, description="threads that issue them, if more than 8")
 
 
 def _memory(value: object) -> object:

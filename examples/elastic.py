@@ -3,6 +3,8 @@
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 torchrun --standalone --nproc-per-node 3 --max-restarts 3 examples/elastic.py
 torchrun --standalone --nproc-per-node 2 examples/elastic.py        # later: goes on where that one ended
+torchrun --nnodes 1:4 --nproc-per-node 8 --max-restarts 3 --rdzv-backend c10d --rdzv-endpoint HOST:PORT ...
+                                                                    # on each machine: they may come and go
 
 The variable gives each restart a store of its own. In the one that torchrun keeps otherwise, Gloo finds the addresses
 of processes that are gone.

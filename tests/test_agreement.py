@@ -427,6 +427,23 @@ def test_the_thread_ends_with_the_engine(rank, world_size):
     assert len([thread for thread in threading.enumerate() if thread.name == "shardwise"]) <= len(before)
 
 
+@pytest.mark.parametrize(("name", "waits"), [("isend", False), ("irecv", False), ("barrier", True)])
+def test_a_rank_that_sends_does_not_wait_outside(name, waits):
+    """Two looks may both find it sending, under load or by chance: another message each time."""
+    found, busy, made = [], threading.Lock(), {}
+    exec(compile(f"def {name}(busy): busy.acquire()", dist.distributed_c10d.__file__, "exec"), made)
+
+    def look():
+        time.sleep(0.05)
+        found.append(watch._outside_call())
+        busy.release()
+
+    busy.acquire()
+    threading.Thread(target=look).start()
+    made[name](busy)
+    assert (found[0] is not None) == waits
+
+
 # The judge alone
 
 

@@ -27,6 +27,7 @@ JUDGES = 8
 """About so many ranks read the posts of all in each look, however many wait."""
 _PATIENCE = 3  # looks
 _REMEMBERED, _POSTED = 4096, 256
+_NEVER_WAIT = ("isend", "irecv")
 _SPREAD = 0x9E3779B1
 
 
@@ -259,9 +260,12 @@ class Agreement:
 
 
 def _outside_call() -> tuple[str, int] | None:
-    """The call of torch.distributed in which the main thread is, if any, and what tells it from the next such call."""
+    """The call of torch.distributed in which the main thread waits, if any, and what tells it from the next such call.
+
+    Frames of calls that come one after the other may have one identity: those that never wait are told by their names.
+    """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    if frame is None or frame.f_code.co_filename != c10d.__file__:
+    if frame is None or frame.f_code.co_filename != c10d.__file__ or frame.f_code.co_name in _NEVER_WAIT:
         return None
     name, identity, caller = frame.f_code.co_name, id(frame), frame.f_back
     while caller is not None and caller.f_globals.get("__name__", "").startswith("torch."):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,8 +119,12 @@ class DryComm(Comm):
 
 
 _ATEN = torch.ops.aten
-_PLAIN = {_ATEN.mm.default, _ATEN.mul.Tensor, _ATEN.add.Tensor, _ATEN.neg.default, _ATEN.copy_.default}
-"""Frequent operators of which nothing depends on the device."""
+_PLAIN = {
+    _ATEN.mm.default, _ATEN.mul.Tensor, _ATEN.add.Tensor, _ATEN.div.Tensor, _ATEN.neg.default, _ATEN.cos.default,
+    _ATEN.sin.default, _ATEN.silu.default, _ATEN.silu_backward.default, _ATEN.pow.Scalar, _ATEN.repeat.default,
+    _ATEN.copy_.default, _ATEN._to_copy.default, _ATEN._unsafe_view.default, _ATEN.empty_like.default,
+}  # fmt: skip
+"""Frequent operators of which nothing depends on the device, unless they name one."""
 
 
 class _Observer(StorageObserver):
@@ -148,7 +152,7 @@ class _Observer(StorageObserver):
         return result
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if func in _PLAIN and all(arg.__class__ is FakeTensor for arg in args):
+        if func in _PLAIN and not kwargs.get("device") and _are_fake(args):
             return self._past_the_mode(func, args, kwargs)
         return func(*args, **kwargs)
 
@@ -165,6 +169,10 @@ class _Observer(StorageObserver):
 
     def _lies_here(self, tensor: torch.Tensor) -> bool:
         return True  # all are fake tensors on the CPU, which would ask for their device at great cost
+
+
+def _are_fake(args: Iterable[Any]) -> bool:
+    return all(arg.__class__ is FakeTensor or not isinstance(arg, torch.Tensor) for arg in args)
 
 
 class _Labelling(Labelling):

@@ -161,6 +161,7 @@ def test_a_finished_run_has_all_its_files(rank, world_size, tmp_path):
     report = (out / "report.txt").read_text()
     seen, foreseen = re.search(r"a peak of ([\d.]+) MiB in the last step \(([\d.]+) foreseen\)", report).groups()
     assert float(seen) == pytest.approx(float(foreseen), rel=0.03)
+    assert re.search(rf"everything, predicted +{re.escape(foreseen)} MiB", report)
     assert (out / "metrics.csv").read_text().startswith("step,tokens,loss,val_loss,lr,grad_norm,tokens_per_s,")
     assert len((out / "metrics.csv").read_text().splitlines()) == 7
     assert (out / "plot.png").read_bytes().startswith(b"\x89PNG")

@@ -12,7 +12,7 @@ from shardwise.train.model import LanguageModel
 
 
 def foresee(job: Job, device: torch.device) -> int | None:
-    """The most bytes of tensors that a rank holds in a step; None where no dry run can tell (states off the device).
+    """The most bytes of tensors that a rank holds in a step; None where no dry run can tell (states on the disk).
 
     Nobody else takes part in it, and it leaves nothing behind but the state of torch's random numbers.
     """

@@ -331,6 +331,17 @@ def test_what_is_copied_from_the_device_is_written_when_it_has_come(tmp_path):
     staging.close()
 
 
+def test_room_is_asked_for_all_at_once_in_each_file(tmp_path, monkeypatch):
+    (tmp_path / "weights").mkdir()
+    asked = []
+    monkeypatch.setattr(DiskFile, "reserve", lambda file, size_bytes: asked.append((file.path.parent, size_bytes)))
+    for given in ({}, {"weights_nvme_path": str(tmp_path / "weights")}):
+        staging = Staging(Ledger(), settings(tmp_path, **given), 0, False, BLOCK, 3 * BLOCK)
+        staging.reserve(BLOCK, 2 * BLOCK)
+        staging.close()
+    assert asked == [(tmp_path, 3 * BLOCK), (tmp_path / "weights", BLOCK), (tmp_path, 2 * BLOCK)]
+
+
 def test_a_buffer_whose_write_failed_is_used_again(tmp_path):
     staging = Staging(Ledger(), settings(tmp_path), 0, False, BLOCK, 20 * BLOCK)
     failed: Future[None] = Future()

@@ -10,7 +10,7 @@ them, whatever the model. Nothing is read ahead that an update before it has sti
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -183,10 +183,12 @@ class Staging:
 
     def reserve(self, weights_bytes: int, optim_bytes: int) -> None:
         """Have the disk set aside what will be needed, before anything is written."""
+        needed: Counter[DiskFile] = Counter()
         for is_weights, size_bytes in ((True, weights_bytes), (False, optim_bytes)):
             if size_bytes:
-                file = self.file(is_weights)
-                file.reserve(file.size_bytes + size_bytes)
+                needed[self.file(is_weights)] += size_bytes
+        for file, size_bytes in needed.items():
+            file.reserve(size_bytes)
 
     def begin(self, delivery: Delivery) -> None:
         """A delivery begins, which will fetch its chunks."""

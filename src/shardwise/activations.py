@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from shardwise.home import Ferry
+from shardwise.ferry import Ferry
 from shardwise.host import HostSlab
 from shardwise.lanes import PAST, Event
 from shardwise.memory import Entry, Kind, Tier

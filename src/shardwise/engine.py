@@ -18,9 +18,10 @@ from shardwise.budget import choose_flight
 from shardwise.comm import Comm
 from shardwise.config import Config
 from shardwise.division import UnitSpec, divide
+from shardwise.ferry import Ferry
 from shardwise.freezing import check_none_thawed
 from shardwise.grads import Grads
-from shardwise.home import Ferry, Home
+from shardwise.home import Home
 from shardwise.layout import Layout
 from shardwise.memory import Entry, Ledger
 from shardwise.optim import Updater

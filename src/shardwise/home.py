@@ -19,16 +19,16 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from shardwise.config import Offload
 from shardwise.disk_slab import DiskSlab
+from shardwise.ferry import Ferry
 from shardwise.host import HostSlab
 from shardwise.lanes import PAST, Event, Lanes
 from shardwise.layout import Span
-from shardwise.memory import Entry, Kind, Ledger, Tier
+from shardwise.memory import Entry, Kind, Tier
 from shardwise.policy import Policy
-from shardwise.ring import Ring, Slot, room_bytes
+from shardwise.ring import Slot, room_bytes
 from shardwise.slab import Slab
-from shardwise.staging import Chunk, Staging
+from shardwise.staging import Chunk
 
 MASTER, GRADS = "master", "grads"
 """Fields by name; all others are the optimizer's."""
@@ -37,10 +37,6 @@ Views = dict[str, torch.Tensor]
 Made = list[tuple[str, Span, torch.Tensor]]
 """Values that were made on the device, with the field and the elements they are of."""
 
-_SLOT_BYTES = 256 << 20
-_ELEMENT_BYTES = 16
-"""What an element takes in a slot, about: master, two moments and a gradient."""
-_MOST_SLOTS = 8
 _DELIVERY_SLOTS = 3
 """What passes through without being updated needs no more to keep a lane busy."""
 
@@ -80,48 +76,6 @@ class Hosting(Protocol):
 
     def finish(self) -> Event:
         """Have the host wait until it is made; when the last delivery has read it."""
-
-
-class Ferry:
-    """What the homes of an engine share: lanes, ring, and the size of parcels."""
-
-    def __init__(self, device: torch.device, ledger: Ledger, settings: Offload) -> None:
-        self.lanes = Lanes(device)
-        self.ring = Ring(ledger, self.lanes)
-        self.ledger = ledger
-        self.is_pinned = settings.pin_memory and device.type == "cuda"
-        self.parcel_numel = max(1024, (settings.buffer_bytes or _SLOT_BYTES) // _ELEMENT_BYTES // 1024 * 1024)
-        self._most_slots = settings.buffer_count or _MOST_SLOTS
-        self.staging: Staging | None = None
-
-    def expect(self, parcels: int) -> None:
-        """Make room in the ring for units of so many parcels: three of them, within the bound."""
-        self.ring.count = max(self.ring.count, min(self._most_slots, 3 * parcels))
-
-    def load_ahead(self, homes: Iterable[Home], progress: float) -> None:
-        """Bring the states that are updated first, while the up lane has nothing else to do.
-
-        At the beginning of a backward (`progress` 0) as far as the ring has room, with two slots left for what passes;
-        at its end, when activations have made room, twice as much.
-        """
-        most = self.ring.count - 2 + int(progress * self.ring.count)
-        for home in homes:
-            for parcel in home.parcels:
-                if self.ring.out >= most or home.is_on_disk:  # what is on the disk is read ahead by the staging
-                    return
-                home.load(parcel)
-
-    def turn(self) -> None:
-        """A step's updates begin."""
-        if self.staging is not None:
-            self.staging.turn()
-
-    def close(self) -> None:
-        """Give back what the device lent, and remove what is left on the disk."""
-        self.lanes.arrive()
-        self.ring.trim()
-        if self.staging is not None:
-            self.staging.close()
 
 
 class Home:

@@ -22,7 +22,7 @@ from shardwise.comm import Comm
 from shardwise.config import Offload
 from shardwise.config.costs import moments_of
 from shardwise.errors import ConfigError, DiskError, ShardwiseError
-from shardwise.home import Ferry
+from shardwise.ferry import Ferry
 from shardwise.layout import Layout
 from shardwise.memory import Ledger
 from shardwise.optim import Updater

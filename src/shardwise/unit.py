@@ -12,8 +12,9 @@ from torch import nn
 
 from shardwise.comm import Comm
 from shardwise.division import UnitSpec
+from shardwise.ferry import Ferry
 from shardwise.grads import Grads
-from shardwise.home import Ferry, home_for
+from shardwise.home import home_for
 from shardwise.layout import Cut, Layout, TensorSpec
 from shardwise.optimizers import Group
 from shardwise.policy import Policy

@@ -17,7 +17,7 @@ import torch
 
 from shardwise.config import Config
 from shardwise.config.costs import Resting, resting
-from shardwise.home import Ferry
+from shardwise.ferry import Ferry
 from shardwise.memory import Ledger
 from shardwise.planning.dimensions import Dimensions
 from shardwise.planning.workload import Model, Workload

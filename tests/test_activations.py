@@ -58,3 +58,14 @@ def test_a_graph_that_nobody_goes_back_through_gives_its_memory_back(rank, world
     engine.backward(loss)
     assert engine.report().tier_bytes["host"] <= 8 * 2 * 32 * 64 * 4
     engine.destroy()
+
+
+@ranks(1)
+def test_inputs_of_many_lengths_take_what_the_longest_take(rank, world_size):
+    engine = gpt_engine(OFFLOADED)
+    for length in (9, 33, 17, 25, 33, 21):
+        engine.backward(engine(torch.randint(100, (2, length))))
+        engine.step()
+    assert engine.report().tier_bytes["host"] <= 4 * 2 * 32 * 64 * 4
+    engine.destroy()
+    assert engine.report().tier_bytes.get("host", 0) == 0

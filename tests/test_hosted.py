@@ -1,5 +1,7 @@
 """Updates made on the host: the same bits where the kernels are the same, and what is sent."""
 
+import copy
+import time
 from unittest import mock
 
 import pytest
@@ -161,3 +163,79 @@ def test_states_elsewhere_are_refused():
     settings = {"preset": "zero1_offload", "offload": {"update": "host"}}
     with pytest.raises(shardwise.ConfigError, match="zero2_offload and zero3_offload"):
         shardwise.initialize(model, torch.optim.AdamW(model.parameters()), settings)
+
+
+@ranks(1)
+def test_an_overflow_just_before_the_host_takes_over(rank, world_size):
+    """What the device told its kernels for one step does not stay with the host's."""
+
+    def run(update):
+        offload = {"update": update, "device_memory": 1}
+        engine = start("gpt", config("zero2_offload", "fp16", offload=offload))
+        for step in range(6):
+            loss = engine(make_batch(engine.module, rank, step))
+            engine.backward(loss * (float("inf") if step == 2 else 1.0))
+            engine.step()
+        result = digest(engine), engine.skipped_steps, any(unit.home.is_hosted for unit in engine.units)
+        engine.destroy()
+        return result
+
+    with mock.patch.object(hosted, "_works_beside", return_value=True):
+        expected, seen = run("device"), run("host")
+    assert seen[2]
+    assert not expected[2]
+    assert seen[:2] == expected[:2]
+
+
+@ranks(1)
+def test_loaded_states_reach_the_host(rank, world_size):
+    def run(update):
+        engine = start("gpt", config("zero2_offload", "bf16", offload={"update": update}))
+        for step in range(4):
+            if step == 1:
+                kept = copy.deepcopy(engine.optimizer.state_dict())
+            if step == 3:
+                engine.optimizer.load_state_dict(kept)
+            train_step(engine, rank, step)
+        result = digest(engine)
+        engine.destroy()
+        return result
+
+    with mock.patch.object(hosted, "_works_beside", return_value=True):
+        assert run("host") == run("device")
+
+
+def two_groups(model):
+    """Of one no state is ever made."""
+    params = list(model.parameters())
+    groups = [{"params": params[::2], "momentum": 0.9}, {"params": params[1::2]}]
+    return torch.optim.SGD(groups, lr=0.1)
+
+
+@ranks(1)
+def test_groups_without_state(rank, world_size):
+    settings = config("zero2_offload", "bf16")
+    expected = train("gpt", settings, rank, False, two_groups)
+    with mock.patch.object(hosted, "_works_beside", return_value=True):
+        for _ in range(3):
+            seen = train("gpt", {**settings, "offload": {"update": "host"}}, rank, False, two_groups)
+            assert seen == expected
+
+
+@ranks(1)
+def test_gradients_zeroed_meanwhile_have_been_used(rank, world_size):
+    """As plain loops do, right after the step."""
+
+    def run(update, delay_s):
+        engine = start("gpt", config("zero2_offload", "bf16", offload={"update": update}))
+        for step in range(4):
+            train_step(engine, rank, step)
+            time.sleep(delay_s)
+            engine.optimizer.zero_grad(set_to_none=step % 2 == 0)
+        result = digest(engine)
+        engine.destroy()
+        return result
+
+    expected = run("device", 0)
+    with mock.patch.object(hosted, "_works_beside", return_value=True):
+        assert [run("host", delay_s) for delay_s in (0, 0.0005, 0.001, 0.002)] == [expected] * 4

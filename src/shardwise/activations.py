@@ -6,7 +6,6 @@ torch saves the inputs of a checkpoint as it saves any tensor for a backward, so
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
@@ -27,7 +26,8 @@ class Shelf:
 
     def __init__(self, ferry: Ferry) -> None:
         self.ferry = ferry
-        self.idle: defaultdict[int, list[tuple[HostSlab, Event]]] = defaultdict(list)
+        self._idle: list[tuple[HostSlab, Event]] = []
+        self._is_closed = False
         self._last: Callable[[], Kept | None] = lambda: None
 
     def keeping(self) -> AbstractContextManager[None]:
@@ -50,13 +50,36 @@ class Shelf:
             ahead.fetch()
         return tensor
 
+    def take(self, size_bytes: int) -> tuple[HostSlab, Event]:
+        """Room for so much, and when it is free: the smallest idle slab that has it.
+
+        Where none has, those that are idle go: inputs of ever new lengths take no more than the longest do.
+        """
+        fitting = [entry for entry in self._idle if entry[0].size_bytes >= size_bytes]
+        if fitting:
+            entry = min(fitting, key=lambda entry: entry[0].size_bytes)
+            self._idle.remove(entry)
+            return entry
+        self._free_idle()
+        ferry = self.ferry
+        return HostSlab(ferry.ledger, _ENTRY, size_bytes, torch.uint8, ferry.is_pinned), PAST
+
+    def give(self, slab: HostSlab, ready: Event) -> None:
+        """Take a slab back, which is in use until `ready`."""
+        self._idle.append((slab, ready))
+        if self._is_closed:
+            self._free_idle()
+
     def close(self) -> None:
-        """Give the memory back."""
-        for slabs in self.idle.values():
-            for slab, ready in slabs:
-                ready.synchronize()
-                slab.free()
-        self.idle.clear()
+        """Give the memory back, also what graphs that are still alive will give."""
+        self._is_closed = True
+        self._free_idle()
+
+    def _free_idle(self) -> None:
+        for slab, ready in self._idle:
+            ready.synchronize()
+            slab.free()
+        self._idle.clear()
 
 
 class Kept:
@@ -68,15 +91,13 @@ class Kept:
         self._shelf = shelf
         self._shape, self._dtype = tensor.shape, tensor.dtype
         self._here: torch.Tensor | None = None
-        self._came: Event = PAST
-        ferry, idle = shelf.ferry, shelf.idle[tensor.nbytes]
-        lanes = ferry.lanes
-        fresh = HostSlab(ferry.ledger, _ENTRY, tensor.nbytes, torch.uint8, ferry.is_pinned) if not idle else None
-        self._slab, ready = (fresh, PAST) if fresh is not None else idle.pop()
+        self._size_bytes = tensor.nbytes
+        lanes = shelf.ferry.lanes
+        self._slab, ready = shelf.take(self._size_bytes)
         lanes.down.wait(lanes.now(), ready)
         with lanes.down:
             lanes.take(self._resting(), tensor.detach())
-        self._left = lanes.down.mark()
+        self._left = self._came = lanes.down.mark()
         leaving = [tensor.detach()]
         version = tensor._version
 
@@ -111,7 +132,7 @@ class Kept:
         if self._here is not None:
             # The copy into it may be under way: whoever gets this memory next comes after it.
             self._shelf.ferry.lanes.wait(self._came)
-        self._shelf.idle[self._slab.size_bytes].append((self._slab, self._came))
+        self._shelf.give(self._slab, self._came)
 
     def _resting(self) -> torch.Tensor:
-        return self._slab.tensor.view(self._dtype).view(self._shape)
+        return self._slab.tensor[: self._size_bytes].view(self._dtype).view(self._shape)

@@ -5,6 +5,7 @@ Measured at the start with both at work, because they share the host's memory.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -41,11 +42,22 @@ def balanced(host_rate: float, device_rate: float) -> float:
     return host_rate / (host_rate + device_rate)
 
 
+def take_cores() -> None:
+    """This rank's share of the cores, whatever was set for threads that only issue; one is left for those."""
+    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    torch.set_num_threads(max(1, cores - 1))
+
+
 def _measured(device: torch.device) -> float:
     copy, update = _copies(device), _host_update()
     copy()
     rates: list[float] = []
-    thread = threading.Thread(target=lambda: rates.append(_rate(update)))
+
+    def measure() -> None:
+        take_cores()
+        rates.append(_rate(update))
+
+    thread = threading.Thread(target=measure)
     thread.start()
     device_rate = _rate(copy)
     thread.join()

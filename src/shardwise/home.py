@@ -96,6 +96,7 @@ class Home:
         self._rested: Event = PAST
         self._parcels_rested: dict[Span, Event] = {}
         self._grads_rested: Event = PAST
+        self._fetched: Event = PAST
         self._loaded: dict[Span, Views] = {}
         self._slots: dict[Span, Slot] = {}
         if _master_leaves(policy):
@@ -154,9 +155,9 @@ class Home:
         return field in self.slabs
 
     @property
-    def at_rest(self) -> tuple[Event, Event]:
-        """When everything that was sent here has come."""
-        return self._rested, self._grads_rested
+    def at_rest(self) -> tuple[Event, ...]:
+        """When everything that was sent here has come, and everything that was asked for has been read."""
+        return self._rested, self._grads_rested, self._fetched
 
     def fresh(self, dtype: torch.dtype) -> torch.Tensor:
         """Where new weights rest that were made on the host: the master, or where the gradients were."""
@@ -207,7 +208,8 @@ class Home:
         lanes.up.wait(lanes.now(), self._rested, self._grads_rested)
         with lanes.up:
             self.slabs[field].bring(lanes, self.everything, target)
-        return lanes.up.mark()
+        self._fetched = lanes.up.mark()
+        return self._fetched
 
     def read(self, field: str, span: Span) -> torch.Tensor:
         """Values of a field as they rest, on the host, to look at."""
@@ -223,9 +225,8 @@ class Home:
         """Do what is due, let go of what was loaded ahead, and have the host wait until all has come down."""
         self.flush()
         self.forget()
-        self._finish_hosted().synchronize()
-        self._rested.synchronize()
-        self._grads_rested.synchronize()
+        for event in (self._finish_hosted(), *self.at_rest):
+            event.synchronize()
         for slab in self.slabs.values():
             slab.wait()
 
@@ -247,10 +248,9 @@ class Home:
     def free(self) -> None:
         """Give the room back. Waits for what is under way."""
         self.job = None
-        self._finish_hosted().synchronize()
         self.forget()
-        self._rested.synchronize()
-        self._grads_rested.synchronize()
+        for event in (self._finish_hosted(), *self.at_rest):
+            event.synchronize()
         for slab in self.slabs.values():
             slab.free()
         self.slabs.clear()
@@ -268,8 +268,10 @@ class Home:
             yield
             return
         staging.begin(delivery)
-        yield
-        staging.end()
+        try:
+            yield
+        finally:
+            staging.end()
 
     def _carry(self, parcel: Parcel, job: Job | None, target: torch.Tensor | None) -> None:
         lanes, span = self.ferry.lanes, parcel.span
@@ -280,7 +282,7 @@ class Home:
         elif job and GRADS in self:
             self._bring(parcel, [GRADS])
         views = self._loaded[span]
-        lanes.work.wait(lanes.up.mark())
+        lanes.work.wait(self._fetched)
         with lanes.work:
             made = job(parcel, views) if job else []
             if target is not None:
@@ -325,6 +327,7 @@ class Home:
         with lanes.up:
             for field in fields:
                 self.slabs[field].bring(lanes, span, self._loaded[span][field])
+        self._fetched = lanes.up.mark()
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ not in every bit. On the CPU itself they are the same kernels, and nothing runs 
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from shardwise.balance import take_cores
 from shardwise.home import GRADS, MASTER, Home, Parcel
 from shardwise.lanes import PAST, Event, Lane, Lanes, now
 from shardwise.marks import mark
@@ -32,27 +32,37 @@ if TYPE_CHECKING:
 
 
 class Hands:
-    """What works on the host: one thread, an optimizer like the user's on the same states, and a lane for results."""
+    """What works on the host: one thread, an optimizer like the user's for it alone, and a lane for results.
+
+    The thread steps on parameters of its own over the same memory, with the same states: whatever is done to the
+    user's optimizer meanwhile (options, `zero_grad`, `load_state_dict`), it is not in its way.
+    """
 
     def __init__(self, updater: Updater, device: torch.device) -> None:
         self.given = updater.optimizer
-        """The user's, which has the options. While the thread takes a step, the other has those of that step alone."""
         self.updater = updater.beside(twin(updater.optimizer))
         self.lane = Lane(device)
         self.issuing = threading.Lock()
         """Two threads may deliver, this one and the one that issues."""
-        self._thread = ThreadPoolExecutor(1, "shardwise-update", _take_cores) if _works_beside(device) else None
+        self._thread = (
+            ThreadPoolExecutor(1, "shardwise-update", _begin_thread, (device,)) if _works_beside(device) else None
+        )
+        self._first: set[str] = set()
         self._room = torch.empty(0)
         self._told: Told | None = None
 
-    def do(self, work: Callable[[], None], at_once: bool) -> Future[None]:
-        """Do it after all that was asked before; `at_once`, here and now."""
-        if self._thread is not None and not at_once:
+    def do(self, work: Callable[[], None]) -> Future[None]:
+        """Do it after all that was asked before."""
+        if self._thread is not None:
             return self._thread.submit(work)
         done: Future[None] = Future()
         work()
         done.set_result(None)
         return done
+
+    def is_first(self, unit: Unit) -> bool:
+        """Whether this is asked of a unit for the first time."""
+        return unit.name not in self._first and not self._first.add(unit.name)  # type: ignore[func-returns-value]
 
     def room(self, numel: int) -> torch.Tensor:
         """Room in fp32 for what the thread works on."""
@@ -98,18 +108,18 @@ class HostedUpdate:
 
     def __init__(self, hands: Hands, unit: Unit, home: Home, told: Told) -> None:
         check_none_frozen(unit)
-        adopt(hands.updater.optimizer, unit)
+        adopt(hands.given, unit)
         self._hands, self._unit, self._home, self._told = hands, unit, home, told
         self._groups = [options_now(group) for group in hands.given.param_groups]
+        self._states = [hands.given.state.get(piece, {}) for _, piece in unit.weights.pieces]
         self._at_rest = home.at_rest
         self._made = home.fresh(unit.weights.policy.weight_dtype)
         self._read: Event = PAST
-        # The first step makes the states, for which memory is asked for: not beside others who ask.
-        is_first = not all(hands.updater.optimizer.state.get(piece) for _, piece in unit.weights.pieces)
-        self._done = hands.do(self._work, at_once=is_first)
-        if is_first:
-            adopt(hands.updater.optimizer, unit)
-            hands.updater.settle_ledger(unit)
+        self._done = hands.do(self._work)
+        if hands.is_first(unit):
+            # It makes the states, which are given room where they rest.
+            self._done.result()
+            self._keep_states()
 
     def deliver(self, target: torch.Tensor | None) -> HostedArrival:
         """Bring the new weights to `target` as soon as they are made, whoever finds that they are."""
@@ -140,6 +150,14 @@ class HostedUpdate:
             arrival.error = error
         arrival.issued.set()
 
+    def _keep_states(self) -> None:
+        given = self._hands.given
+        for (_, piece), state in zip(self._unit.weights.pieces, self._states, strict=True):
+            if state:
+                given.state[piece] = state
+        adopt(given, self._unit)
+        self._hands.updater.settle_ledger(self._unit)
+
     @torch.no_grad()
     def _work(self) -> None:
         for event in (self._told.event, *self._at_rest):
@@ -160,14 +178,18 @@ class HostedUpdate:
         if self._told.coefficient is not None:
             grads.mul_(self._told.coefficient)
         groups: list[list[nn.Parameter]] = [[] for _ in self._groups]
+        states = self._hands.updater.optimizer.state
         for number in parcel.pieces:
             group, piece = weights.pieces[number]
-            groups[group].append(piece)
-            piece.grad = grads[weights.piece_spans[number].shift(-span.start).slice].view(piece.shape)
-            _steps_to_host(self._hands.updater.optimizer.state.get(piece, {}))
-        self._hands.updater.step_pieces(groups, self._groups)
-        for number in parcel.pieces:
-            weights.pieces[number][1].grad = None
+            own = nn.Parameter(piece.data)
+            own.grad = grads[weights.piece_spans[number].shift(-span.start).slice].view(piece.shape)
+            groups[group].append(own)
+            states[own] = self._states[number]
+            _steps_to_host(states[own])
+        try:
+            self._hands.updater.step_pieces(groups, self._groups)
+        finally:
+            states.clear()
 
     @property
     def _master(self) -> torch.Tensor:
@@ -234,7 +256,7 @@ def _steps_to_host(state: dict[str, Any]) -> None:
             state[key] = value.cpu()
 
 
-def _take_cores() -> None:
-    """This rank's share of the cores, whatever was set for threads that only issue; one is left for those."""
-    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    torch.set_num_threads(max(1, cores - 1))
+def _begin_thread(device: torch.device) -> None:
+    take_cores()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # else it would hold a context on the first one

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MethodType
 from typing import Any, NamedTuple, cast
@@ -145,13 +146,22 @@ def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
 
 
 def twin(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Another optimizer of the same kind with the same states, which can be stepped while this one is."""
-    other = object.__new__(type(optimizer))
-    other.__dict__.update(optimizer.__dict__)
-    other.__dict__.pop("step", None)
+    """Another optimizer of the same kind, without states, which can be stepped while this one is."""
+    other = _alike(optimizer)
     if isinstance(other, Joint):
-        other.members = tuple(twin(member) for member in other.members)
+        other.members = tuple(_alike(member) for member in other.members)
         other._steps = [bare_step(member) for member in other.members]
+    state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+    for each in members(other):
+        each.state = state
+    return other
+
+
+def _alike(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    other = object.__new__(type(optimizer))
+    # What was told it for one step is not: it would hold for all that follow.
+    passing = ("step", "found_inf", "grad_scale")
+    other.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key not in passing})
     return other
 
 

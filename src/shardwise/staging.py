@@ -220,6 +220,7 @@ class Staging:
         try:
             reading.done.result()
         except BaseException:
+            self.incoming.give_after_write(reading.buffer, reading.done)
             self.check()  # a write that failed is why
             raise
         return reading.buffer

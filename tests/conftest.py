@@ -1,8 +1,12 @@
 """pytest's side of the test support: one setting before torch is imported, and workers that end with the session."""
 
+import contextlib
 import os
+import subprocess
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
+from unittest import mock
 
 # Some virtual machines announce AMX and then kill whoever uses it (bf16 matrix products end in SIGILL).
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
@@ -11,7 +15,7 @@ import pytest
 import torch
 
 from support import close_pools
-from support.nursery import nursery
+from support.nursery import Forked, nursery
 
 torch.set_num_threads(1)  # as on the ranks: two cores are shared with them
 
@@ -23,6 +27,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     close_pools()
+
+
+@pytest.fixture(scope="session")
+def forked_crews() -> Callable[[], contextlib.AbstractContextManager[object]]:
+    """Within it, the processes of comparisons are forked; test_compare_run has some that are started as users' are."""
+    forked = SimpleNamespace(Popen=Forked, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired)
+    return lambda: mock.patch("shardwise.compare.crew.subprocess", forked)
 
 
 @pytest.fixture

@@ -4,29 +4,22 @@ import json
 import os
 import subprocess
 from pathlib import Path
-from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 
 from shardwise.compare import Comparison, Settings, compare
 from shardwise.compare.rows import Row, parse_rows
 from shardwise.compare.verdict import data_bytes, verdicts
-from support.nursery import Forked
 
 NUMEL = 99_072
 
 
 @pytest.fixture(scope="module")
-def comparison():
+def comparison(forked_crews):
     """The stages that differ most, two peers, and one row that cannot run."""
     rows = [*parse_rows("zero0,zero3", "ddp,fsdp2"), Row("zero9")]
     told = []
-    # Twenty processes: forked ones, while those of the command below are started as users' are.
-    forked = SimpleNamespace(
-        **{name: getattr(subprocess, name) for name in ("DEVNULL", "TimeoutExpired")}, Popen=Forked
-    )
-    with mock.patch("shardwise.compare.crew.subprocess", forked):
+    with forked_crews():
         result = compare(Settings("mlp-100k", 2, steps=3), rows, lambda text, done, total: told.append((done, total)))
     assert [done for done, _ in told] == sorted(done for done, _ in told)
     return result

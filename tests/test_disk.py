@@ -26,7 +26,7 @@ from shardwise.memory import Ledger
 from shardwise.routine import Routine
 from shardwise.staging import Buffers, Staging, staging_bytes
 from support import matrix, ranks
-from support.training import digest, make_batch, make_optimizer, start, train_step
+from support.training import digest, make_batch, start, train_step, trained
 
 BLOCK = 2 * ALIGN_BYTES
 
@@ -389,19 +389,6 @@ def train_steps(engine, rank, steps):
         train_step(engine, rank, step)
 
 
-def train(name, given, rank, looks=False, steps=4, optimizer=make_optimizer):
-    """Hashes after each step, or of the last alone: then nothing looks at the states in between."""
-    engine = start(name, given, optimizer)
-    hashes = []
-    for step in range(steps):
-        train_step(engine, rank, step)
-        if looks or step == steps - 1:
-            hashes.append(digest(engine))
-    report = engine.report()
-    engine.destroy()
-    return hashes, report
-
-
 @matrix(
     {
         "placement": list(PLACEMENTS),
@@ -417,8 +404,8 @@ def train(name, given, rank, looks=False, steps=4, optimizer=make_optimizer):
 @ranks()
 def test_the_same_bits_as_on_the_device(rank, world_size, placement, precision, accumulation, model, looks, tmp_path):
     stage = PLACEMENTS[placement][0]
-    expected, _ = train(model, config(stage, tmp_path, precision, accumulation), rank, looks)
-    seen, report = train(model, config(placement, tmp_path, precision, accumulation), rank, looks)
+    expected, _ = trained(model, config(stage, tmp_path, precision, accumulation), rank, looks)
+    seen, report = trained(model, config(placement, tmp_path, precision, accumulation), rank, looks)
     assert seen == expected
     rests = placement != "zero3, weights" or precision == "fp32" or model == "odd"
     assert bool(report.tier_bytes.get("disk")) == rests
@@ -516,8 +503,8 @@ def test_looking_writing_saving_and_loading(rank, world_size, placement, tmp_pat
 @ranks(1)
 def test_what_fits_stays_on_the_host_and_the_device(rank, world_size, tmp_path):
     """Spilled tier by tier, with the same bits at every budget."""
-    expected, _ = train("gpt", config("zero3", tmp_path, "bf16"), rank, steps=6)
-    seen, report = train("gpt", config("zero3_nvme", tmp_path, "bf16"), rank, steps=6)
+    expected, _ = trained("gpt", config("zero3", tmp_path, "bf16"), rank, steps=6)
+    seen, report = trained("gpt", config("zero3_nvme", tmp_path, "bf16"), rank, steps=6)
     assert seen == expected
     everything = report.tier_bytes["disk"]
     # Gradients take a sixth of that on the host, staging buffers twice as much as is on the disk.
@@ -525,7 +512,7 @@ def test_what_fits_stays_on_the_host_and_the_device(rank, world_size, tmp_path):
     left = {}
     for host in (1, some, 10**12):
         given = config("zero3_nvme", tmp_path, "bf16", offload={"host_memory": host})
-        seen, report = train("gpt", given, rank, steps=6)
+        seen, report = trained("gpt", given, rank, steps=6)
         assert seen == expected
         left[host] = report.tier_bytes.get("disk", 0)
     assert left[1] == everything
@@ -533,7 +520,7 @@ def test_what_fits_stays_on_the_host_and_the_device(rank, world_size, tmp_path):
     assert left[10**12] == 0
     budget = report.tier_peak_bytes["device"] + everything // 4
     given = config("zero3", tmp_path, "bf16", offload={"host_memory": some, "device_memory": budget})
-    seen, report = train("gpt", given, rank, steps=6)
+    seen, report = trained("gpt", given, rank, steps=6)
     assert seen == expected
     assert report.tier_peak_bytes["device"] <= 1.1 * budget
     assert report.tier_bytes["host"] <= some
@@ -547,8 +534,8 @@ def test_matrix_optimizers_get_whole_tensors_from_the_disk(rank, world_size, tmp
         matrices = [p for p in model.parameters() if p.ndim == 2]
         return [torch.optim.Muon(matrices, lr=0.01), torch.optim.AdamW([p for p in model.parameters() if p.ndim < 2])]
 
-    expected, _ = train("gpt", config("zero3", tmp_path), rank, optimizer=muon)
-    assert train("gpt", config("zero3_nvme", tmp_path), rank, optimizer=muon)[0] == expected
+    expected, _ = trained("gpt", config("zero3", tmp_path), rank, optimizer=muon)
+    assert trained("gpt", config("zero3_nvme", tmp_path), rank, optimizer=muon)[0] == expected
 
 
 @ranks(1)

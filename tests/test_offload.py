@@ -14,7 +14,7 @@ from shardwise.layout import Span
 from shardwise.memory import Ledger
 from shardwise.ring import Ring
 from support import matrix, ranks
-from support.training import digest, make_batch, make_optimizer, make_sgd, start, train_step
+from support.training import digest, make_batch, make_sgd, start, train_step, trained
 
 PRECISIONS = {
     "fp32": {"compute": "fp32"},
@@ -47,15 +47,8 @@ def config(placement, precision="fp32", accumulation=1, clip=None, **more):
     }
 
 
-def train(name, settings, rank, looks, optimizer=make_optimizer, steps=4):
-    """Hashes after each step, or of the last alone: then nothing looks at the states in between."""
-    engine = start(name, settings, optimizer)
-    hashes = []
-    for step in range(steps):
-        train_step(engine, rank, step)
-        if looks or step == steps - 1:
-            hashes.append(digest(engine))
-    engine.destroy()
+def train(*args, **kwargs):
+    hashes, _ = trained(*args, **kwargs)
     return hashes
 
 

@@ -169,7 +169,9 @@ class PerTensor(torch.optim.Optimizer):
 
 @ranks(2)
 def test_the_configuration_asks_for_whole_tensors(rank, world_size):
-    make = lambda model: PerTensor(model.parameters())  # noqa: E731
+    def make(model):
+        return PerTensor(model.parameters())
+
     engine = start("gpt", {"preset": "zero3", "runtime": {"whole_tensors": True}}, make)
     train_step(engine, rank, 0)
     expected = alone(make, world_size, 1, "sharded", steps=1)

@@ -173,7 +173,9 @@ class DiskFile:
                 count = call(self._handle, [block[done:]], offset + done)
             except OSError as error:
                 raise DiskError(
-                    error.errno, f"{self.path}: {len(block)} bytes at {offset} could not be {what} ({error.strerror})"
+                    error.errno,
+                    f"{self.path}: {len(block)} bytes at {offset} could not be {what} ({error.strerror}); this run "
+                    "cannot go on: free the disk or check it, start again, and load the last checkpoint",
                 ) from error
             if not count:
                 raise DiskError(

@@ -47,7 +47,8 @@ class Hands:
         self._thread = (
             ThreadPoolExecutor(1, "shardwise-update", _begin_thread, (device,)) if _works_beside(device) else None
         )
-        self._first: set[str] = set()
+        self.begun: set[str] = set()
+        """Units that it has updated before."""
         self._room = torch.empty(0)
         self._told: Told | None = None
 
@@ -59,10 +60,6 @@ class Hands:
         work()
         done.set_result(None)
         return done
-
-    def is_first(self, unit: Unit) -> bool:
-        """Whether this is asked of a unit for the first time."""
-        return unit.name not in self._first and not self._first.add(unit.name)  # type: ignore[func-returns-value]
 
     def room(self, numel: int) -> torch.Tensor:
         """Room in fp32 for what the thread works on."""
@@ -116,8 +113,9 @@ class HostedUpdate:
         self._made = home.fresh(unit.weights.policy.weight_dtype)
         self._read: Event = PAST
         self._done = hands.do(self._work)
-        if hands.is_first(unit):
-            # It makes the states, which are given room where they rest.
+        if unit.name not in hands.begun:
+            # The first makes the states, which are given room where they rest.
+            hands.begun.add(unit.name)
             self._done.result()
             self._keep_states()
 

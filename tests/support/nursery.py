@@ -230,8 +230,8 @@ def settle(request: Request, files: Sequence[int]) -> None:
     os.environ.clear()
     os.environ.update(request.env)
     os.chdir(request.cwd)
-    sys.stdin = open(0, closefd=False)  # noqa: SIM115
-    sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115  (for as long as the process lives)
+    sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115  (so too)
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
     if request.env.get("PYTHONFAULTHANDLER"):
         faulthandler.enable()

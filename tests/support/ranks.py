@@ -52,8 +52,8 @@ def ranks(*world_sizes: int, timeout: float = TIMEOUT_S, **options: Any) -> Call
 
         parameters = list(inspect.signature(test).parameters.values())[1:]
         keyword_only = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in parameters]
-        wrapper.__signature__ = inspect.Signature(keyword_only)  # type: ignore[attr-defined]
-        wrapper.rank_function = test  # type: ignore[attr-defined]
+        wrapper.__signature__ = inspect.Signature(keyword_only)  # type: ignore[attr-defined]  # read by pytest
+        wrapper.rank_function = test  # type: ignore[attr-defined]  # read by the worker
         limited = pytest.mark.timeout(timeout + TIMEOUT_S)(wrapper) if timeout != TIMEOUT_S else wrapper
         if not world_sizes:
             return limited

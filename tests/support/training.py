@@ -11,6 +11,7 @@ import shardwise
 from shardwise import memory
 from shardwise.held import MASTER, extras_of, held_by
 from shardwise.models import GPT, MLP
+from shardwise.report import Report
 from shardwise.unit import Unit
 
 
@@ -110,6 +111,26 @@ def digest(engine: shardwise.Engine) -> str:
             assert not tensor.isnan().any(), f"{name} has NaN"
             sha.update(tensor.contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes())
     return sha.hexdigest()
+
+
+def trained(
+    name: str,
+    settings: Any,
+    rank: int,
+    looks: bool = False,
+    optimizer: Callable[..., Any] = make_optimizer,
+    steps: int = 4,
+) -> tuple[list[str], Report]:
+    """Hashes after each step, or of the last alone: then nothing looks at the states in between; and the report."""
+    engine = start(name, settings, optimizer)
+    hashes = []
+    for step in range(steps):
+        train_step(engine, rank, step)
+        if looks or step == steps - 1:
+            hashes.append(digest(engine))
+    report = engine.report()
+    engine.destroy()
+    return hashes, report
 
 
 def whole_values(engine: shardwise.Engine) -> dict[str, dict[str, torch.Tensor]]:

@@ -14,6 +14,7 @@ import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from shardwise.held import MASTER
 from shardwise.layout import Span
 
 _RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)")
+_NOT_DATA_PARALLEL = "is tensor-parallel or has no model states: only data-parallel ones are read"
 
 
 class Inert:
@@ -128,17 +130,24 @@ def read(folder: Path) -> Found:
     """Everything in the folder of a checkpoint."""
     optim = [load_inert(path)["optimizer_state_dict"] for path in _by_rank(folder, "optim_states")]
     stage = int(optim[0].get("zero_stage", 0))
-    if stage not in (1, 2, 3):
+    if stage not in _FORMATS:
         raise CheckpointError(f"{folder} was written by ZeRO stage {stage}: stages 1, 2 and 3 are read")
-    names = _by_rank(folder, "model_states") if stage == 3 else sorted(folder.glob("mp_rank_*_model_states.pt"))
-    models = [load_inert(path) for path in names]
-    if not models or models[0].get("mp_world_size", 1) != 1 or (stage < 3 and len(models) > 1):
-        raise CheckpointError(f"{folder} is tensor-parallel or has no model states: only data-parallel ones are read")
-    read_trained = _read_stage_3 if stage == 3 else _read_stage_1_2
-    params = read_trained(models[0]["param_shapes"], optim) | _read_frozen(models)
+    form = _FORMATS[stage]
+    models = [load_inert(path) for path in form.model_files(folder)]
+    if not models or models[0].get("mp_world_size", 1) != 1:
+        raise CheckpointError(f"{folder} {_NOT_DATA_PARALLEL}")
+    params = form.read(models[0]["param_shapes"], optim) | _read_frozen(models)
     order = {name: number for number, name in enumerate(models[0]["module"])}
     ranked = sorted(params, key=lambda name: order.get(name, len(order)))
     return Found(models[0], optim[0], {name: params[name] for name in ranked})
+
+
+def _one_model(folder: Path) -> list[Path]:
+    """The one file with the whole model; several are parts of it by tensor."""
+    found = sorted(folder.glob("mp_rank_*_model_states.pt"))
+    if len(found) > 1:
+        raise CheckpointError(f"{folder} {_NOT_DATA_PARALLEL}")
+    return found
 
 
 def _by_rank(folder: Path, kind: str) -> list[Path]:
@@ -151,7 +160,7 @@ def _by_rank(folder: Path, kind: str) -> list[Path]:
     return [numbers[key] for key in expected]
 
 
-def _read_stage_1_2(shapes: Sequence[Mapping[str, Any]], optim: Sequence[Mapping[str, Any]]) -> dict[str, Param]:
+def _read_groups(shapes: Sequence[Mapping[str, Any]], optim: Sequence[Mapping[str, Any]]) -> dict[str, Param]:
     base = [states["base_optimizer_state"] for states in optim]
     if not isinstance(base[0], Mapping):
         raise CheckpointError('it was saved with "elastic_checkpoint", which is not read: save it without')
@@ -172,7 +181,7 @@ def _read_stage_1_2(shapes: Sequence[Mapping[str, Any]], optim: Sequence[Mapping
     return params
 
 
-def _read_stage_3(shapes: Sequence[Mapping[str, Any]], optim: Sequence[Mapping[str, Any]]) -> dict[str, Param]:
+def _read_parts(shapes: Sequence[Mapping[str, Any]], optim: Sequence[Mapping[str, Any]]) -> dict[str, Param]:
     base = [states["optimizer_state_dict"] for states in optim]
     flats = [states["fp32_flat_groups"] for states in optim]
     groups = {number: index for index, group in enumerate(base[0]["param_groups"]) for number in group["params"]}
@@ -245,3 +254,14 @@ def _aliases(model: Mapping[str, Any]) -> dict[str, str]:
     """Tied parameters: the other name and the first one."""
     shared = model.get("shared_params") or {}
     return dict(shared.items() if isinstance(shared, Mapping) else shared)
+
+
+class _Format(NamedTuple):
+    """What a stage of DeepSpeed's writes: the files with the model, and how what was trained lies in the others."""
+
+    model_files: Callable[[Path], list[Path]]
+    read: Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]], dict[str, Param]]
+
+
+_GROUPS = _Format(_one_model, _read_groups)
+_FORMATS = {1: _GROUPS, 2: _GROUPS, 3: _Format(partial(_by_rank, kind="model_states"), _read_parts)}

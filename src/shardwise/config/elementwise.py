@@ -11,7 +11,7 @@ class _Elementwise(Optimizer):
     """An optimizer that treats every element alike, so that any cut of the parameters gives the same result."""
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # torch overloads it
         loss = None
         if closure is not None:
             with torch.enable_grad():

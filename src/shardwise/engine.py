@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,30 +12,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shardwise import access, checkpoint, norm, oom
+from shardwise import access, checkpoint, clipping, oom
 from shardwise.activations import Shelf
-from shardwise.budget import choose_flight
+from shardwise.assembly import assemble
 from shardwise.comm import Comm
 from shardwise.config import Config
-from shardwise.division import UnitSpec, divide
 from shardwise.ferry import Ferry
 from shardwise.freezing import check_none_thawed
-from shardwise.grads import Grads
 from shardwise.home import Home
-from shardwise.layout import Layout
 from shardwise.memory import Entry, Ledger
 from shardwise.optim import Updater
-from shardwise.optimizers import groups_of
 from shardwise.order import Ahead
 from shardwise.overrides import Overrides
-from shardwise.policy import DTYPES, Policy, policy_for
+from shardwise.policy import DTYPES
 from shardwise.recompute import Recompute
 from shardwise.report import Clock, Report
-from shardwise.residency import Budget, moments_each, open_disk
+from shardwise.residency import Budget
 from shardwise.scaling import Outcome, Scaler
 from shardwise.schedule import Schedule
 from shardwise.tensors import map_tensors
-from shardwise.unit import Unit, layout_for
+from shardwise.unit import Unit
 
 if TYPE_CHECKING:
     from shardwise.averages import Ema
@@ -70,8 +66,7 @@ class Engine(nn.Module):
         self._ferry = Ferry(comm.device, self._ledger, config.offload)
         self._budget = Budget(config.offload, comm, self._ledger)
         self._clock = Clock(comm.device if config.runtime.timers else None)
-        self._units = self._build_units()
-        self._choose_flight()
+        self._units = assemble(model, optimizer, config, comm, self._ferry, self._budget)
         trainable = [unit for unit in self._units if unit.grads is not None]
         self._updater = Updater(optimizer, trainable, self._ledger) if optimizer is not None else None
         self._budget.begin(self._updater)
@@ -376,63 +371,6 @@ class Engine(nn.Module):
 
     # Inside
 
-    def _build_units(self) -> list[Unit]:
-        params = dict(self.module.named_parameters())
-        whole = self.config.runtime.whole_tensors
-        groups = groups_of(self.optimizer, params, whole) if self.optimizer is not None else {}
-        for buffer in self.module.buffers():
-            self._comm.broadcast(buffer)
-        plans: list[tuple[UnitSpec, Policy, Layout]] = []
-        largest = max((params[name].nbytes for name, group in groups.items() if group.whole), default=0)
-        for spec in divide(self.module, **self._division(largest)):
-            trainable = spec.trainable and self.optimizer is not None
-            policy = policy_for(self.config, trainable, spec.dtype)
-            layout = layout_for(spec, params, groups, policy, self._comm.world_size)
-            if layout.padding_numel > layout.used_numel and any(slot.spec.whole for slot in layout.slots):
-                _LOG.warning(
-                    "unit %s has too few whole tensors for %d ranks: its %d elements take %d; larger units "
-                    "(runtime.min_unit_bytes) are packed better",
-                    *(spec.name, self._comm.world_size, layout.used_numel, layout.numel),
-                )
-            plans.append((spec, policy, layout))
-        layouts, moments = [layout for _, _, layout in plans], moments_each(self.optimizer)
-        policies = self._budget.place([policy for _, policy, _ in plans], layouts, moments)
-        open_disk(self._ferry, self._comm, self.config.offload, policies, layouts, moments)
-        return [
-            Unit(spec, params, layout, policy, self._comm, self._ferry)
-            for (spec, _, layout), policy in zip(plans, policies, strict=True)
-        ]
-
-    def _division(self, largest_bytes: int) -> dict[str, Any]:
-        """The choice of units for `divide`: names in the configuration are module paths or else class names.
-
-        Whole tensors, the largest of `largest_bytes`, are spread evenly only in units that have several for each rank.
-        """
-        runtime = self.config.runtime
-        if runtime.units == "auto":
-            return {
-                "min_bytes": runtime.min_unit_bytes,
-                "max_bytes": runtime.gather_bucket_bytes,
-                "floor_bytes": largest_bytes * self._comm.world_size * 3 // 4 if self._comm.world_size > 1 else 0,
-            }
-        paths = {name for name, _ in self.module.named_modules()}
-        return {
-            "modules": [name for name in runtime.units if name in paths] or None,
-            "classes": [name for name in runtime.units if name not in paths] or None,
-            "min_bytes": runtime.min_unit_bytes,
-        }
-
-    def _choose_flight(self) -> None:
-        trainable = [unit.grads for unit in self._units if unit.grads is not None]
-        flight = choose_flight(
-            [grads.sizes for grads in trainable],
-            is_sharded=self.config.placement.grads.sharding == "sharded",
-            accumulates=self.config.batch.accumulation > 1,
-            bound_bytes=self.config.gradients.reduce_bucket_bytes,
-        )
-        for grads in trainable:
-            grads.flight = flight
-
     def _reduces(self) -> bool:
         """Whether the coming backward reduces: sharded gradients always, replicated ones at the boundary."""
         if self.config.placement.grads.sharding == "sharded":
@@ -475,30 +413,6 @@ class Engine(nn.Module):
             if unit.home is not None and unit.home.is_updated and not unit.home.is_hosted:
                 yield unit.home
 
-    def _norm(self, grads: Sequence[Grads]) -> torch.Tensor:
-        """The global norm. Shards on the host left their part of it here; only the exact norm brings them back."""
-        if self.config.gradients.deterministic:
-            return norm.global_norm(_Shards(grads), self._comm, exact=True)
-        here = [each.reduced for each in grads if not each.is_away]
-        if len(here) == len(grads):
-            return norm.global_norm(here, self._comm, exact=False)
-        known = iter(norm.sums_of_squares(here, self._comm)) if here else iter(())
-        sums = torch.stack([each.sum_of_squares if each.is_away else next(known) for each in grads])
-        return norm.norm_from_sums(sums, self._comm)
-
-    def _unscale(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Whether gradients overflowed, and what they are multiplied with: 1/scale and clipping in one number."""
-        assert self.grad_norm is not None
-        overflow = None
-        if self._scaler is not None:
-            overflow = ~self.grad_norm.isfinite()
-            self.grad_norm = self.grad_norm / self._scaler.scale
-        limit = self.config.gradients.clip_norm
-        coefficient = norm.clip_coefficient(self.grad_norm, limit) if limit else None
-        if self._scaler is not None:
-            coefficient = (1.0 if coefficient is None else coefficient) / self._scaler.scale
-        return overflow, coefficient
-
     def _learn_outcome(self) -> None:
         """What the host does once it knows how the last step in fp16 ended: count, and step the LR scheduler."""
         outcome, self._outcome = self._outcome, None
@@ -532,8 +446,9 @@ class Engine(nn.Module):
             for each in grads:
                 each.edit(partial(hook, each.name))
         with self._clock.phase("norm"):
-            self.grad_norm = self._norm(grads)
-        overflow, coefficient = self._unscale()
+            scaled = clipping.global_norm(grads, self._comm, self.config.gradients.deterministic)
+        scale = self._scaler.scale if self._scaler is not None else None
+        self.grad_norm, overflow, coefficient = clipping.unscale(scaled, scale, self.config.gradients.clip_norm)
         self._ferry.turn()
         with self._clock.phase("update"):
             skips = updater.begin(overflow)
@@ -558,16 +473,3 @@ class Engine(nn.Module):
         if every and self.steps % every == 0 and self._comm.rank == 0:
             rates = ", ".join(f"{group['lr']:.3g}" for group in updater.optimizer.param_groups)
             _LOG.info("step %d, learning rate %s, gradient norm %.4g", self.steps, rates, self.grad_norm.item())
-
-
-class _Shards(Sequence[torch.Tensor]):
-    """Reduced shards, of which those on the host are brought to the device one at a time."""
-
-    def __init__(self, grads: Sequence[Grads]) -> None:
-        self._grads = grads
-
-    def __len__(self) -> int:
-        return len(self._grads)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._grads[index].reduced

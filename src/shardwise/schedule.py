@@ -15,8 +15,7 @@ then gathered at once and is a guest of the innermost module with hooks that is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -37,31 +36,16 @@ from shardwise.graph import (
 )
 from shardwise.order import Ahead, Order, merged
 from shardwise.overrides import ours
+from shardwise.reductions import Reductions
 from shardwise.rehearsal import Rehearsal
 from shardwise.report import Clock
+from shardwise.sites import Site, containers, sites_of
 from shardwise.tensors import kept_by, outputs_in
 from shardwise.unit import Traffic, Unit
 from shardwise.weights import State
 
 _AGREE_EVERY = 100
 """Backwards that reduce, between two times that ranks tell each other in which order they entered the units."""
-
-
-@dataclass
-class Site:
-    """A module with hooks, the units its forward uses, and those among them whose run ends with it.
-
-    `depth` counts calls under way: a module may call itself, and only the outermost exit releases. `guests` are units
-    that the call under way uses without holding them. `inside` are the module and those in it that no other site has,
-    torch's own apart.
-    """
-
-    is_root: bool
-    depth: int = 0
-    units: list[Unit] = field(default_factory=list)
-    ends: set[str] = field(default_factory=set)
-    guests: list[Unit] = field(default_factory=list)
-    inside: list[nn.Module] = field(default_factory=list)
 
 
 class Schedule:
@@ -76,21 +60,19 @@ class Schedule:
         self.on_broken: Callable[[], None] = self.abandon
         self.on_last_unit: Callable[[], None] = lambda: None
         self._clock = clock
-        self._in_flight: Unit | None = None
         self._in_backward = False
         self._is_looking = False
         self._ending: Ending | None = None
         self._held: list[Unit] = []
         self._used_before: list[Unit] = []
         self._is_loud = False
-        self._reduces_now = False
         self._entered: list[Unit] = []
         self._taught: list[Unit] = []
         self._place = -1
-        self._reductions = 0
+        self._agreements = 0
         self._order = Order(self.units, ahead)
-        self._passes = Passes(self.units, _containers(model))
-        self._waiting: list[Unit] = []
+        self._passes = Passes(self.units, containers(model))
+        self._reductions = Reductions(clock, lambda unit: self.on_reduced(unit))
         self._sites: list[Site] = []
         self._running: list[Site] = []
         self.rehearsal = Rehearsal(self.units, self.bring)
@@ -104,9 +86,7 @@ class Schedule:
             return
         self._reduce_done()
         self._passes.finish(between=self._reduce_done)
-        for unit in self._waiting:
-            self._reduce(unit)
-        self._finish_reduce()
+        self._reductions.reduce_rest()
         self.rest()
         self.rehearsal.end()
         self._check_late()
@@ -119,11 +99,11 @@ class Schedule:
             for unit in self.units:
                 if unit.home is not None:
                     unit.settle()
-            self._reduces_now = self.reduces()
-            if self._reduces_now:
+            reduces = self.reduces()
+            if reduces:
                 self._agree()
             self._passes.begin("backward")
-            self._waiting = [unit for unit in self._order.backward if unit.grads is not None]
+            self._reductions.begin([unit for unit in self._order.backward if unit.grads is not None], reduces)
 
     def reduce_all(self) -> None:
         """Reduce every unit now: for gradients that were left to `step()`."""
@@ -131,8 +111,8 @@ class Schedule:
             self._agree()
         for unit in self._order.backward:
             if unit.grads is not None and not unit.grads.is_reduced:
-                self._start_reduce(unit)
-        self._finish_reduce()
+                self._reductions.start(unit)
+        self._reductions.finish()
 
     def release_all(self) -> None:
         """Release what rests sharded."""
@@ -153,7 +133,7 @@ class Schedule:
             if unit.home is not None:
                 unit.settle()  # the last step's update may still have to read them
             unit.grads.clear()
-        self._in_flight = None
+        self._reductions.forget()
         self.rest()
 
     def is_stale(self) -> bool:
@@ -162,7 +142,7 @@ class Schedule:
 
     def reduced_part(self) -> float:
         """How much of the trainable units this backward has left behind, from 0 to 1."""
-        return 1.0 - len(self._waiting) / len(self.trainable)
+        return 1.0 - self._reductions.outstanding / len(self.trainable)
 
     def forward_order(self) -> list[Unit]:
         """The units in the order of their first use."""
@@ -192,7 +172,7 @@ class Schedule:
         self._running = []
         self._in_backward = self._is_looking = False
         self._ending = None
-        self._waiting = []
+        self._reductions.begin([], reduces=False)
         for unit in self.units:
             unit.traffic = Traffic()
 
@@ -301,11 +281,11 @@ class Schedule:
 
     def _agree(self) -> None:
         """Make one order of those in which the ranks entered the units: they may differ."""
-        if self._has_company and self._reductions % _AGREE_EVERY == 0:
+        if self._has_company and self._agreements % _AGREE_EVERY == 0:
             numbers = [self.units.index(unit) for unit in self._taught]
             everyone = self.units[0].comm.share_object(numbers, "the order of units")
             self._order.learn([self.units[number] for number in merged(everyone)])
-        self._reductions += 1
+        self._agreements += 1
 
     def _record(self, site: Site, recompute: bool) -> int:
         for unit in site.units if not recompute else ():
@@ -412,8 +392,7 @@ class Schedule:
 
     def _reduce_done(self) -> None:
         """Reduce what this rank's backward has left, or has no part in, as far as the order allows."""
-        while self._waiting and (self._waiting[0].traffic.is_done or self._is_skipped(self._waiting[0])):
-            self._reduce(self._waiting.pop(0))
+        self._reductions.advance(lambda unit: unit.traffic.is_done or self._is_skipped(unit))
 
     def _is_used_before(self, unit: Unit) -> bool:
         """Whether something outside of the unit's modules used its parameters before they did: then the end of the
@@ -429,59 +408,14 @@ class Schedule:
         is_awaited = inside_backward() and adds_to(unit.params)
         return not is_awaited and self._passes.passes(unit)
 
-    def _reduce(self, unit: Unit) -> None:
-        assert unit.grads is not None
-        if self._reduces_now:
-            self._start_reduce(unit)
-        else:
-            unit.grads.collect()
-
-    def _start_reduce(self, unit: Unit) -> None:
-        assert unit.grads is not None
-        self._finish_reduce()
-        unit.grads.start_reduce()
-        self._in_flight = unit
-        if not unit.grads.flight.overlap:
-            self._finish_reduce()
-
-    def _finish_reduce(self) -> None:
-        unit, self._in_flight = self._in_flight, None
-        if unit is not None:
-            assert unit.grads is not None
-            with self._clock.phase("finish reduce"):
-                unit.grads.finish_reduce()
-            self.on_reduced(unit)
-
     def _hook(self, model: nn.Module) -> list[RemovableHandle]:
-        sites = {"": Site(is_root=True)}
-        for unit in self.units:
-            for run in unit.spec.runs:
-                for path in run:
-                    sites.setdefault(path, Site(is_root=False)).units.append(unit)
-                sites[run[-1]].ends.add(unit.name)
+        sites = sites_of(model, self.units)
+        self._sites = list(sites.values())
         handles: list[RemovableHandle] = []
         untraced: Callable[..., Any] = torch._dynamo.disable  # hooks break no compiled graph: test_compiled_models
-        self._sites = list(sites.values())
-        for path, module in model.named_modules():
-            # torch's own keep nothing, and looking takes its time: 7 % of a profiled step of 400 tiny layers.
-            if not type(module).__module__.startswith("torch.nn."):
-                sites[_enclosing(path, sites)].inside.append(module)
         for path, site in sites.items():
             module = model.get_submodule(path)
             enter, leave = (ours(untraced(partial(hook, site))) for hook in (self._enter, self._exit))
             handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
             handles.append(module.register_forward_hook(leave))
         return handles
-
-
-def _enclosing(path: str, sites: Collection[str]) -> str:
-    """The innermost site at or above a module."""
-    while path not in sites:
-        path = path.rpartition(".")[0]
-    return path
-
-
-def _containers(model: nn.Module) -> set[str]:
-    """The paths of lists and dictionaries of modules."""
-    kinds = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-    return {path for path, module in model.named_modules() if isinstance(module, kinds)}

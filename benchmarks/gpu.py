@@ -16,8 +16,8 @@ from shardwise import env
 HERE = Path(__file__).parent
 PARTS = {
     "single": [
-        "gpu_single.py --size 0.1b --batch 4 --steps 20",
-        "gpu_single.py --size 0.1b --batch 16 --steps 10",
+        "gpu_single.py --size 0.1b --batch 4 --steps 10 --rounds 15",
+        "gpu_single.py --size 0.1b --batch 16 --steps 5 --rounds 7",
         "gpu_single.py --size 1.3b --batch 4 --steps 8",
     ],
     "7b": ["gpu_single.py --size 7b --batch 2 --steps 5"],

@@ -5,11 +5,15 @@
 
 Rows: `plain_bf16` (bf16 weights, fp32 master copies), `plain_autocast` (fp32 weights), and presets. All with fused
 AdamW, clipping at 1.0 and activation checkpointing of every block; with --compile, every block through torch.compile.
+
+Each row is made, measured and dropped before the next. With --rounds, all are made first and take turns, so that noise
+hits all alike, and the median of the rounds counts: for small models, whose steps are bound by the host.
 """
 
 import argparse
 import gc
 import json
+import statistics
 import time
 from collections.abc import Callable
 
@@ -102,29 +106,65 @@ def ours(args: argparse.Namespace, preset: str) -> Step:
     return step
 
 
-def measure(row: str, args: argparse.Namespace) -> dict:
-    plain = {"plain_bf16": plain_bf16, "plain_autocast": plain_autocast}
-    step = plain[row](args) if row in plain else ours(args, row)
-    data = torch.randint(VOCABULARY, (args.batch, LENGTH + 1), device="cuda")
-    for _ in range(WARM_STEPS):
-        step(data)
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    started = time.perf_counter()
-    for _ in range(args.steps):
-        loss = step(data)
-    issued = time.perf_counter()
-    torch.cuda.synchronize()
-    ended = time.perf_counter()
-    return {
-        "row": row,
-        "compiled": args.compile,
-        "tokens_per_s": round(args.batch * LENGTH * args.steps / (ended - started)),
-        "step_ms": round((ended - started) / args.steps * 1e3, 1),
-        "host_ms": round((issued - started) / args.steps * 1e3, 1),
-        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
-        "loss": loss.item(),
-    }
+class Row:
+    """One way to train, warmed up; its peak is what it added to what was there."""
+
+    def __init__(self, name: str, args: argparse.Namespace) -> None:
+        plain = {"plain_bf16": plain_bf16, "plain_autocast": plain_autocast}
+        self.name, self._args = name, args
+        self._step_s: list[float] = []
+        self._issue_s: list[float] = []
+        before = torch.cuda.memory_allocated()
+        self._step = plain[name](args) if name in plain else ours(args, name)
+        self._data = torch.randint(VOCABULARY, (args.batch, LENGTH + 1), device="cuda")
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(WARM_STEPS):
+            self._step(self._data)
+        torch.cuda.synchronize()
+        self._peak_bytes = torch.cuda.max_memory_allocated() - before
+
+    def turn(self) -> None:
+        """Take some steps by the clock."""
+        count = self._args.steps
+        started = time.perf_counter()
+        for _ in range(count):
+            self._loss = self._step(self._data)
+        self._issue_s.append((time.perf_counter() - started) / count)
+        torch.cuda.synchronize()
+        self._step_s.append((time.perf_counter() - started) / count)
+
+    def result(self) -> dict:
+        step_s = statistics.median(self._step_s)
+        return {
+            "row": self.name,
+            "compiled": self._args.compile,
+            "tokens_per_s": round(self._args.batch * LENGTH / step_s),
+            "step_ms": round(step_s * 1e3, 2),
+            "step_ms_of_rounds": [round(seconds * 1e3, 2) for seconds in self._step_s],
+            "host_ms": round(statistics.median(self._issue_s) * 1e3, 2),
+            "peak_gib": round(self._peak_bytes / 2**30, 2),
+            "loss": self._loss.item(),
+        }
+
+
+def in_turn(names: list[str], args: argparse.Namespace) -> None:
+    rows = [Row(name, args) for name in names]
+    for _ in range(args.rounds):
+        for row in rows:
+            row.turn()
+    for row in rows:
+        print(json.dumps(row.result()), flush=True)
+
+
+def one_by_one(names: list[str], args: argparse.Namespace) -> None:
+    for name in names:
+        row = Row(name, args)
+        row.turn()
+        print(json.dumps(row.result()), flush=True)
+        del row
+        torch._dynamo.reset()  # what it compiled keeps the model
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def main() -> None:
@@ -132,16 +172,13 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="1.3b")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=0, help="so many turns of --steps steps each, all rows at once")
     parser.add_argument("--rows", default="plain_bf16,plain_autocast,zero0,zero1,zero2,zero3")
     parser.add_argument("--compile", action="store_true", help="every block through torch.compile")
     args = parser.parse_args()
     torch.cuda.set_device(0)
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-    for row in args.rows.split(","):
-        print(json.dumps(measure(row, args)), flush=True)
-        torch._dynamo.reset()  # what it compiled keeps the model
-        gc.collect()
-        torch.cuda.empty_cache()
+    (in_turn if args.rounds else one_by_one)(args.rows.split(","), args)
     dist.destroy_process_group()
 
 

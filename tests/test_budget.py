@@ -2,7 +2,15 @@
 
 import pytest
 
-from shardwise.budget import GradSizes, choose_flight, exchange_bytes, replicated_peak, sharded_peak
+from shardwise.budget import (
+    GradSizes,
+    UpdateSizes,
+    choose_flight,
+    exchange_bytes,
+    portions,
+    replicated_peak,
+    sharded_peak,
+)
 
 
 def unit(numel, world_size=2, wire_bytes=4, params=2):
@@ -49,3 +57,23 @@ def test_a_bound_of_the_users_is_kept_however_small():
 
 def test_replicated_gradients_travel_whole():
     assert choose_flight([unit(1000)], False, True).is_whole
+
+
+def test_small_units_are_updated_together_and_take_no_more_room_than_the_largest_alone():
+    small, large = UpdateSizes(numel=10, preparing=40, ready=20), UpdateSizes(numel=100, preparing=400, ready=200)
+    units = [large, *[small] * 30, large]
+    found = portions(units)
+    assert [index for portion in found for index in portion] == list(range(32))
+    assert len(found) < 8
+    for portion in found:
+        for index in portion:
+            before = sum(units[other].ready for other in range(portion.start, index))
+            assert before + units[index].preparing <= 400
+        assert sum(units[index].numel for index in portion) <= 200
+    assert portions([large, large]) == [range(0, 1), range(1, 2)]
+    assert portions([]) == []
+
+
+def test_gradients_that_are_updated_where_they_lie_need_no_room():
+    in_place = UpdateSizes(numel=10, preparing=0, ready=0)
+    assert portions([in_place] * 5) == [range(0, 2), range(2, 4), range(4, 5)]

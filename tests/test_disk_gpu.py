@@ -35,7 +35,7 @@ def same_bits(rank, world_size, precision, accumulation):
                     "buffer_bytes": 4 * 1024 * 1024 * 16,
                     "buffer_count": 3 if looks else 8,
                     "nvme_path": folder,
-                    "host_memory": "1.8GB" if looks else None,
+                    "host_memory": "0.5GB" if looks else None,
                 }
                 seen = train(placement, precision, accumulation, rank, looks, offload=offload)
                 assert seen == expected[stage, looks], (placement, looks)

@@ -35,11 +35,14 @@ PLACEMENTS = {
 }
 
 
-def make_engine(placement, precision="bf16", offload=None, **more):
+VOCABULARY = 2000
+
+
+def make_engine(placement, precision="bf16", offload=None, layers=8, **more):
     stage, tiers = PLACEMENTS.get(placement, (placement, {}))
     torch.manual_seed(0)
     with torch.device("cuda"):
-        model = GPT(1024, 8, 8, 8000, 257)
+        model = GPT(1024, layers, 8, VOCABULARY, 257)
     config = {
         "preset": stage if tiers else placement,
         **({"placement": tiers} if tiers else {}),
@@ -55,7 +58,7 @@ def train_step(engine, rank, step):
     count = engine.config.batch.accumulation
     for micro in range(count):
         generator = torch.Generator(device="cuda").manual_seed(1000 * rank + step * count + micro)
-        loss = engine(torch.randint(8000, (4, 257), device="cuda", generator=generator))
+        loss = engine(torch.randint(VOCABULARY, (4, 257), device="cuda", generator=generator))
         engine.backward(loss)
         engine.step()
     return loss
@@ -63,7 +66,7 @@ def train_step(engine, rank, step):
 
 def train(placement, precision, accumulation, rank, looks, **more):
     """Units of 12 M elements in parcels of 4 M, so that transfers and kernels truly run beside each other."""
-    more = {"checkpointing": {"enabled": True}, **more}
+    more = {"checkpointing": {"enabled": True}, "layers": 3, **more}
     engine = make_engine(placement, precision, batch={"accumulation": accumulation}, **more)
     hashes = []
     for step in range(4):
@@ -113,7 +116,7 @@ def test_the_host_never_waits(placement, accumulation):
     engine = make_engine(placement, batch={"accumulation": accumulation})
     for step in range(3):
         train_step(engine, 0, step)
-    data = torch.randint(8000, (4, 257), device="cuda")
+    data = torch.randint(VOCABULARY, (4, 257), device="cuda")
     torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(3 * accumulation):

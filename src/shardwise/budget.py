@@ -7,6 +7,9 @@ Sharded gradients travel in one of two ways:
 
 Whole is quicker. Piecewise is for models that are one unit, or mostly one: there the buffers and the held shards
 would together take more than replicated gradients do, and the stages would be upside down.
+
+Updates are made in *portions*, of several units where they are small: a call of an optimizer costs the host the same
+for one as for many.
 """
 
 from __future__ import annotations
@@ -47,6 +50,16 @@ class GradSizes:
         return 4 * min(self.block_numel, -(-self.shard_numel // pieces))
 
 
+@dataclass(frozen=True)
+class UpdateSizes:
+    """Elements of one unit, and what its gradients take more than at rest, in bytes: while they are made ready for its
+    update, and from then until it is issued."""
+
+    numel: int
+    preparing: int
+    ready: int
+
+
 _WHOLE = (Flight(1, overlap=True), Flight(1, overlap=False))
 _PIECEWISE = tuple(Flight(2**power, overlap=False) for power in range(2, 11))
 _SMALL_BYTES = 8 << 10
@@ -71,6 +84,25 @@ def choose_flight(
         if not is_sharded or is_small or sharded_peak(units, accumulates, flight) <= limit:
             return flight
     return _PIECEWISE[-1]
+
+
+def portions(units: Sequence[UpdateSizes]) -> list[range]:
+    """How many of the `units`, in this order, are updated together.
+
+    Not so many that they took more than one of them alone does, or more than twice as long: the first of their new
+    weights are awaited.
+    """
+    longest = 2 * max((unit.numel for unit in units), default=0)
+    widest = max((unit.preparing for unit in units), default=0)
+    found: list[range] = []
+    numel = ready = start = 0
+    for index, unit in enumerate(units):
+        if index > start and (numel + unit.numel > longest or ready + unit.preparing > widest):
+            found.append(range(start, index))
+            numel, ready, start = 0, 0, index
+        numel += unit.numel
+        ready += unit.ready
+    return [*found, range(start, len(units))] if units else found
 
 
 def exchange_bytes(unit: GradSizes, flight: Flight) -> int:

@@ -70,6 +70,7 @@ class Engine(nn.Module):
         trainable = [unit for unit in self._units if unit.grads is not None]
         self._updater = Updater(optimizer, trainable, self._ledger) if optimizer is not None else None
         self._budget.begin(self._updater)
+        self._is_offloaded = any(unit.home is not None for unit in self._units)
         shelf = Shelf(self._ferry) if config.checkpointing.offload else None
         self._recompute = Recompute(model, self._units if config.checkpointing.enabled else (), shelf)
         self._schedule = Schedule(model, self._units, Ahead.of(config.runtime), self._clock)
@@ -383,7 +384,7 @@ class Engine(nn.Module):
 
     def _on_reduced(self, unit: Unit) -> None:
         """Gradients that are final can be on their way to a replicated optimizer; nobody may edit them any more."""
-        if self.is_boundary:
+        if self._is_offloaded and self.is_boundary:
             self._ferry.load_ahead(self._homes(), self._schedule.reduced_part())
         final = self.is_boundary and self.config.placement.grads.sharding == "replicated"
         if final and not self._grad_hooks:
@@ -452,19 +453,19 @@ class Engine(nn.Module):
         self._ferry.turn()
         with self._clock.phase("update"):
             skips = updater.begin(overflow)
-            for unit in trainable:
-                assert unit.grads is not None
-                if skips:
-                    unit.grads.clear()
-                else:
-                    updater.update(unit, coefficient)
+            for units in updater.portions(trainable) if not skips else ():
+                updater.update(units, coefficient)
+                for unit in units:
                     unit.weights.refresh()
+            for each in grads if skips else ():
+                each.clear()
         self._ferry.lanes.arrive()
         updater.finish()
         for update_hook in self._update_hooks:
             update_hook()
         self.steps += 1
         self._budget.spend(trainable, updater)
+        self._is_offloaded = any(unit.home is not None for unit in self._units)
         if self._scaler is not None and overflow is not None:
             self._outcome = Outcome(overflow, self._scaler.update(overflow))
         elif self.lr_scheduler is not None:

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from shardwise import norm
-from shardwise.budget import Flight, GradSizes
+from shardwise.budget import Flight, GradSizes, UpdateSizes
 from shardwise.comm import Comm, Handle
 from shardwise.exchange import PLAINLY, Exchange, Flat, Packing, Source, Strays, block_numel
 from shardwise.home import GRADS, Home
@@ -102,6 +102,11 @@ class Grads:
         """Whether the reduced shard rests on the host."""
         return self._home is not None
 
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether a reduction is under way."""
+        return self._exchange is not None
+
     def edit(self, change: Callable[[torch.Tensor], None]) -> None:
         """Call `change` on the reduced shard, which it may write to."""
         shard = self.reduced
@@ -128,6 +133,18 @@ class Grads:
             shard_numel=self._layout.shard_numel,
             block_numel=0 if is_exact else block_numel(self._layout.shard_numel, self._comm.kernels),
         )
+
+    @cached_property
+    def update_sizes(self) -> UpdateSizes:
+        """What the unit's update makes of its gradients, where they are on the device."""
+        held = self._held if self._full is None else self._full
+        numel = self._layout.shard_numel if self.policy.optim_sharded else self._layout.numel
+        dtype = held.tensor.dtype
+        whole = self._layout.numel * dtype.itemsize if self._makes_whole else 0
+        if dtype == torch.float32:
+            return UpdateSizes(numel, whole, whole)
+        cast = numel * torch.float32.itemsize
+        return UpdateSizes(numel, whole + cast, cast - held.size_bytes)
 
     def open(self) -> None:
         """The backward reaches the unit: gradients are about to arrive."""
@@ -204,8 +221,7 @@ class Grads:
 
     def finish_reduce(self) -> None:
         """Hold the mean over the ranks of this rank's shard, added to that of earlier micro-batches."""
-        if self._exchange is None:
-            return
+        assert self._exchange is not None
         with mark("reduce", self.name):
             self._exchange.finish(self._comm, self._target)
             self._exchange = None
@@ -221,7 +237,7 @@ class Grads:
         """Where the optimizer is replicated: bring the reduced gradients of all ranks to every rank."""
         if self.policy.optim_sharded or self._comm.world_size == 1 or self._gathering is not None:
             return
-        if self._full is None:
+        if self._makes_whole:
             self._whole = self._whole_buffer()
         self._gathering = self._comm.gather(self._everything, "reduce", self.name)
 
@@ -275,6 +291,11 @@ class Grads:
             for param in self._params:
                 param.grad = None
         self._ledger.settle(self._strays, 0)
+
+    @property
+    def _makes_whole(self) -> bool:
+        """Whether gradients that are held in shards have to be brought together for a replicated optimizer."""
+        return self._full is None and not self.policy.optim_sharded and self._comm.world_size > 1
 
     @property
     def _everything(self) -> torch.Tensor:

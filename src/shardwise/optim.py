@@ -1,13 +1,15 @@
-"""The update: any torch optimizer, unmodified, on the master pieces of one unit at a time.
+"""The update: any torch optimizer, unmodified, on the master pieces of a few units at a time.
 
 The user's optimizer keeps its parameter groups and options; only the parameters in them are replaced by the master
-pieces of the units. It is then stepped unit by unit, in forward order, with just that unit's pieces in its groups.
+pieces of the units. It is then stepped on one portion of the units after the other (see `budget`), in forward order,
+with just their pieces in its groups.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MethodType
 from typing import Any
 
@@ -15,6 +17,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from shardwise.budget import portions
 from shardwise.freezing import frozen_kept
 from shardwise.hosted import Hands, HostedUpdate, can_host, hosted
 from shardwise.marks import mark
@@ -47,7 +50,7 @@ class Updater:
             prefer_fused(optimizer, group)
         # Only torch's own kernels look at `found_inf`; a subclass with a step of its own need not.
         is_torchs = getattr(self._step, "__module__", "").startswith("torch.optim")
-        self._skips_itself = is_torchs and all(group.get("fused") for group in optimizer.param_groups)
+        self._is_fused = is_torchs and all(group.get("fused") for group in optimizer.param_groups)
         # A bound method: LR schedulers look for the function behind it.
         for each in members(optimizer):
             each.step = MethodType(_use_engine_step, each)  # type: ignore[method-assign]  # refuses
@@ -63,38 +66,73 @@ class Updater:
         self._overflow = None
         if overflow is None:
             return False
-        if self._skips_itself and self._counted:
+        if self._is_fused and self._counted:
             self._overflow = overflow
             self.optimizer.found_inf = overflow.to(torch.float32)  # type: ignore[attr-defined]  # read by fused kernels
             return False
         return bool(overflow.item())
 
-    def update(self, unit: Unit, coefficient: torch.Tensor | None) -> None:
-        """Update the owned elements of `unit` from its reduced gradients, multiplied with `coefficient`."""
+    def portions(self, units: Sequence[Unit]) -> Iterator[Sequence[Unit]]:
+        """The units in the order given, those together that `update` takes together.
+
+        What rests elsewhere comes unit by unit, and only torch's fused kernels need no room that grows with a portion.
+        """
+        resident: list[Unit] = []
+        for unit in units:
+            if unit.home is None and self._is_fused:
+                resident.append(unit)
+                continue
+            yield from _in_portions(resident)
+            resident = []
+            yield [unit]
+        yield from _in_portions(resident)
+
+    def update(self, units: Sequence[Unit], coefficient: torch.Tensor | None) -> None:
+        """Update the owned elements of a portion from its reduced gradients, multiplied with `coefficient`."""
+        home = units[0].home
+        if home is None or not (home.is_hosted or home.is_updated):
+            self._update_here(units, coefficient)
+            return
+        (unit,) = units
         assert unit.grads is not None
-        if unit.home is not None and unit.home.is_hosted:
+        if home.is_hosted:
             assert self._hands is not None
-            told = self._hands.told(coefficient, self._overflow)
-            unit.home.hosted = HostedUpdate(self._hands, unit, unit.home, told)
-            unit.grads.forget()
-            return
-        if unit.home is not None and unit.home.is_updated:
-            unit.home.job = StreamedUpdate(self, unit, unit.home, coefficient)
-            unit.grads.forget()
-            return
-        with mark("update", unit.name):
-            reduced = unit.grads.owned()
-            cast_bytes = 0 if reduced.dtype == torch.float32 else reduced.numel() * torch.float32.itemsize
-            with self._ledger.passing(unit.name, Tier.DEVICE, cast_bytes):
-                grads = scaled(reduced, coefficient)
-                for (_, piece), span in zip(unit.weights.pieces, unit.weights.piece_spans, strict=True):
-                    piece.grad = grads[span.slice].view(piece.shape)
-                with frozen_kept(unit, self.optimizer):
-                    self.step_pieces(self._pieces[unit.name], self.optimizer.param_groups)
-                for _, piece in unit.weights.pieces:
-                    piece.grad = None
-                self.settle_ledger(unit)
-        unit.grads.clear()
+            home.hosted = HostedUpdate(self._hands, unit, home, self._hands.told(coefficient, self._overflow))
+        else:
+            home.job = StreamedUpdate(self, unit, home, coefficient)
+        unit.grads.forget()
+
+    def _update_here(self, units: Sequence[Unit], coefficient: torch.Tensor | None) -> None:
+        pieces: list[list[nn.Parameter]] = [[] for _ in self.optimizer.param_groups]
+        with mark("update", " ".join(unit.name for unit in units)), contextlib.ExitStack() as stack:
+            for unit in units:
+                stack.enter_context(self._ready(unit, coefficient))
+                stack.enter_context(frozen_kept(unit, self.optimizer))
+                for all_pieces, own in zip(pieces, self._pieces[unit.name], strict=True):
+                    all_pieces += own
+            self.step_pieces(pieces, self.optimizer.param_groups)
+        for unit in units:
+            self.settle_ledger(unit)
+
+    @contextlib.contextmanager
+    def _ready(self, unit: Unit, coefficient: torch.Tensor | None) -> Iterator[None]:
+        """Within it, the optimizer's pieces have the unit's gradients, in fp32. Those in 16 bits are gone by then."""
+        assert unit.grads is not None
+        reduced = unit.grads.owned()
+        cast_bytes = 0 if reduced.dtype == torch.float32 else reduced.numel() * torch.float32.itemsize
+        with self._ledger.passing(unit.name, Tier.DEVICE, cast_bytes):
+            grads = scaled(reduced, coefficient)
+            for (_, piece), span in zip(unit.weights.pieces, unit.weights.piece_spans, strict=True):
+                piece.grad = grads[span.slice].view(piece.shape)
+            if cast_bytes:
+                del reduced
+                unit.grads.clear()
+            del grads
+            yield
+            for _, piece in unit.weights.pieces:
+                piece.grad = None
+            if not cast_bytes:
+                unit.grads.clear()
 
     def host(self, share: float) -> None:
         """From here on, update so much of what rests on the host there; see `hosted`."""
@@ -155,6 +193,12 @@ class Updater:
             if isinstance(value, torch.Tensor) and (unit.home is None or not unit.home.holds_states or not value.ndim)
         )
         self._ledger.settle(Entry(Kind.OPTIM, f"{unit.name} (moments)", Tier.DEVICE), held)
+
+
+def _in_portions(units: Sequence[Unit]) -> Iterator[Sequence[Unit]]:
+    sizes = [unit.grads.update_sizes for unit in units if unit.grads is not None]
+    for portion in portions(sizes):
+        yield units[portion.start : portion.stop]
 
 
 def _in_group(unit: Unit, index: int) -> list[nn.Parameter]:

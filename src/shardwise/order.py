@@ -22,11 +22,12 @@ class Ahead:
         return cls(runtime.prefetch, runtime.prefetch_bytes, runtime.max_gathered_bytes)
 
     def choose(self, unit: Unit, following: Sequence[Unit]) -> list[Unit]:
-        """Those of the `following` units, without repetitions, that may be gathered while `unit` computes."""
+        """Those of the `following` units, without repetitions, that are released and may be gathered while `unit`
+        computes."""
         chosen: list[Unit] = []
         total = 0
         for other in dict.fromkeys(following):
-            if other is unit:
+            if other is unit or not other.weights.policy.weights_sharded:
                 continue
             total += other.weights.full_bytes
             if len(chosen) == self.units or not self._allows(total, unit.weights.full_bytes):

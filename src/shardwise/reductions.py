@@ -52,8 +52,9 @@ class Reductions:
         unit, self._in_flight = self._in_flight, None
         if unit is not None:
             assert unit.grads is not None
-            with self._clock.phase("finish reduce"):
-                unit.grads.finish_reduce()
+            if unit.grads.is_in_flight:
+                with self._clock.phase("finish reduce"):
+                    unit.grads.finish_reduce()
             self._on_reduced(unit)
 
     def forget(self) -> None:

@@ -70,10 +70,10 @@ def test_small_units_are_updated_together_and_take_no_more_room_than_the_largest
             before = sum(units[other].ready for other in range(portion.start, index))
             assert before + units[index].preparing <= 400
         assert sum(units[index].numel for index in portion) <= 200
-    assert portions([large, large]) == [range(0, 1), range(1, 2)]
+    assert portions([large, large]) == [range(1), range(1, 2)]
     assert portions([]) == []
 
 
 def test_gradients_that_are_updated_where_they_lie_need_no_room():
     in_place = UpdateSizes(numel=10, preparing=0, ready=0)
-    assert portions([in_place] * 5) == [range(0, 2), range(2, 4), range(4, 5)]
+    assert portions([in_place] * 5) == [range(2), range(2, 4), range(4, 5)]

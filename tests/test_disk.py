@@ -279,6 +279,24 @@ def test_nothing_is_read_ahead_that_has_still_to_be_written(tmp_path, monkeypatc
     assert not list(tmp_path.iterdir())
 
 
+def test_a_look_reads_what_it_looks_at_and_nothing_more(tmp_path, monkeypatch):
+    staging = Staging(Ledger(), settings(tmp_path), 0, False, BLOCK, 60 * BLOCK)
+    units = [Unit(staging, 5) for _ in range(4)]
+    for _ in range(3):
+        for unit in units:
+            deliver(staging, Delivery(unit, True))
+        staging.turn()
+    staging.drop()
+    started, real = [], staging._start
+    monkeypatch.setattr(staging, "_start", lambda chunk, buffer: (started.append(chunk), real(chunk, buffer)))
+    for unit in units:
+        assert [chunk for chunk, _ in staging.look(unit.chunks[1:3])] == unit.chunks[1:3]
+    assert started == [chunk for unit in units for chunk in unit.chunks[1:3]]
+    staging.begin(Delivery(units[0], True))
+    assert len(started) > 8 + 5, "deliveries read ahead again"
+    staging.close()
+
+
 def test_buffers_are_bounded_whatever_is_asked_for(tmp_path):
     ledger = Ledger()
     staging = Staging(ledger, settings(tmp_path), 0, False, BLOCK, 300 * BLOCK)

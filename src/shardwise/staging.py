@@ -162,6 +162,7 @@ class Staging:
         self._planned_number = -1
         self._next: Chunk | None = None
         self._delivering: object = None
+        self._is_looking = False
 
     @property
     def most_bytes(self) -> int:
@@ -229,10 +230,14 @@ class Staging:
         """Chunks that are written, one after the other; each buffer is the caller's until the next."""
         wanted = list(chunks)
         self._plan(iter(wanted), self._routine.entered - 1)
-        for chunk in wanted:
-            buffer = self.fetch(chunk)
-            yield chunk, buffer
-            self.incoming.give_after_copy(buffer, PAST)
+        self._is_looking = True
+        try:
+            for chunk in wanted:
+                buffer = self.fetch(chunk)
+                yield chunk, buffer
+                self.incoming.give_after_copy(buffer, PAST)
+        finally:
+            self._is_looking = False
 
     def send(self, chunk: Chunk, buffer: Buffer, copied: Event) -> None:
         """Write a buffer of `outgoing` that holds a chunk after `copied`."""
@@ -283,7 +288,8 @@ class Staging:
         while self._next is None or not self._next.is_written:
             self._next = next(self._planned, None)
             if self._next is None:
-                if (foretold := self._routine.foretell()) is None:
+                # Who looks may look at the next thing at once, and what was read for the next delivery was in vain.
+                if self._is_looking or (foretold := self._routine.foretell()) is None:
                     return None
                 self._planned_number, delivery = foretold
                 self._planned, self._planned_for = delivery.chunks(), delivery.home

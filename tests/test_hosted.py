@@ -75,6 +75,24 @@ def test_options_are_the_users_whatever_the_thread_is_at(rank, world_size):
     assert run(groups=1) == run(groups=2)
 
 
+@ranks(1)
+@pytest.mark.parametrize("placement", ["zero2_offload", "zero3_offload"])
+def test_an_engine_is_destroyed_while_the_host_updates(rank, world_size, placement):
+    def work_slowly(update):
+        time.sleep(0.05)
+        work(update)
+
+    work = hosted.HostedUpdate._work
+    with (
+        mock.patch.object(hosted, "_works_beside", return_value=True),
+        mock.patch.object(hosted.HostedUpdate, "_work", work_slowly),
+    ):
+        engine = start("gpt", config(placement, "bf16", offload={"update": "host"}))
+        for step in range(2):
+            train_step(engine, rank, step)
+        engine.destroy()
+
+
 @ranks(2)
 def test_an_overflow_leaves_no_trace(rank, world_size):
     with mock.patch.object(hosted, "_works_beside", return_value=True):

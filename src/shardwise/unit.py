@@ -122,9 +122,9 @@ class Unit:
         self.weights.catch_up()
         if self.grads is not None:
             self.grads.clear()
-        self.weights.free()
         if self.home is not None:
-            self.home.free()
+            self.home.free()  # an update on the host may be at work on the pieces
+        self.weights.free()
 
 
 def layout_for(

@@ -10,13 +10,13 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from shardwise.comm import DONE, Blocks, Comm, Handle
 from shardwise.config import Config
@@ -26,6 +26,7 @@ from shardwise.host import is_making
 from shardwise.labelling import KINDS, Labelling, by_kind
 from shardwise.models import MakeBatch
 from shardwise.observe import StorageObserver
+from shardwise.planning.fakes import Fakes
 from shardwise.planning.kernels import CPU, Kernels, replacing
 from shardwise.tensors import map_tensors
 
@@ -118,15 +119,6 @@ class DryComm(Comm):
         pass
 
 
-_ATEN = torch.ops.aten
-_PLAIN = {
-    _ATEN.mm.default, _ATEN.mul.Tensor, _ATEN.add.Tensor, _ATEN.div.Tensor, _ATEN.neg.default, _ATEN.cos.default,
-    _ATEN.sin.default, _ATEN.silu.default, _ATEN.silu_backward.default, _ATEN.pow.Scalar, _ATEN.repeat.default,
-    _ATEN.copy_.default, _ATEN._to_copy.default, _ATEN._unsafe_view.default, _ATEN.empty_like.default,
-}  # fmt: skip
-"""Frequent operators of which nothing depends on the device, unless they name one."""
-
-
 class _Observer(StorageObserver):
     """Sees what the allocator of the foreseen device would."""
 
@@ -135,8 +127,12 @@ class _Observer(StorageObserver):
         is_away = None if kernels.name == "cpu" else is_making
         super().__init__("cpu", (), label, kernels.granularity_bytes, is_away)
         self._scratch = kernels.scratch
-        self.mode: FakeTensorMode | None = None
+        self.fakes: Fakes | None = None
         self.is_engine_at_work = False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and to be skipped takes longer than the frequent answers below
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:
@@ -144,7 +140,7 @@ class _Observer(StorageObserver):
         if func is torch.ops.aten._local_scalar_dense.default and self.is_engine_at_work:
             return 0  # the engine asks whether gradients overflowed: they did not
         if func.is_view and args[0].__class__ is FakeTensor:
-            return self._past_the_mode(func, args, kwargs or {})  # half of all operators; their storages are known
+            return self.run(func, args, kwargs or {})  # half of all operators; their storages are known
         result = super().__torch_dispatch__(func, types, args, kwargs)
         scratch = self._scratch.get(func)
         if scratch is not None:
@@ -152,27 +148,11 @@ class _Observer(StorageObserver):
         return result
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if func in _PLAIN and not kwargs.get("device") and _are_fake(args):
-            return self._past_the_mode(func, args, kwargs)
-        return func(*args, **kwargs)
-
-    def _past_the_mode(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The kernel that finds shapes alone, without the checks and the cache that make fake tensors slow."""
-        assert self.mode is not None
-        with in_kernel_invocation_manager(self.mode):
-            made = func(*args, **kwargs)
-        if made is args[0]:
-            return made
-        if isinstance(made, torch.Tensor):
-            return FakeTensor(self.mode, made, self.device)
-        return type(made)(FakeTensor(self.mode, each, self.device) for each in made)
+        assert self.fakes is not None
+        return self.fakes.run(func, args, kwargs)
 
     def _lies_here(self, tensor: torch.Tensor) -> bool:
         return True  # all are fake tensors on the CPU, which would ask for their device at great cost
-
-
-def _are_fake(args: Iterable[Any]) -> bool:
-    return all(arg.__class__ is FakeTensor or not isinstance(arg, torch.Tensor) for arg in args)
 
 
 class _Labelling(Labelling):
@@ -196,7 +176,7 @@ def dry_run(scenario: Scenario) -> Foreseen:
     observer = _Observer(kernels, labelling.first_sight)
     with warnings.catch_warnings(), _traced(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
         warnings.simplefilter("ignore")
-        observer.mode = mode
+        observer.fakes = Fakes(mode, observer.device)
         with observer, replacing(kernels.replaced):
             model, make_batch = scenario.build()
             _check_fake(model)

@@ -203,7 +203,7 @@ def _dry_runs(
         # Forked: a fresh interpreter would import torch again, which takes as long as a dry run.
         with ProcessPoolExecutor(min(cores(), len(presets)), get_context("fork")) as pool:
             # What takes longest begins first: the more rests elsewhere, the more there is to move.
-            order = sorted(presets, key=lambda preset: PRESETS[preset].weights.tier != "device", reverse=True)
+            order = sorted(presets, key=lambda preset: PRESETS[preset].optim.tier != "device", reverse=True)
             begun = {preset: pool.submit(foresee_workload, model, workload, preset, world_size) for preset in order}
             found = [begun[preset].result() for preset in presets]
     failure = next((each for each in found if isinstance(each, str)), None)

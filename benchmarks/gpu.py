@@ -35,18 +35,17 @@ PARTS = {
         ' --offload {"device_memory":"24GiB","update":"split"}',
         "gpu_offload.py --row zero3_offload",
         'gpu_offload.py --row zero3_offload --name zero3_offload-split --offload {"update":"split"}',
-        "gpu_offload.py --row deepspeed_zero3_offload",
         "gpu_offload.py --row fsdp2_offload",
     ],
+    "offload-zero3": ["gpu_offload.py --row deepspeed_zero3_offload", "gpu_offload.py --row zero3_offload"],
     "offload-disk": [
-        "gpu_offload.py --row zero3_nvme --warm 2 --steps 2",
-        "gpu_offload.py --row zero2 --name zero2-optim-on-disk --warm 2 --steps 2"
+        "gpu_offload.py --row zero2 --name zero2-optim-on-disk --warm 1 --steps 2 --probe-gib 8"
         ' --placement {"optim":{"tier":"disk"},"grads":{"tier":"host"}}',
-        'gpu_offload.py --row zero3_nvme --name zero3_nvme-16GiB --warm 2 --steps 2 --offload {"host_memory":"16GiB"}',
     ],
     "offload-largest": [
-        f'gpu_offload.py --row zero3_offload --size {size} --batch 4 --steps 2 --offload {{"host_memory":"108GiB"}}'
-        for size in ("15b", "17b")
+        'gpu_offload.py --row zero3_offload --size 17b --batch 4 --warm 2 --steps 2 --offload {"host_memory":"108GiB"}',
+        "gpu_offload.py --row zero3_nvme --size 20b --batch 4 --warm 1 --steps 1 --probe-gib 4"
+        ' --offload {"host_memory":"100GiB","ratio":0.58}',
     ],
     "host": ["host_cost.py --device cuda --precision bf16 --steps 20"],
     "stages": [

@@ -3,8 +3,8 @@
     python benchmarks/readme_tables.py README.md
 
 replaces what stands between `<!-- table:compare CASE -->` and `<!-- /table -->`; CASE is a name from bench.py, and
-cpu-gpt-26m where it is left out. `<!-- table:single -->`, `stages`, `overlap` and `offload` are what gpu.py
-measured. With --check nothing is written, and the exit code says whether the file is current.
+cpu-gpt-26m where it is left out. `<!-- table:single -->`, `stages`, `overlap`, `offload` and `offload zero3` are what
+gpu.py measured. With --check nothing is written, and the exit code says whether the file is current.
 """
 
 import json
@@ -33,7 +33,9 @@ def main() -> None:
 def table(kind: str, case: str) -> str:
     if kind == "compare":
         return render(newest(case or DEFAULT_CASE))
-    return {"single": single, "stages": stages, "overlap": overlap, "offload": offload}[kind]()
+    if kind == "offload":
+        return offload(f"gpu-offload-{case}" if case else "gpu-offload")
+    return {"single": single, "stages": stages, "overlap": overlap}[kind]()
 
 
 def single() -> str:
@@ -79,12 +81,12 @@ def overlap() -> str:
     return "\n".join([*lines, ""])
 
 
-def offload() -> str:
+def offload(case: str) -> str:
     """Tokens/s, device peak and host memory of training off the device, beside DeepSpeed with its CPU optimizer."""
-    path = newest("gpu-offload")
+    path = newest(case)
     rows = {name: row for _, rows in runs(path) for name, row in rows.items()}
-    peer = rows["deepspeed_zero2_offload"]["tokens_per_s"]
-    lines = [f"{gpu_caption([path])}:", "", "| | tokens/s | × DeepSpeed zero2 | device peak GiB | host GiB |"]
+    peer = next(row["tokens_per_s"] for name, row in rows.items() if name.startswith("deepspeed"))
+    lines = [f"{gpu_caption([path])}:", "", "| | tokens/s | × DeepSpeed | device peak GiB | host GiB |"]
     lines.append("|---|---|---|---|---|")
     for name, row in rows.items():
         cells = [row["tokens_per_s"], f"{row['tokens_per_s'] / peer:.2f}", row["peak_gib"], row["rss_gib"]]

@@ -10,7 +10,6 @@ refuse writes, which would go nowhere. Parameters that are ready are plain and c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -53,30 +52,34 @@ def writes(func: Callable[..., Any]) -> bool:
     return in_place or name in _OPERATORS
 
 
-def watch(params: Iterable[torch.Tensor], owner: Owner) -> None:
-    """From now on, `owner` reacts before any torch function uses the values of one of `params`."""
-    for param in params:
-        param.__class__ = _watched_class(type(param))
-        param._shardwise_owner = owner  # type: ignore[attr-defined]  # ours, on torch's class
+class Watch:
+    """The parameters of one owner, and the classes they are of while it reacts for them."""
+
+    def __init__(self, params: Iterable[torch.Tensor], owner: Owner) -> None:
+        params = list(params)
+        kinds = {type(param) for param in params}
+        watched = {kind: _watched_class(kind, owner) for kind in kinds}
+        self._classes = [(param, type(param), watched[type(param)]) for param in params]
+
+    def begin(self) -> None:
+        """From now on, the owner reacts before any torch function uses the values of one of the parameters."""
+        for param, _, watched in self._classes:
+            param.__class__ = watched
+
+    def end(self) -> None:
+        """Make the parameters plain again. Those of a gather that could not be issued are so already."""
+        for param, plain, _ in self._classes:
+            param.__class__ = plain
 
 
-def unwatch(params: Iterable[torch.Tensor]) -> None:
-    """Make the parameters plain again. Those of a gather that could not be issued are so already."""
-    for param in params:
-        if "_shardwise_owner" not in vars(param):
-            continue
-        param.__class__ = type(param).__bases__[0]
-        del param._shardwise_owner  # type: ignore[attr-defined]  # ours, on torch's class
-
-
-@cache
-def _watched_class(plain: type[torch.Tensor]) -> type[torch.Tensor]:
-    methods = {
+def _watched_class(plain: type[torch.Tensor], owner: Owner) -> type[torch.Tensor]:
+    members = {
+        "_shardwise_owner": owner,
         "__torch_function__": classmethod(_react),
         "__reduce_ex__": _reduce_ex,
         "__deepcopy__": _deepcopy,
     }
-    return type(plain.__name__, (plain,), methods)
+    return type(plain.__name__, (plain,), members)
 
 
 def _react(cls: type, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -103,7 +106,7 @@ def _deepcopy(self: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
 
 def _plain_copy(param: torch.Tensor) -> torch.nn.Parameter:
     """A parameter of its own with the whole values. Where they are sharded, a collective."""
-    owner: Owner = param._shardwise_owner  # type: ignore[attr-defined]  # ours, on torch's class
+    owner: Owner = param._shardwise_owner  # type: ignore[attr-defined]  # of our class
     owner.pin()
     try:
         return torch.nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)

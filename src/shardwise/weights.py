@@ -58,6 +58,7 @@ class Weights:
         self.generation = 0
         self.on_read: Callable[[], None] = lambda: None
         self._pins = 0
+        self._watch = pending.Watch(self.params, self)
         self.owned = layout.shard(comm.rank) if policy.optim_sharded else Span(0, layout.numel)
         self._comm = comm
         self._handle: Handle = DONE
@@ -161,7 +162,7 @@ class Weights:
         if self.state is State.RELEASED:
             with mark("gather", self.name):
                 self._full.allocate()
-                pending.unwatch(self.params)
+                self._watch.end()
                 self._bind(self._views)
                 self._publish()
 
@@ -195,7 +196,7 @@ class Weights:
         if self.state is State.GATHERING:
             self._handle.wait()
             self._handle = DONE
-            pending.unwatch(self.params)
+            self._watch.end()
             self.state = State.READY
 
     def catch_up(self) -> None:
@@ -213,7 +214,7 @@ class Weights:
         self.settle()
         with mark("release", self.name):
             self._bind(self._stand_ins)
-            pending.watch(self.params, self)
+            self._watch.begin()
             if self._one_storage and not self._master_is_home:
                 mine = self._full.tensor[self.owned.slice]
                 self._part.allocate().copy_(mine)
@@ -283,7 +284,7 @@ class Weights:
         """Drop every buffer; the parameters become stand-ins."""
         self.catch_up()
         if self.state is State.RELEASED:
-            pending.unwatch(self.params)
+            self._watch.end()
         self._bind(self._stand_ins)
         for _, piece in self.pieces:
             piece.data = torch.empty(0)
@@ -320,7 +321,7 @@ class Weights:
     def _expect(self, handle: Handle) -> None:
         self._handle = handle
         self.state = State.GATHERING
-        pending.watch(self.params, self)
+        self._watch.begin()
 
     def react(self, func: Callable[..., Any]) -> None:
         """A parameter that is not ready is used by hand: in the middle of a forward, `on_read` gathers it."""

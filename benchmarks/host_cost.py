@@ -4,8 +4,8 @@
 
 The layers are so small that the host is the bottleneck; passes are forward, backward and update. Seconds are of the
 host alone: on CUDA the device is waited for between steps, outside the clock. One JSON line per row: `inside` is what
-goes by in the engine's own code, launches included; `more` is what a step takes more than plain torch's, which has a
-clipping and an optimizer of its own.
+goes by in the engine's hooks and in `step()`, launches included; `more` is what a step takes more than plain torch's,
+which has a clipping and an optimizer of its own.
 """
 
 import argparse
@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 import shardwise
 from shardwise.engine import Engine
+from shardwise.graph import Visit
 from shardwise.models import GPT
 from shardwise.policy import DTYPES
 from shardwise.schedule import Schedule
@@ -111,7 +112,8 @@ def main() -> None:
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     data = torch.randint(64, (1, 9), device=args.device)
     meter = Meter()
-    meter.watch(Schedule, "_enter", "_exit", "reach", "_leave", "_leave_recompute", "begin_backward", "end_backward")
+    meter.watch(Schedule, "_enter", "_exit", "begin_backward", "end_backward")
+    meter.watch(Visit, "__call__")
     meter.watch(Engine, "step")
     made = {"plain": plain(args.device, data, args.precision)}
     made |= {preset: ours(args.device, data, args.precision, preset) for preset in args.presets.split(",")}

@@ -85,8 +85,8 @@ def offload(case: str) -> str:
     """Tokens/s, device peak and host memory of training off the device, beside DeepSpeed with its CPU optimizer."""
     path = newest(case)
     rows = {name: row for _, rows in runs(path) for name, row in rows.items()}
-    peer = next(row["tokens_per_s"] for name, row in rows.items() if name.startswith("deepspeed"))
-    lines = [f"{gpu_caption([path])}:", "", "| | tokens/s | × DeepSpeed | device peak GiB | host GiB |"]
+    name, peer = next((name, row["tokens_per_s"]) for name, row in rows.items() if name.startswith("deepspeed"))
+    lines = [f"{gpu_caption([path])}:", "", f"| | tokens/s | × {name} | device peak GiB | host GiB |"]
     lines.append("|---|---|---|---|---|")
     for name, row in rows.items():
         cells = [row["tokens_per_s"], f"{row['tokens_per_s'] / peer:.2f}", row["peak_gib"], row["rss_gib"]]

@@ -13,7 +13,7 @@ from shardwise.overrides import Overrides
 from support import ranks
 from support.awkward import COLLECTED, WIDTH, Chain, Gated, Recurrent, linear, square, with_collected
 from support.conduct import conduct
-from support.training import make_optimizer, make_sgd
+from support.training import digest, make_batch, make_optimizer, make_sgd, start, train_step
 
 STAGES = ["zero0", "zero1", "zero2", "zero3"]
 SHARDED = {"gradients": {"order": "sharded"}}
@@ -479,4 +479,33 @@ def test_a_second_order_backward_after_the_step_is_refused(rank, world_size):
         grad.sum().backward()
     engine.zero_grad()
     train(engine, rank)
+    engine.destroy()
+
+
+@ranks(1)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_an_update_that_breaks_off_leaves_no_gradients_behind(rank, world_size, precision):
+    """Some units are updated, so stepping on what is left of the gradients would be half a step."""
+    engine = start("gpt", {"preset": "zero2", "precision": {"compute": precision}})
+    train_step(engine, rank, 0)
+    engine.backward(engine(make_batch(engine.module, rank, 1)))
+    calls = []
+
+    def fail_the_second_time():
+        calls.append(None)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("no room")
+        step()
+
+    step, engine._updater._step = engine._updater._step, fail_the_second_time
+    with pytest.raises(torch.OutOfMemoryError) as failure:
+        engine.step()
+    assert "load the last checkpoint" in failure.value.__notes__[0]
+    assert all(piece.grad is None for unit in engine.units for _, piece in unit.weights.pieces)
+    assert engine.is_at_rest
+    before = digest(engine)
+    engine.step()
+    assert digest(engine) == before, "nothing to step on"
+    train_step(engine, rank, 2)
+    assert digest(engine) != before
     engine.destroy()

@@ -408,6 +408,18 @@ class Engine(nn.Module):
                 self._comm.note(f"the {what} was broken off by {type(error).__name__}: {first_line}")
             raise
 
+    @contextlib.contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """An update that breaks off has used some of the gradients: the rest must not be stepped on by themselves."""
+        try:
+            yield
+        except BaseException as error:
+            error.add_note(
+                "shardwise: step() was broken off, and some weights may be updated: load the last checkpoint"
+            )
+            self.zero_grad()
+            raise
+
     def _homes(self) -> Iterator[Home]:
         """The homes of what an update will bring to the device, in its order."""
         for unit in self._schedule.forward_order():
@@ -451,7 +463,7 @@ class Engine(nn.Module):
         scale = self._scaler.scale if self._scaler is not None else None
         self.grad_norm, overflow, coefficient = clipping.unscale(scaled, scale, self.config.gradients.clip_norm)
         self._ferry.turn()
-        with self._clock.phase("update"):
+        with self._clock.phase("update"), self._all_or_nothing():
             skips = updater.begin(overflow)
             for units in updater.portions(trainable) if not skips else ():
                 updater.update(units, coefficient)

@@ -34,12 +34,16 @@ def check_none_thawed(units: Sequence[Unit]) -> None:
         )
 
 
+def has_frozen(unit: Unit) -> bool:
+    """Whether a parameter of a trainable unit was frozen meanwhile."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return not all(param.requires_grad for param in unit.params)
+
+
 @contextlib.contextmanager
 def frozen_kept(unit: Unit, optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Within it the unit is updated; the elements of its frozen parameters come out as they went in, state included."""
-    with torch._C.DisableTorchFunctionSubclass():
-        none_frozen = all(param.requires_grad for param in unit.params)
-    if none_frozen:
+    if not has_frozen(unit):
         yield
         return
     _pass_over_whole(unit)

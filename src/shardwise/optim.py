@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from shardwise.budget import portions
-from shardwise.freezing import frozen_kept
+from shardwise.freezing import frozen_kept, has_frozen
 from shardwise.hosted import Hands, HostedUpdate, can_host, hosted
 from shardwise.marks import mark
 from shardwise.memory import Entry, Kind, Ledger, Tier
@@ -75,11 +75,12 @@ class Updater:
     def portions(self, units: Sequence[Unit]) -> Iterator[Sequence[Unit]]:
         """The units in the order given, those together that `update` takes together.
 
-        What rests elsewhere comes unit by unit, and only torch's fused kernels need no room that grows with a portion.
+        What rests elsewhere comes unit by unit, and so does what needs room that grows with a portion: all kernels but
+        torch's fused ones, and parameters that were frozen meanwhile.
         """
         resident: list[Unit] = []
         for unit in units:
-            if unit.home is None and self._is_fused:
+            if unit.home is None and self._is_fused and not has_frozen(unit):
                 resident.append(unit)
                 continue
             yield from _in_portions(resident)
@@ -111,8 +112,8 @@ class Updater:
                 for all_pieces, own in zip(pieces, self._pieces[unit.name], strict=True):
                     all_pieces += own
             self.step_pieces(pieces, self.optimizer.param_groups)
-        for unit in units:
-            self.settle_ledger(unit)
+            for unit in units:
+                self.settle_ledger(unit)  # while the gradients are there, beside which the first step makes its states
 
     @contextlib.contextmanager
     def _ready(self, unit: Unit, coefficient: torch.Tensor | None) -> Iterator[None]:
@@ -128,9 +129,11 @@ class Updater:
                 del reduced
                 unit.grads.clear()
             del grads
-            yield
-            for _, piece in unit.weights.pieces:
-                piece.grad = None
+            try:
+                yield
+            finally:
+                for _, piece in unit.weights.pieces:
+                    piece.grad = None
             if not cast_bytes:
                 unit.grads.clear()
 

@@ -196,7 +196,7 @@ class Staging:
         self.check()
         if not self._routine.enter(delivery):
             self._plan(delivery.chunks(), self._routine.entered - 1)
-        self._delivering = delivery.home
+        self._delivering, self._is_looking = delivery.home, False
         self._read_ahead()
 
     def end(self) -> None:

@@ -57,13 +57,14 @@ class _Counted:
 
     def __init__(self, func, calls):
         self.func, self.calls, self.is_view = func, calls, func.is_view
+        self.namespace, self.tags = func.namespace, func.tags
 
     def __call__(self, *args, **kwargs):
         self.calls.append(args)
         return self.func(*args, **kwargs)
 
     def __eq__(self, other):
-        return self.func is other.func
+        return self.func is getattr(other, "func", other)
 
     def __hash__(self):
         return hash(self.func)
@@ -106,3 +107,22 @@ def test_values_that_are_known_are_not_forgotten(fakes):
     for value in (1.0, 2.0):
         known = torch.tensor(value)
         assert fakes.run(aten.add.Tensor, (known, known), {}).item() == 2 * value
+
+
+def test_what_becomes_a_view_does_so_every_time(fakes):
+    for _ in range(3):
+        x, y = torch.empty(3), torch.empty(3)
+        fakes.run(aten.set_.source_Tensor, (x, y), {})
+        assert x.untyped_storage()._cdata == y.untyped_storage()._cdata
+
+
+def test_an_operator_of_somebody_elses_is_asked_every_time(fakes):
+    room = [1]
+
+    @torch.library.custom_op("shardwise_tests::roomy", mutates_args=())
+    def roomy(x: torch.Tensor) -> torch.Tensor:
+        return x.new_empty(room[0])
+
+    roomy.register_fake(lambda x: x.new_empty(room[0]))
+    for room[0] in (3, 5):
+        assert fakes.run(torch.ops.shardwise_tests.roomy.default, (torch.empty(2),), {}).shape == (room[0],)

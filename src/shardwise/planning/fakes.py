@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import cache
 from typing import Any
 
 import torch
@@ -62,6 +63,8 @@ class Fakes:
         """What `func` makes of these arguments."""
         if func.is_view or func is _VIEW_IN_FACT:
             return self._view(func, args, kwargs)
+        if not _follows_from_form(func):
+            return func(*args, **kwargs)
         try:
             form = _form(func, args, kwargs)
         except _Particular:
@@ -128,6 +131,15 @@ class Fakes:
         )
         fake.__dict__.update(self._attributes)
         return fake
+
+
+@cache
+def _follows_from_form(func: Any) -> bool:
+    """Not where it is not torch's own, and may look at anything, nor where values decide, nor where an argument becomes
+    a view of another. Of indices, those that would decide are refused by fake tensors themselves."""
+    decides = {torch.Tag.inplace_view, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+    is_ours = func.namespace in ("aten", "prims")
+    return is_ours and (func is torch.ops.aten.index.Tensor or not decides & set(func.tags))
 
 
 def _form(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -48,7 +48,8 @@ class _Ways(NamedTuple):
     """The groups of one stream: what goes to higher ranks, and what comes from them.
 
     A connection of Gloo's is for both directions, and while a send fills it, its thread asks again and again for what
-    has arrived there: on busy cores, an exchange of 6 MB takes a tenth longer over one than over two.
+    has arrived there. On busy cores an exchange of 6 MB takes an eighth less over two (benchmarks/gloo_ways.py); the
+    price is twice the sockets and threads.
     """
 
     up: Any

@@ -45,7 +45,7 @@ PARTS = {
     "offload-largest": [
         'gpu_offload.py --row zero3_offload --size 17b --batch 4 --warm 2 --steps 2 --offload {"host_memory":"108GiB"}',
         "gpu_offload.py --row zero3_nvme --size 20b --batch 4 --warm 1 --steps 1 --probe-gib 4"
-        ' --offload {"host_memory":"100GiB","ratio":0.58}',
+        ' --offload {"host_memory":"108GiB","ratio":0.61}',
     ],
     "host": ["host_cost.py --device cuda --precision bf16 --steps 20"],
     "stages": [

@@ -176,14 +176,30 @@ def test_an_overflow_leaves_no_trace(rank, world_size, placement):
     engine.destroy()
 
 
+class Eager(torch.optim.Optimizer):
+    """Makes its state when it is made, and counts on it: as some of torch's own do, in some versions."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+        for param in self.param_groups[0]["params"]:
+            self.state[param]["sum"] = torch.zeros_like(param)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                param -= 0.01 * param.grad / self.state[param]["sum"].addcmul_(param.grad, param.grad).sqrt().add(1e-3)
+
+
 @ranks(2)
-@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "amsgrad", "foreach"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "amsgrad", "foreach", "eager"])
 def test_any_element_wise_optimizer(rank, world_size, optimizer):
     """States of other numbers and names, some made before the engine is."""
     build = {
         "sgd": make_sgd,
         "adagrad": lambda m: torch.optim.Adagrad([p for p in m.parameters() if p.requires_grad], lr=0.01),
         "amsgrad": lambda m: torch.optim.Adam([p for p in m.parameters() if p.requires_grad], amsgrad=True),
+        "eager": lambda m: Eager([p for p in m.parameters() if p.requires_grad]),
         "foreach": lambda m: torch.optim.NAdam([p for p in m.parameters() if p.requires_grad], foreach=True),
     }[optimizer]
     expected = train("odd", config("zero3", "bf16"), rank, looks=False, optimizer=build)

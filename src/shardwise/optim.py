@@ -214,14 +214,18 @@ def _cut_state(optimizer: torch.optim.Optimizer, unit: Unit, states: Mapping[int
     Some optimizers make state when they are built (Adagrad), others have taken steps before.
     """
     weights = unit.weights
-    for (_, piece), span in zip(weights.pieces, weights.piece_spans, strict=True):
+    pairs = list(zip(unit.layout.slots, unit.params, strict=True))
+    for (group, piece), span in zip(weights.pieces, weights.piece_spans, strict=True):
         wanted = span.shift(weights.owned.start)
-        for slot, param in zip(unit.layout.slots, unit.params, strict=True):
+        inside = [(slot, param) for slot, param in pairs if slot.span.intersect(wanted)]
+        # A piece that is nothing but padding has state as others of its group have, zeros.
+        for slot, param in inside or [pair for pair in pairs if pair[0].spec.group == group]:
             part = slot.span.intersect(wanted)
-            for key, value in states.get(id(param), {}).items() if part else ():
+            for key, value in states.get(id(param), {}).items():
                 if isinstance(value, torch.Tensor) and value.shape == param.shape and key != "step":
                     flat = optimizer.state[piece].setdefault(key, value.new_zeros(piece.shape)).view(-1)
-                    flat[part.shift(-wanted.start).slice] = value.reshape(-1)[part.shift(-slot.span.start).slice]
+                    if part:
+                        flat[part.shift(-wanted.start).slice] = value.reshape(-1)[part.shift(-slot.span.start).slice]
                 else:
                     optimizer.state[piece].setdefault(key, copy.deepcopy(value))
 

@@ -100,10 +100,18 @@ def runs(path: Path) -> list[tuple[str, dict[str, dict]]]:
 
 
 def gpu_caption(paths: list[Path]) -> str:
-    made = json.loads(paths[0].read_text())
+    results = [json.loads(path.read_text()) for path in paths]
+    made = results[0]
+    # A run that was measured again on its own has a commit of its own.
+    commits = dict.fromkeys(commit for result in results for commit in (result["commit"], *own_commits(result)))
     links = ", ".join(f"[{path.name}](benchmarks/results/{path.name})" for path in paths)
     hardware = made["hardware"]["cuda:0"].split(",")[0]
-    return f"{made['date']}, commit {made['commit']}, torch {made['versions']['torch']}, one {hardware} ({links})"
+    word = "commit" if len(commits) == 1 else "commits"
+    return f"{made['date']}, {word} {', '.join(commits)}, torch {made['versions']['torch']}, one {hardware} ({links})"
+
+
+def own_commits(result: dict) -> list[str]:
+    return [run["commit"] for run in result["runs"] if "commit" in run]
 
 
 def newest(case: str) -> Path:

@@ -1,7 +1,7 @@
 """Is the plan right? Cases drawn from a seeded grid, each foreseen and measured from outside, in one dated table.
 
     python benchmarks/plan_accuracy.py                    # 60 cases on CPU, ranks over Gloo
-    python benchmarks/plan_accuracy.py --device cuda      # 26 cases; the ranks share one GPU
+    python benchmarks/plan_accuracy.py --device cuda      # 20 cases; the ranks share one GPU
     python benchmarks/plan_accuracy.py --device cuda --confine   # each rank given what was foreseen, and 3 %
 
 What is measured is what `shardwise compare` measures: the peak of a rank over two steps after two that warm up, by the
@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,7 @@ from shardwise.compare.job import Job
 from shardwise.compare.rows import Row
 from shardwise.compare.worker import Worker
 from shardwise.planning import Foreseen
+from shardwise.planning.hardware import PAGES_BYTES
 from shardwise.planning.runs import foresee_settings
 
 HERE = Path(__file__).parent
@@ -82,33 +84,41 @@ def drawn(grid: Iterable[tuple], count: int, seed: int) -> list[Case]:
     return [Case(*point) for point in random.Random(seed).sample(list(grid), count)]
 
 
-def measure(rank: int, cases: list[Case], device: str, folder: str, limits: list[int]) -> None:
-    """One process of all cases in turn: those with fewer ranks pass it by. `limits` are bytes a rank may take, or 0."""
+def measure(rank: int, cases: list[tuple[int, Case]], device: str, folder: str) -> None:
+    """One process of these cases in turn: those with fewer ranks pass it by. It begins when it is told its limits: the
+    bytes a rank may take in each, or 0."""
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(0)
-    for number, case in enumerate(cases):
+        torch.zeros(1, device="cuda")
+    while not (told := Path(folder, f"{cases[0][0]}.limits")).exists():
+        time.sleep(0.05)
+    for (number, case), limit in zip(cases, json.loads(told.read_text()), strict=True):
         if rank < case.world_size:
-            if limits[number]:
+            if limit:
                 total = torch.cuda.get_device_properties(0).total_memory
-                torch.cuda.set_per_process_memory_fraction(limits[number] / total)
+                torch.cuda.set_per_process_memory_fraction(limit / total)
             store = dist.FileStore(os.path.join(folder, f"store{number}"), case.world_size)
             dist.init_process_group(
                 "gloo", store=store, rank=rank, world_size=case.world_size, timeout=timedelta(minutes=3)
             )
             seen = observe(Job(case.settings(device), Row(case.preset), rank, "", 1))
             dist.destroy_process_group()
-            written = Path(folder, f"{number}-{rank}.tmp")
-            written.write_text(json.dumps(seen))
-            written.rename(written.with_suffix(".json"))
+            write(Path(folder, f"{number}-{rank}.json"), seen)
     os._exit(0)
 
 
+def write(path: Path, value: Any) -> None:
+    """All of it, or nothing: another process waits for it."""
+    path.with_suffix(".tmp").write_text(json.dumps(value))
+    path.with_suffix(".tmp").rename(path)
+
+
 def limit_bytes(foreseen: Foreseen | str, confines: bool) -> int:
-    """What was foreseen, building included, and 3 % more; 0 is no limit."""
+    """What was foreseen, building included, 3 % more, and what the plan sets aside for pages; 0 is no limit."""
     if not confines or isinstance(foreseen, str):
         return 0
-    return int(1.03 * max(foreseen.peak_bytes, foreseen.startup_bytes))
+    return int(1.03 * max(foreseen.peak_bytes, foreseen.startup_bytes)) + PAGES_BYTES
 
 
 def observe(job: Job) -> dict:
@@ -118,9 +128,7 @@ def observe(job: Job) -> dict:
         seen = {"error": f"{type(error).__name__}: {error}"}
     gc.collect()
     if job.device.type == "cuda":
-        torch.cuda.synchronize()
-        torch._C._cuda_clearCublasWorkspaces()  # every case begins as a fresh process does
-        torch.cuda.empty_cache()
+        seen["reserved_bytes"] = torch.cuda.max_memory_reserved()
     return seen
 
 
@@ -158,6 +166,7 @@ def compared(case: Case, foreseen: Foreseen | str, took_s: float, ranks: list[di
         "measured_split": highest["peak_split_bytes"],
         "predicted_startup_bytes": foreseen.startup_bytes,
         "measured_startup_bytes": max(rank["startup_peak_bytes"] for rank in ranks),
+        "reserved_bytes": highest.get("reserved_bytes"),
         "foreseen_in_cpu_s": round(took_s, 2),
     }
 
@@ -217,23 +226,44 @@ def merged(before: list[dict], again: list[dict]) -> list[dict]:
     return [points.get(tuple(row[key] for key in POINT), row) for row in before]
 
 
-def measured(cases: list[Case], device: str, predictions: list[Future], limits: list[int]) -> list[dict]:
-    """The rows of these cases, each printed when it is known."""
-    rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        most = max(case.world_size for case in cases)
-        crew = mp.spawn(measure, (cases, device, folder, limits), nprocs=most, join=False)
-        for number, case in enumerate(cases):
-            files = [Path(folder, f"{number}-{rank}.json") for rank in range(case.world_size)]
-            while not all(file.exists() for file in files) and not crew.join(timeout=0.2):
-                pass
-            seen = [json.loads(file.read_text()) for file in files if file.exists()]
-            rows.append(compared(case, *predictions[number].result(), seen))
-            rows[-1] |= {"limit_bytes": limits[number]} if limits[number] else {}
-            print(line(rows[-1]), flush=True)
-        while not crew.join(timeout=600):
+class Bench:
+    """Measures cases one after the other. Each has processes of its own on CUDA, whose allocator remembers what came
+    before; they are started ahead of their turn."""
+
+    def __init__(self, cases: list[Case], device: str, predictions: list[Future], confines: bool) -> None:
+        self.device, self.confines, self.predictions = device, confines, predictions
+        numbered = list(enumerate(cases))
+        self.groups = [[each] for each in numbered] if device == "cuda" else [numbered]
+        self.started = time.perf_counter()
+
+    def rows(self) -> list[dict]:
+        """One of each case, printed when it is known."""
+        rows, crews = [], []
+        with tempfile.TemporaryDirectory() as folder:
+            for index, group in enumerate(self.groups):
+                while len(crews) < min(index + 3, len(self.groups)):
+                    crews.append(self._start(self.groups[len(crews)], folder))
+                limits = [limit_bytes(self.predictions[n].result()[0], True) if self.confines else 0 for n, _ in group]
+                write(Path(folder, f"{group[0][0]}.limits"), limits)
+                for (number, case), limit in zip(group, limits, strict=True):
+                    rows.append(self._row(number, case, limit, crews[index], folder))
+                while not crews[index].join(timeout=600):
+                    pass
+        return rows
+
+    def _start(self, group: list[tuple[int, Case]], folder: str) -> Any:
+        most = max(case.world_size for _, case in group)
+        return mp.spawn(measure, (group, self.device, folder), nprocs=most, join=False)
+
+    def _row(self, number: int, case: Case, limit: int, crew: Any, folder: str) -> dict:
+        files = [Path(folder, f"{number}-{rank}.json") for rank in range(case.world_size)]
+        while not all(file.exists() for file in files) and not crew.join(timeout=0.2):
             pass
-    return rows
+        seen = [json.loads(file.read_text()) for file in files if file.exists()]
+        row = compared(case, *self.predictions[number].result(), seen)
+        row |= {"limit_bytes": limit} if limit else {}
+        print(f"{time.perf_counter() - self.started:5.0f} s  {line(row)}", flush=True)
+        return row
 
 
 def main() -> None:
@@ -246,19 +276,15 @@ def main() -> None:
     os.environ |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     if args.device == "cpu":
         os.environ |= launch.matmul_environment()
-    cases = cpu_cases((44, 16), args.seed) if args.device == "cpu" else cuda_cases((12, 6), args.seed)
+    cases = cpu_cases((44, 16), args.seed) if args.device == "cpu" else cuda_cases((8, 4), args.seed)
     cases = [case for case in cases if args.only in (None, case.model)]
     with ProcessPoolExecutor(min(8, launch.cores())) as pool:
         predictions = [pool.submit(foresee, case, args.device) for case in cases]
-        limits = [limit_bytes(each.result()[0] if args.confine else "", args.confine) for each in predictions]
-        rows = measured(cases, args.device, predictions, limits)
-        failed = [number for number, row in enumerate(rows) if limits[number] and "error" in row]
-        if failed:
-            again = measured(
-                [cases[n] for n in failed], args.device, [predictions[n] for n in failed], [0] * len(failed)
-            )
-            for number, row in zip(failed, again, strict=True):
-                rows[number] = {**row, "confined": rows[number]["error"]}
+        rows = Bench(cases, args.device, predictions, args.confine).rows()
+        failed = [number for number, row in enumerate(rows) if "limit_bytes" in row and "error" in row]
+        again = Bench([cases[n] for n in failed], args.device, [predictions[n] for n in failed], False)
+        for number, row in zip(failed, again.rows() if failed else [], strict=True):
+            rows[number] = {**row, "confined": rows[number]["error"]}
     print(summary(rows), confinement(rows))
     result = {"device": args.device, "made": env.made(), "versions": env.versions(), "seed": args.seed, "rows": rows}
     stem = Path(os.environ.get("OUT", HERE / "results")) / f"{result['made']['date']}-plan-accuracy-{args.device}"

@@ -4,6 +4,8 @@ Ranks share one GPU over Gloo (NCCL refuses two ranks on one); what needs no sec
 """
 
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -155,6 +157,27 @@ def test_reserved_memory_stays_close_to_allocated_and_does_not_grow(preset):
             assert torch.cuda.max_memory_reserved() <= 1.1 * torch.cuda.max_memory_allocated()
     assert reserved[-1] == reserved[21]
     engine.destroy()
+
+
+BUILT_BEFORE = """
+import torch, shardwise
+from shardwise.models import MLP
+with torch.device("cuda"):
+    model = MLP(4096, 8)
+config = {"preset": "PRESET", "precision": {"compute": "bf16"}}
+engine = shardwise.initialize(model, torch.optim.AdamW(model.parameters()), config)
+for _ in range(3):
+    engine.backward(engine(torch.randn(16, 4096, device="cuda")))
+    engine.step()
+assert torch.cuda.max_memory_reserved() <= 1.1 * torch.cuda.max_memory_allocated(), torch.cuda.memory_summary()
+"""
+
+
+@pytest.mark.parametrize("preset", ["zero0", "zero3"])
+def test_reserved_memory_of_a_model_that_was_built_before(preset):
+    """In torch's fixed segments, that is: only `initialize` tells its allocator to map memory as it is needed."""
+    script = BUILT_BEFORE.replace("PRESET", preset)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
 
 
 @pytest.mark.usefixtures("nccl")

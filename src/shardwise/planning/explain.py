@@ -55,6 +55,6 @@ def _overheads(plan: Plan) -> list[str]:
         "  flight   units gathered ahead, gradients being packed, sent, received and added up",
         "  act.     what the forward keeps for the backward; with checkpointing, each layer's input and one layer",
         "  logits   12 bytes each: in fp32, their log-softmax, and its gradient",
-        "  other    cuBLAS workspaces, 2 x 32 MiB on Hopper (2 x 8 MiB before); and beside the allocator's memory",
-        f"           {reserved:.2g} GB for the driver's context and communicators; sizes rounded up to 512 bytes",
+        "  other    cuBLAS workspaces, 2 x 32 MiB on Hopper (2 x 8 MiB before); and besides tensors",
+        f"           {reserved:.2g} GB for the driver's context, communicators and the allocator's part-filled pages",
     ]

@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from shardwise import env
@@ -44,6 +45,8 @@ PARTS = {
     ],
     "offload-largest": [
         'gpu_offload.py --row zero3_offload --size 17b --batch 4 --warm 2 --steps 2 --offload {"host_memory":"108GiB"}',
+    ],
+    "offload-largest-disk": [
         "gpu_offload.py --row zero3_nvme --size 20b --batch 4 --warm 1 --steps 1 --probe-gib 4"
         ' --offload {"host_memory":"108GiB","ratio":0.61}',
     ],
@@ -62,25 +65,25 @@ def main() -> None:
     for part in sys.argv[1:]:
         kept = {**env.made(), "versions": env.versions(), "runs": []}
         for line in PARTS[part]:
-            rows = run(line)
-            kept["runs"].append({"command": f"python benchmarks/{line}", "rows": rows})
-            (results / f"{kept['date']}-gpu-{part}.json").write_text(json.dumps(kept, indent=1) + "\n")
+            kept["runs"].append({"command": f"python benchmarks/{line}", "rows": []})
+            for row in run(line):
+                kept["runs"][-1]["rows"].append(row)
+                (results / f"{kept['date']}-gpu-{part}.json").write_text(json.dumps(kept, indent=1) + "\n")
 
 
-def run(line: str) -> list[dict]:
+def run(line: str) -> Iterator[dict]:
+    """The rows of a script, as they come."""
     print(f"== {line}", flush=True)
     script, *arguments = line.split()
-    rows = []
     with subprocess.Popen(
         [sys.executable, str(HERE / script), *arguments], stdout=subprocess.PIPE, text=True
     ) as process:
         for text in process.stdout:
             print(text, end="", flush=True)
             if text.startswith("{"):
-                rows.append(json.loads(text))
+                yield json.loads(text)
     if process.returncode:
-        rows.append({"error": f"exit code {process.returncode}"})
-    return rows
+        yield {"error": f"exit code {process.returncode}"}
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ Where states rest on the disk, below `--nvme-path` (or SHARDWISE_NVME), what the
 import argparse
 import json
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -147,7 +148,8 @@ def host_gib(field: str) -> float:
     return round(next(int(line.split()[1]) for line in lines if line.startswith(field)) / 2**20, 2)
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: argparse.Namespace) -> tuple[dict[str, Any], Any]:
+    """The row, and the engine, which is still there."""
     make = deepspeed if args.row.startswith("deepspeed") else fsdp2 if args.row.startswith("fsdp2") else ours
     rates = {}
     if uses_disk(args):
@@ -157,8 +159,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     step, engine = make(args)
     built_s = time.perf_counter() - started
     data = torch.randint(VOCABULARY, (args.batch, LENGTH + 1), device="cuda")
+    note(f"built in {built_s:.0f} s")
     losses = [step(data) for _ in range(args.warm)]
     torch.cuda.synchronize()
+    note(f"warm after {time.perf_counter() - started:.0f} s")
     torch.cuda.reset_peak_memory_stats()
     moved = dict(engine.report().moved_bytes) if engine is not None else {}
     started = time.perf_counter()
@@ -190,8 +194,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         seen["tier_peak_gib"] = {tier: round(size / 2**30, 2) for tier, size in report.tier_peak_bytes.items()}
         if rates:
             seen |= _of_raw(rates, seen["moved_gb_per_step"], seconds / args.steps)
-        engine.destroy()
-    return seen
+    return seen, engine
+
+
+def note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _of_raw(rates: dict[str, float], moved_gb: dict[str, float], step_s: float) -> dict[str, Any]:
@@ -228,7 +235,10 @@ def main() -> None:
     args = parser.parse_args()
     torch.cuda.set_device(0)
     dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
-    print(json.dumps(measure(args)), flush=True)
+    row, engine = measure(args)
+    print(json.dumps(row), flush=True)
+    if engine is not None:
+        engine.destroy()  # a minute, where a hundred GiB of the host are to be unpinned
     os._exit(0)  # a peer's threads may not end
 
 

@@ -194,7 +194,8 @@ def confinement(rows: list[dict]) -> str:
     """What came of it where ranks were given no more than what was foreseen and 3 %."""
     limited = [row for row in rows if "limit_bytes" in row or "confined" in row]
     short = sum("confined" in row for row in limited)
-    return f"Given 3 % more than foreseen, {len(limited) - short} of {len(limited)} cases ran. " if limited else ""
+    ran = f"{len(limited) - short} of {len(limited)} cases ran"
+    return f"Given what was foreseen, 3 % and the plan's {PAGES_BYTES >> 20} MiB for pages, {ran}. " if limited else ""
 
 
 def table(result: dict) -> str:

@@ -357,6 +357,29 @@ def test_released_parameters_read_nan_and_refuse_writes(rank, world_size):
 
 
 @ranks(2)
+def test_what_rests_does_not_move_in_a_forward(rank, world_size):
+    """It lives in what is gathered only when gradients need its room. Until then, what is written goes to both."""
+    engine = start("mlp", {"preset": "zero3"})
+    for step in range(2):
+        train_step(engine, rank, step)
+    addresses = [unit.weights.master.data_ptr() for unit in engine.units]
+    released = [unit for unit in engine.units[:-1] if unit not in engine._schedule._order.staying]
+    assert released
+    engine(make_batch(engine.module, rank, 2))
+    assert [unit.weights.master.data_ptr() for unit in engine.units] == addresses
+    with shardwise.gathered(engine.module.parameters(), write=True), torch.no_grad():
+        for param in engine.module.parameters():
+            param.fill_(0.25)
+    expected = {name: torch.full_like(value, 0.25) for name, value in weights_after(engine).items()}
+    for _ in range(2):
+        assert all(torch.equal(value, expected[name]) for name, value in weights_after(engine).items())
+        with torch.no_grad():
+            engine(make_batch(engine.module, rank, 3))
+    train_step(engine, rank, 4)
+    assert not any(torch.equal(value, expected[name]) for name, value in weights_after(engine).items())
+
+
+@ranks(2)
 def test_a_numpy_view_of_gathered_weights_outlives_their_release(rank, world_size):
     engine = start("mlp", {"preset": "zero3"})
     weight = engine.module.layers[2].weight

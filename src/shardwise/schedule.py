@@ -54,7 +54,6 @@ class Schedule:
     def __init__(self, model: nn.Module, units: Sequence[Unit], ahead: Ahead, clock: Clock) -> None:
         self.units = list(units)
         self.trainable = [unit for unit in units if unit.grads is not None]
-        self._moving = [unit for unit in self.trainable if unit.weights.policy.weights_sharded and unit.weights.moves]
         self.reduces: Callable[[], bool] = lambda: True
         self.on_reduced: Callable[[Unit], None] = lambda unit: None
         self.on_plain_backward: Callable[[], None] = lambda: None
@@ -97,8 +96,6 @@ class Schedule:
         if not self._in_backward:
             self._in_backward = True
             self._is_looking = False
-            for unit in self._moving:
-                unit.weights.make_way()
             for unit in self.units:
                 if unit.home is not None:
                     unit.settle()
@@ -268,8 +265,6 @@ class Schedule:
         self._entered = []
         self._place = -1
         self._is_loud = torch.is_grad_enabled()
-        for unit in self._moving:
-            unit.weights.has_room = self._is_loud
         self._passes.begin("forward" if self._is_loud else "evaluation")
 
     def _end_forward(self, root: Site) -> None:

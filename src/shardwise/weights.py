@@ -6,8 +6,7 @@ Names, used throughout:
   replicated). *master pieces*: one flat tensor per optimizer group over the master, or each tensor in its own shape
   where the optimizer needs whole ones (`Layout.updates`); the optimizer's parameters.
 - *part*: the master's own storage. Where master and weights have one dtype, the master lives in its slot of `full`
-  while that exists and moves to `part` when it is released, so that no element is held twice when a backward, which
-  needs room for gradients, is at its peak. In the forward before, there is room: `part` stays, and nothing is moved.
+  while that exists and moves to `part` when it is released, so that no element is ever held twice.
 - *home*: where the master rests if not on the device; `full` is then filled from there.
 - *stand-in*: what a parameter points to while released: NaN expanded to its shape. Reads give NaN, writes raise.
 """
@@ -65,7 +64,6 @@ class Weights:
         self._handle: Handle = DONE
         self._keeping: Handle = DONE
         self._one_storage = policy.weight_dtype == policy.master_dtype
-        self.has_room = False  # for what rests, beside what is gathered
         self._full = Buffer(
             ledger, Entry(Kind.WEIGHTS, name, Tier.DEVICE), layout.numel, policy.weight_dtype, comm.device
         )
@@ -121,11 +119,6 @@ class Weights:
     def is_whole(self) -> bool:
         """Whether this rank owns every element, so that nothing need be gathered."""
         return self.owned.numel == self._full.tensor.numel()
-
-    @property
-    def moves(self) -> bool:
-        """Whether what a gather brings together takes the place of what rests."""
-        return self._one_storage and not self._master_is_home and not self.is_whole
 
     def adopt(self) -> None:
         """Take the model's values, rank 0's for all, and come to rest.
@@ -222,7 +215,7 @@ class Weights:
         with mark("release", self.name):
             self._bind(self._stand_ins)
             self._watch.begin()
-            if self._one_storage and not self._master_is_home and not self._part.live:
+            if self._one_storage and not self._master_is_home:
                 mine = self._full.tensor[self.owned.slice]
                 self._part.allocate().copy_(mine)
                 self.bind_pieces()
@@ -267,12 +260,6 @@ class Weights:
         self._home = None
         self.bind_pieces()
 
-    def make_way(self) -> None:
-        """Gradients need the memory from here on: what rests lives in what is gathered."""
-        self.has_room = False
-        if self.state is not State.RELEASED and self.moves:
-            self._vacate()
-
     def take_back(self, source: int | None = None) -> None:
         """Make what was written into `full` the master's value; `source` is the rank whose writing counts.
 
@@ -289,7 +276,7 @@ class Weights:
                 home.write(MASTER, home.everything, written)
             else:
                 self.master.copy_(written)
-        if self._keeps_weights or (self._one_storage and self._part.live):
+        if self._keeps_weights:
             self._part.tensor.copy_(mine)
         self.generation += 1
 
@@ -313,18 +300,13 @@ class Weights:
         if self._part.live:
             self._keeping.wait()
             mine.copy_(self._part.tensor)
-            if self._one_storage and not self.has_room:
-                self._vacate()
+            if self._one_storage:
+                self._part.free()
+                self.bind_pieces()
         if self.is_whole:
             self.state = State.READY
             return
         self._expect(self._comm.gather(self._full.tensor, "gather", self.name))
-
-    def _vacate(self) -> None:
-        """Let the master live in its slot of `full`, which has its values."""
-        if self._part.live:
-            self._part.free()
-            self.bind_pieces()
 
     def _publish_from_home(self, home: Home) -> None:
         arrival = home.deliver(self._full.tensor[self.owned.slice])

@@ -75,15 +75,17 @@ def run(line: str) -> Iterator[dict]:
     """The rows of a script, as they come."""
     print(f"== {line}", flush=True)
     script, *arguments = line.split()
+    found = False
     with subprocess.Popen(
         [sys.executable, str(HERE / script), *arguments], stdout=subprocess.PIPE, text=True
     ) as process:
         for text in process.stdout:
             print(text, end="", flush=True)
             if text.startswith("{"):
+                found = True
                 yield json.loads(text)
-    if process.returncode:
-        yield {"error": f"exit code {process.returncode}"}
+    if process.returncode or not found:
+        yield {"error": f"exit code {process.returncode}" if process.returncode else "printed no row"}
 
 
 if __name__ == "__main__":

@@ -2,12 +2,13 @@
 
     python benchmarks/plan_accuracy.py                    # 60 cases on CPU, ranks over Gloo
     python benchmarks/plan_accuracy.py --device cuda      # 20 cases; the ranks share one GPU
-    python benchmarks/plan_accuracy.py --device cuda --confine   # each rank given what was foreseen, and 3 %
+    python benchmarks/plan_accuracy.py --device cuda --confine   # each rank given no more than the plan says
 
 What is measured is what `shardwise compare` measures: the peak of a rank over two steps after two that warm up, by the
 observer of tensor storage on CPU, where what is offloaded is memory of the same kind and counts, by torch's allocator
-on CUDA, where it does not. A case that fails where it is confined is measured once more without a limit, and its row
-says so. Writes results/DATE-plan-accuracy-DEVICE.json and .md.
+on CUDA, where it does not. A rank that is confined gets what was foreseen, 3 % more, and what the plan sets aside for
+the allocator's pages (200 MiB). A case that fails so is measured once more without a limit, and its row says so.
+Writes results/DATE-plan-accuracy-DEVICE.json and .md, again after every case.
 """
 
 import argparse
@@ -16,9 +17,10 @@ import itertools
 import json
 import os
 import random
+import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -92,6 +94,8 @@ def measure(rank: int, cases: list[tuple[int, Case]], device: str, folder: str) 
         torch.cuda.set_device(0)
         torch.zeros(1, device="cuda")
     while not (told := Path(folder, f"{cases[0][0]}.limits")).exists():
+        if not Path(folder).exists():
+            os._exit(1)  # whoever would tell is gone
         time.sleep(0.05)
     for (number, case), limit in zip(cases, json.loads(told.read_text()), strict=True):
         if rank < case.world_size:
@@ -191,7 +195,7 @@ def summary(rows: list[dict]) -> str:
 
 
 def confinement(rows: list[dict]) -> str:
-    """What came of it where ranks were given no more than what was foreseen and 3 %."""
+    """What came of it where ranks were confined."""
     limited = [row for row in rows if "limit_bytes" in row or "confined" in row]
     short = sum("confined" in row for row in limited)
     ran = f"{len(limited) - short} of {len(limited)} cases ran"
@@ -204,7 +208,7 @@ def table(result: dict) -> str:
         "",
         f"{result['made']['date']}, commit {result['made']['commit']}, torch {result['versions']['torch']}; "
         f"{summary(result['rows'])}. {confinement(result['rows'])}"
-        f"Made by `python benchmarks/plan_accuracy.py --device {result['device']}`.",
+        f"Made by `{result['command']}`.",
         "",
         "| model | preset | W | K | precision | predicted MB | measured MB | off |",
         "|---|---|---|---|---|---|---|---|",
@@ -234,23 +238,30 @@ class Bench:
     def __init__(self, cases: list[Case], device: str, predictions: list[Future], confines: bool) -> None:
         self.device, self.confines, self.predictions = device, confines, predictions
         numbered = list(enumerate(cases))
-        self.groups = [[each] for each in numbered] if device == "cuda" else [numbered]
+        self.groups = [[each] for each in numbered] if device == "cuda" or not cases else [numbered]
         self.started = time.perf_counter()
 
-    def rows(self) -> list[dict]:
+    def rows(self) -> Iterator[dict]:
         """One of each case, printed when it is known."""
-        rows, crews = [], []
+        crews: list[Any] = []
         with tempfile.TemporaryDirectory() as folder:
-            for index, group in enumerate(self.groups):
-                while len(crews) < min(index + 3, len(self.groups)):
-                    crews.append(self._start(self.groups[len(crews)], folder))
-                limits = [limit_bytes(self.predictions[n].result()[0], True) if self.confines else 0 for n, _ in group]
-                write(Path(folder, f"{group[0][0]}.limits"), limits)
-                for (number, case), limit in zip(group, limits, strict=True):
-                    rows.append(self._row(number, case, limit, crews[index], folder))
-                while not crews[index].join(timeout=600):
-                    pass
-        return rows
+            try:
+                for index, group in enumerate(self.groups):
+                    while len(crews) < min(index + 3, len(self.groups)):
+                        crews.append(self._start(self.groups[len(crews)], folder))
+                    yield from self._measured(group, crews[index], folder)
+            finally:
+                for process in (process for crew in crews for process in crew.processes):
+                    process.terminate()
+
+    def _measured(self, group: list[tuple[int, Case]], crew: Any, folder: str) -> Iterator[dict]:
+        foreseen = [self.predictions[number].result()[0] for number, _ in group] if self.confines else []
+        limits = [limit_bytes(each, True) for each in foreseen] or [0] * len(group)
+        write(Path(folder, f"{group[0][0]}.limits"), limits)
+        for (number, case), limit in zip(group, limits, strict=True):
+            yield self._row(number, case, limit, crew, folder)
+        while not ended(crew, 600):
+            pass
 
     def _start(self, group: list[tuple[int, Case]], folder: str) -> Any:
         most = max(case.world_size for _, case in group)
@@ -258,13 +269,22 @@ class Bench:
 
     def _row(self, number: int, case: Case, limit: int, crew: Any, folder: str) -> dict:
         files = [Path(folder, f"{number}-{rank}.json") for rank in range(case.world_size)]
-        while not all(file.exists() for file in files) and not crew.join(timeout=0.2):
+        while not all(file.exists() for file in files) and not ended(crew, 0.2):
             pass
         seen = [json.loads(file.read_text()) for file in files if file.exists()]
         row = compared(case, *self.predictions[number].result(), seen)
         row |= {"limit_bytes": limit} if limit else {}
         print(f"{time.perf_counter() - self.started:5.0f} s  {line(row)}", flush=True)
         return row
+
+
+def ended(crew: Any, timeout_s: float) -> bool:
+    """Whether all processes of a crew have ended, or one of them badly: its row then says so, and the others go on."""
+    try:
+        return bool(crew.join(timeout=timeout_s))
+    except (mp.ProcessExitedException, mp.ProcessRaisedException) as error:
+        print(error, file=sys.stderr)
+        return True
 
 
 def main() -> None:
@@ -281,18 +301,49 @@ def main() -> None:
     cases = [case for case in cases if args.only in (None, case.model)]
     with ProcessPoolExecutor(min(8, launch.cores())) as pool:
         predictions = [pool.submit(foresee, case, args.device) for case in cases]
-        rows = Bench(cases, args.device, predictions, args.confine).rows()
-        failed = [number for number, row in enumerate(rows) if "limit_bytes" in row and "error" in row]
+        kept = Kept(args)
+        for row in Bench(cases, args.device, predictions, args.confine).rows():
+            kept.add(row)
+        failed = [number for number, row in enumerate(kept.rows) if "limit_bytes" in row and "error" in row]
         again = Bench([cases[n] for n in failed], args.device, [predictions[n] for n in failed], False)
-        for number, row in zip(failed, again.rows() if failed else [], strict=True):
-            rows[number] = {**row, "confined": rows[number]["error"]}
-    print(summary(rows), confinement(rows))
-    result = {"device": args.device, "made": env.made(), "versions": env.versions(), "seed": args.seed, "rows": rows}
-    stem = Path(os.environ.get("OUT", HERE / "results")) / f"{result['made']['date']}-plan-accuracy-{args.device}"
-    if args.only:
-        result["rows"] = merged(json.loads(stem.with_name(stem.name + ".json").read_text())["rows"], rows)
-    stem.with_name(stem.name + ".json").write_text(json.dumps(result, indent=1) + "\n")
-    stem.with_name(stem.name + ".md").write_text(table(result))
+        for number, row in zip(failed, again.rows(), strict=True):
+            kept.replace(number, {**row, "confined": kept.rows[number]["error"]})
+    print(summary(kept.rows), confinement(kept.rows))
+
+
+class Kept:
+    """The result files, which have all rows that are known."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.rows: list[dict] = []
+        options = f" --device {args.device}" + " --confine" * args.confine
+        self._result = {
+            "device": args.device,
+            "command": f"python benchmarks/plan_accuracy.py{options}",
+            "made": env.made(),
+            "versions": env.versions(),
+            "seed": args.seed,
+        }
+        name = f"{self._result['made']['date']}-plan-accuracy-{args.device}"
+        self._stem = Path(os.environ.get("OUT", HERE / "results")) / name
+        self._before = json.loads(self._file("json").read_text())["rows"] if args.only else None
+
+    def add(self, row: dict) -> None:
+        self.rows.append(row)
+        self._write()
+
+    def replace(self, number: int, row: dict) -> None:
+        self.rows[number] = row
+        self._write()
+
+    def _write(self) -> None:
+        rows = self.rows if self._before is None else merged(self._before, self.rows)
+        result = {**self._result, "rows": rows}
+        self._file("json").write_text(json.dumps(result, indent=1) + "\n")
+        self._file("md").write_text(table(result))
+
+    def _file(self, kind: str) -> Path:
+        return self._stem.with_name(f"{self._stem.name}.{kind}")
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ class Hardware:
             raise ConfigError(f"--gpus {self.gpus} cannot be spread evenly over --nodes {self.nodes}")
         if self.gpu_bytes <= self.reserved_bytes:
             raise ConfigError(
-                f"--gpu-memory {format_bytes(self.gpu_bytes)}: the driver's context and communicators alone take "
+                f"--gpu-memory {format_bytes(self.gpu_bytes)}: the driver's context, communicators and pages take "
                 f"{format_bytes(self.reserved_bytes)}"
             )
 

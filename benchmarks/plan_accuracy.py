@@ -118,9 +118,9 @@ def write(path: Path, value: Any) -> None:
     path.with_suffix(".tmp").rename(path)
 
 
-def limit_bytes(foreseen: Foreseen | str, confines: bool) -> int:
+def limit_bytes(foreseen: Foreseen | str) -> int:
     """What was foreseen, building included, 3 % more, and what the plan sets aside for pages; 0 is no limit."""
-    if not confines or isinstance(foreseen, str):
+    if isinstance(foreseen, str):
         return 0
     return int(1.03 * max(foreseen.peak_bytes, foreseen.startup_bytes)) + PAGES_BYTES
 
@@ -255,8 +255,7 @@ class Bench:
                     process.terminate()
 
     def _measured(self, group: list[tuple[int, Case]], crew: Any, folder: str) -> Iterator[dict]:
-        foreseen = [self.predictions[number].result()[0] for number, _ in group] if self.confines else []
-        limits = [limit_bytes(each, True) for each in foreseen] or [0] * len(group)
+        limits = [limit_bytes(self.predictions[n].result()[0]) if self.confines else 0 for n, _ in group]
         write(Path(folder, f"{group[0][0]}.limits"), limits)
         for (number, case), limit in zip(group, limits, strict=True):
             yield self._row(number, case, limit, crew, folder)

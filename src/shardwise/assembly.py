@@ -14,15 +14,13 @@ from shardwise.config import Config
 from shardwise.division import UnitSpec, divide
 from shardwise.ferry import Ferry
 from shardwise.layout import Layout
+from shardwise.memory import PAGE_BYTES
 from shardwise.optimizers import groups_of
 from shardwise.policy import Policy, policy_for
 from shardwise.residency import Budget, moments_each, open_disk
 from shardwise.unit import Unit, layout_for
 
 _LOG = logging.getLogger("shardwise")
-
-PAGE_BYTES = 20 * 2**20
-"""What torch's allocator asks of the device at once, at least, for all but small tensors."""
 
 
 def assemble(

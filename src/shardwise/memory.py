@@ -24,6 +24,9 @@ from shardwise.layout import Layout
 POISON = False
 """Fill fresh buffers with NaN, so that a read before the first write shows up in the results. Tests set it."""
 
+PAGE_BYTES = 20 * 2**20
+"""What torch's allocator maps of a GPU's memory, and gives back, at a time, for all but small tensors."""
+
 
 class Kind(enum.Enum):
     """What a buffer is for. WORK is in flight: receive buffers and casts, gone within a phase."""

@@ -6,13 +6,14 @@ from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 from shardwise.errors import ConfigError
+from shardwise.memory import PAGE_BYTES
 from shardwise.sizes import format_bytes
 
 CONTEXT_BYTES = 800 * 10**6
 """What the CUDA driver and torch's kernels take on a GPU besides tensors: 0.54 GB when a process starts on an H200 with
 torch 2.11, 0.77 to 0.80 GB once the kernels of a training step are loaded."""
-PAGES_BYTES = 10 * 20 * 2**20
-"""torch's allocator maps pages of 20 MiB and gives back whole ones only: what lies unused between tensors at a peak."""
+PAGES_BYTES = 10 * PAGE_BYTES
+"""torch's allocator maps pages and gives back whole ones only: what lies unused between tensors at a peak."""
 COMMUNICATOR_BYTES = 150 * 10**6
 """NCCL's buffers: a few MB per channel and peer, two communicators; more ranks do not make them much larger."""
 
@@ -77,7 +78,7 @@ class Hardware:
         if self.gpu_bytes <= self.reserved_bytes:
             raise ConfigError(
                 f"--gpu-memory {format_bytes(self.gpu_bytes)}: the driver's context, communicators and pages take "
-                f"{format_bytes(self.reserved_bytes)}"
+                f"{format_bytes(self.reserved_bytes)} of a GPU; name the memory of one, such as 24GB"
             )
 
     @property

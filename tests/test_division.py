@@ -314,7 +314,7 @@ def test_small_models_still_have_several_units():
 
 def test_large_blocks_are_not_merged():
     with torch.device("meta"):
-        model = GPT(layers=20, width=400)  # 2.6 MB a layer, less than 1/16 of the model but more than 1 MiB
+        model = GPT(layers=20, width=1500)  # 37 MB a layer, less than 1/16 of the model but more than 32 MiB
     assert [name for name in names(model, min_bytes=None) if "layers" in name] == [f"layers.{n}" for n in range(20)]
 
 

@@ -44,7 +44,8 @@ def unscale(grad_norm: torch.Tensor, scale: torch.Tensor | None, limit: float | 
     coefficient = norm.clip_coefficient(grad_norm, limit) if limit else None
     if scale is not None:
         coefficient = (1.0 if coefficient is None else coefficient) / scale
-    return Clip(grad_norm, overflow, coefficient)
+    # With a dimension it takes part in promotion: its product with gradients of 16 bits is computed and stored in fp32.
+    return Clip(grad_norm, overflow, None if coefficient is None else coefficient.view(1))
 
 
 class _Shards(Sequence[torch.Tensor]):

@@ -34,7 +34,7 @@ from shardwise.sizes import format_bytes, format_count
 __all__ = ["UnitSpec", "describe_units", "divide"]
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-_MERGE_BYTES = 2**20
+_MERGE_BYTES = 2**25  # what keeps a link busy, and costs the host no more than a small one
 _MERGE_SHARE = 16  # a unit need not exceed this part of the model, or small models would be one unit
 _LEFTOVER_SHARE = 8  # a leftover smaller than this part of a block is not worth a collective of its own
 
@@ -69,7 +69,7 @@ def divide(
 
     `classes` (names of classes) and `modules` (paths) name the blocks instead of the automatic search; each block is
     then a unit of its own unless `min_bytes` is given. By default, neighbouring blocks of a list are merged until
-    they have 1 MiB, 1/16 of the model or `max_bytes`, whichever is least; but at least `floor_bytes`.
+    they have 32 MiB, 1/16 of the model or `max_bytes`, whichever is least; but at least `floor_bytes`.
 
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     >>> [(unit.name, unit.params) for unit in divide(model)]

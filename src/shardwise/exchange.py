@@ -28,24 +28,31 @@ class Packing:
 
     def fill(self, params: Sequence[nn.Parameter]) -> None:
         """Copy every gradient into place; zeros where there is none, and in between."""
-        with torch.no_grad(), PLAINLY():
-            grads = [param.grad for param in params]
-            places, blanks = self.views, self.buffer.gaps
-            if any(grad is None for grad in grads):
-                blanks = blanks + [view for view, grad in zip(places, grads, strict=True) if grad is None]
-                places = [view for view, grad in zip(places, grads, strict=True) if grad is not None]
-            present = [grad for grad in grads if grad is not None]
-            if present:
-                torch._foreach_copy_(places, present)
-            if blanks:
-                torch._foreach_zero_(blanks)
+        grads = _grads_of(params)
+        places, blanks = self.views, self.buffer.gaps
+        present = [grad for grad in grads if grad is not None]
+        if len(present) < len(grads):
+            blanks = blanks + [view for view, grad in zip(places, grads, strict=True) if grad is None]
+            places = [view for view, grad in zip(places, grads, strict=True) if grad is not None]
+        if present:
+            torch._foreach_copy_(places, present)
+        if blanks:
+            torch._foreach_zero_(blanks)
 
     def add(self, params: Sequence[nn.Parameter]) -> None:
         """Add every gradient in place."""
-        with torch.no_grad(), PLAINLY():
-            pairs = [(v, p.grad) for v, p in zip(self.views, params, strict=True) if p.grad is not None]
-            if pairs:
-                torch._foreach_add_([view for view, _ in pairs], [grad for _, grad in pairs])
+        pairs = [(view, grad) for view, grad in zip(self.views, _grads_of(params), strict=True) if grad is not None]
+        if pairs:
+            torch._foreach_add_([view for view, _ in pairs], [grad for _, grad in pairs])
+
+
+def _grads_of(params: Sequence[nn.Parameter]) -> list[torch.Tensor | None]:
+    """As plain values: a backward that makes a graph of its own leaves gradients with a history."""
+    with PLAINLY():
+        grads = [param.grad for param in params]
+    if not torch.is_grad_enabled():
+        return grads
+    return [grad if grad is None else grad.detach() for grad in grads]
 
 
 class Source(Protocol):

@@ -7,8 +7,7 @@ frozen meanwhile are put back as they were. The other way round there is no grad
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -40,22 +39,23 @@ def has_frozen(unit: Unit) -> bool:
         return not all(param.requires_grad for param in unit.params)
 
 
-@contextlib.contextmanager
-def frozen_kept(unit: Unit, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Within it the unit is updated; the elements of its frozen parameters come out as they went in, state included."""
-    if not has_frozen(unit):
-        yield
-        return
-    _pass_over_whole(unit)
-    spans = [span for span, is_frozen in _owned_spans(unit) if is_frozen]
-    before = [(place, place.clone()) for place in _places(unit, optimizer, spans)]
-    had_state = any(optimizer.state.get(piece) for _, piece in unit.weights.pieces)
-    yield
-    if not had_state:  # made just now: a frozen parameter begins with none
-        for place in _places(unit, optimizer, spans)[len(before) :]:
-            place.zero_()
-    for place, value in before:
-        place.copy_(value)
+class Frozen:
+    """The elements of a unit's frozen parameters as they are now, state included, which its update shall not change."""
+
+    def __init__(self, unit: Unit, optimizer: torch.optim.Optimizer) -> None:
+        _pass_over_whole(unit)
+        self._unit, self._optimizer = unit, optimizer
+        self._spans = [span for span, is_frozen in _owned_spans(unit) if is_frozen]
+        self._before = [(place, place.clone()) for place in _places(unit, optimizer, self._spans)]
+        self._had_state = any(optimizer.state.get(piece) for _, piece in unit.weights.pieces)
+
+    def put_back(self) -> None:
+        """After the update."""
+        if not self._had_state:  # made just now: a frozen parameter begins with none
+            for place in _places(self._unit, self._optimizer, self._spans)[len(self._before) :]:
+                place.zero_()
+        for place, value in self._before:
+            place.copy_(value)
 
 
 def _owned_spans(unit: Unit) -> list[tuple[Span, bool]]:

@@ -112,7 +112,7 @@ class _Boundary(torch.autograd.Function):
 
 def mark_inputs(args: Any, kwargs: Any, leave: Visit) -> Any:
     """Have `leave` called when the backward reaches what made the inputs, or else an identity in front of leaves."""
-    marked = {id(t): t for t in tensors_in((args, kwargs)) if t.requires_grad}
+    marked = {id(t): t for t in tensors_in(args, kwargs) if t.requires_grad}
     made = [tensor for tensor in marked.values() if tensor.grad_fn is not None]
     for tensor in made:
         tensor.register_hook(leave)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from shardwise.layout import Layout
+from shardwise.layout import Layout, Span
 
 POISON = False
 """Fill fresh buffers with NaN, so that a read before the first write shows up in the results. Tests set it."""
@@ -75,6 +75,8 @@ class Ledger:
         self._at_peak: Counter[Entry] = Counter()
 
     def add(self, entry: Entry, size_bytes: int) -> None:
+        if not size_bytes:
+            return
         self.live[entry] += size_bytes
         self.total_bytes += size_bytes
         tier = entry.tier
@@ -86,10 +88,12 @@ class Ledger:
             self._at_peak = self.live.copy()
 
     def remove(self, entry: Entry, size_bytes: int) -> None:
-        self.live[entry] -= size_bytes
+        if not size_bytes:
+            return
+        left = self.live[entry] = self.live[entry] - size_bytes
         self._tiers[entry.tier] -= size_bytes
         self.total_bytes -= size_bytes
-        assert self.live[entry] >= 0, f"more of {entry} freed than was allocated"
+        assert left >= 0, f"more of {entry} freed than was allocated"
 
     @contextlib.contextmanager
     def passing(self, unit: str, tier: Tier, size_bytes: int) -> Iterator[None]:
@@ -104,7 +108,8 @@ class Ledger:
     def settle(self, entry: Entry, size_bytes: int) -> None:
         """Bring an entry to `size_bytes`: for state that torch's optimizers allocate themselves."""
         change = size_bytes - self.live[entry]
-        (self.add if change >= 0 else self.remove)(entry, abs(change))
+        if change:
+            (self.add if change > 0 else self.remove)(entry, abs(change))
 
     def by_kind(self, at_peak: bool = False) -> dict[str, int]:
         """Bytes by kind, now or at the peak."""
@@ -140,10 +145,19 @@ class Buffer:
             self._storage.resize_(self.size_bytes)
         views = [self.tensor[slot.span.slice].view(slot.spec.shape) for slot in layout.slots]
         self.gaps = [self.tensor[gap.slice] for gap in layout.gaps]
-        self._views = views + self.gaps
+        self._views += views + self.gaps
         if not self.live:
             self._storage.resize_(0)
         return views
+
+    def view(self, span: Span) -> torch.Tensor:
+        """A part as a view that stays valid just so."""
+        if not self.live:
+            self._storage.resize_(self.size_bytes)
+        self._views.append(self.tensor[span.slice])
+        if not self.live:
+            self._storage.resize_(0)
+        return self._views[-1]
 
     def allocate(self) -> torch.Tensor:
         """Give the tensor its storage; its content is undefined."""

@@ -7,7 +7,6 @@ with just their pieces in its groups.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from types import MethodType
@@ -18,7 +17,7 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from shardwise.budget import portions
-from shardwise.freezing import frozen_kept, has_frozen
+from shardwise.freezing import Frozen, has_frozen
 from shardwise.hosted import Hands, HostedUpdate, can_host, hosted
 from shardwise.marks import mark
 from shardwise.memory import Entry, Kind, Ledger, Tier
@@ -41,6 +40,7 @@ class Updater:
             _cut_state(optimizer, unit, states)
             adopt(optimizer, unit)
         self._counted: set[str] = set()
+        self._frozen: set[str] = set()
         self._hands: Hands | None = None
         self._overflow: torch.Tensor | None = None
         count = len(optimizer.param_groups)
@@ -64,6 +64,7 @@ class Updater:
         for hook in (*_global_optimizer_pre_hooks.values(), *self.optimizer._optimizer_step_pre_hooks.values()):
             hook(self.optimizer, (), {})
         self._overflow = None
+        self._frozen = {unit.name for unit in self._units if has_frozen(unit)}
         if overflow is None:
             return False
         if self._is_fused and self._counted:
@@ -80,7 +81,7 @@ class Updater:
         """
         resident: list[Unit] = []
         for unit in units:
-            if unit.home is None and self._is_fused and not has_frozen(unit):
+            if unit.home is None and self._is_fused and unit.name not in self._frozen:
                 resident.append(unit)
                 continue
             yield from _in_portions(resident)
@@ -105,37 +106,46 @@ class Updater:
 
     def _update_here(self, units: Sequence[Unit], coefficient: torch.Tensor | None) -> None:
         pieces: list[list[nn.Parameter]] = [[] for _ in self.optimizer.param_groups]
-        with mark("update", " ".join(unit.name for unit in units)), contextlib.ExitStack() as stack:
-            for unit in units:
-                stack.enter_context(self._ready(unit, coefficient))
-                stack.enter_context(frozen_kept(unit, self.optimizer))
-                for all_pieces, own in zip(pieces, self._pieces[unit.name], strict=True):
-                    all_pieces += own
-            self.step_pieces(pieces, self.optimizer.param_groups)
-            for unit in units:
-                self.settle_ledger(unit)  # while the gradients are there, beside which the first step makes its states
+        work: list[tuple[Entry, int]] = []
+        frozen: list[Frozen] = []
+        with mark("update", *(unit.name for unit in units)):
+            try:
+                for unit in units:
+                    work.append(self._make_ready(unit, coefficient))
+                    if unit.name in self._frozen:
+                        frozen.append(Frozen(unit, self.optimizer))
+                    for all_pieces, own in zip(pieces, self._pieces[unit.name], strict=True):
+                        all_pieces += own
+                self.step_pieces(pieces, self.optimizer.param_groups)
+                for unit in units:
+                    self.settle_ledger(unit)  # while gradients are there, beside which the first step makes its states
+                for each in frozen:
+                    each.put_back()
+            finally:
+                for own in pieces:
+                    for piece in own:
+                        piece.grad = None
+                for entry, size_bytes in work:
+                    self._ledger.remove(entry, size_bytes)
+            for unit, (_, cast_bytes) in zip(units, work, strict=True):
+                if unit.grads is not None and not cast_bytes:
+                    unit.grads.clear()
 
-    @contextlib.contextmanager
-    def _ready(self, unit: Unit, coefficient: torch.Tensor | None) -> Iterator[None]:
-        """Within it, the optimizer's pieces have the unit's gradients, in fp32. Those in 16 bits are gone by then."""
+    def _make_ready(self, unit: Unit, coefficient: torch.Tensor | None) -> tuple[Entry, int]:
+        """Give the optimizer's pieces the unit's gradients, in fp32; those in 16 bits are gone then. The ledger has
+        what that took."""
         assert unit.grads is not None
         reduced = unit.grads.owned()
         cast_bytes = 0 if reduced.dtype == torch.float32 else reduced.numel() * torch.float32.itemsize
-        with self._ledger.passing(unit.name, Tier.DEVICE, cast_bytes):
-            grads = scaled(reduced, coefficient)
-            for (_, piece), span in zip(unit.weights.pieces, unit.weights.piece_spans, strict=True):
-                piece.grad = grads[span.slice].view(piece.shape)
-            if cast_bytes:
-                del reduced
-                unit.grads.clear()
-            del grads
-            try:
-                yield
-            finally:
-                for _, piece in unit.weights.pieces:
-                    piece.grad = None
-            if not cast_bytes:
-                unit.grads.clear()
+        entry = Entry(Kind.WORK, unit.name, Tier.DEVICE)
+        self._ledger.add(entry, cast_bytes)
+        grads = scaled(reduced, coefficient)
+        for (_, piece), grad in zip(unit.weights.pieces, unit.weights.cut(grads), strict=True):
+            piece.grad = grad
+        if cast_bytes:
+            del reduced
+            unit.grads.clear()
+        return entry, cast_bytes
 
     def host(self, share: float) -> None:
         """From here on, update so much of what rests on the host there; see `hosted`."""

@@ -60,6 +60,7 @@ class Schedule:
         self.on_broken: Callable[[], None] = self.abandon
         self.on_last_unit: Callable[[], None] = lambda: None
         self._clock = clock
+        self._has_company = bool(self.units) and self.units[0].comm.is_checked
         self._in_backward = False
         self._is_looking = False
         self._ending: Ending | None = None
@@ -274,10 +275,6 @@ class Schedule:
             self._taught = self._entered
             if not self._has_company:
                 self._order.learn(self._taught)
-
-    @property
-    def _has_company(self) -> bool:
-        return any(unit.comm.is_checked for unit in self.units[:1])
 
     def _agree(self) -> None:
         """Make one order of those in which the ranks entered the units: they may differ."""

@@ -99,8 +99,7 @@ def scaled(grads: torch.Tensor, coefficient: torch.Tensor | None, room: torch.Te
         return grads if coefficient is None else grads.mul_(coefficient)
     if coefficient is None:
         return grads.to(torch.float32) if room is None else room.copy_(grads)
-    # A tensor with a dimension takes part in promotion: the product is computed and stored in fp32.
-    return torch.mul(grads, coefficient.view(1), out=room)
+    return torch.mul(grads, coefficient, out=room)
 
 
 def _slab(home: Home, key: str, value: torch.Tensor) -> Slab:

@@ -11,25 +11,25 @@ import torch
 from torch import nn
 
 _OPAQUE = (nn.Module, type, FunctionType, MethodType, ModuleType, str, bytes, int, float, complex, torch.dtype)
-_KEPT = (torch.Tensor, list, tuple, dict)
+_KEPT: frozenset[Any] = frozenset((torch.Tensor, list, tuple, dict))
 _KEPT_COUNT = 64
 """Longer lists on a module are tables, not losses."""
 _OWN = frozenset(vars(nn.Module()))
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(*values: Any) -> list[torch.Tensor]:
     """Every tensor in nested lists, tuples, mappings and dataclasses, in order."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name))
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += tensors_in(*value)
+        elif isinstance(value, Mapping):
+            found += tensors_in(*value.values())
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            found += tensors_in(*(getattr(value, field.name) for field in dataclasses.fields(value)))
+    return found
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -77,7 +77,5 @@ def kept_by(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
     for module in modules:
         for name, value in vars(module).items():
             if value.__class__ in _KEPT and name not in _OWN:
-                if isinstance(value, torch.Tensor):
-                    yield value
-                elif len(value) <= _KEPT_COUNT:
+                if isinstance(value, torch.Tensor) or len(value) <= _KEPT_COUNT:
                     yield from tensors_in(value)

@@ -60,6 +60,8 @@ class Weights:
         self._pins = 0
         self._watch = pending.Watch(self.params, self)
         self.owned = layout.shard(comm.rank) if policy.optim_sharded else Span(0, layout.numel)
+        self.is_whole = self.owned.numel == layout.numel
+        """Whether this rank owns every element, so that nothing need be gathered."""
         self._comm = comm
         self._handle: Handle = DONE
         self._keeping: Handle = DONE
@@ -76,6 +78,7 @@ class Weights:
         dtype = policy.weight_dtype if self._keeps_weights else policy.master_dtype
         self._part = Buffer(ledger, Entry(kind, name, Tier.DEVICE), self.owned.numel, dtype, comm.device)
         self._views = self._full.views(layout)
+        self._mine = self._full.view(self.owned)
         blank = _blank(policy.weight_dtype, comm.device)
         self._stand_ins = [blank.expand(slot.spec.shape) for slot in layout.slots]
         runs = layout.updates(comm.rank if policy.optim_sharded else None) if policy.trainable else ()
@@ -91,7 +94,7 @@ class Weights:
         """The owned elements as they are updated, wherever they are, to look at. Off the device, it waits for them."""
         if (home := self.master_home) is not None:
             return home.read(MASTER, home.everything)
-        return self._part.tensor if self._part.live else self._full.tensor[self.owned.slice]
+        return self._part.tensor if self._part.live else self._mine
 
     @property
     def master_home(self) -> Home | None:
@@ -114,11 +117,6 @@ class Weights:
     def full_bytes(self) -> int:
         """What the unit takes while it is gathered."""
         return self._full.size_bytes
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether this rank owns every element, so that nothing need be gathered."""
-        return self.owned.numel == self._full.tensor.numel()
 
     def adopt(self) -> None:
         """Take the model's values, rank 0's for all, and come to rest.
@@ -150,7 +148,7 @@ class Weights:
         if not self._one_storage:
             self._full.allocate().copy_(exact)
         if self._keeps_weights:
-            self._part.allocate().copy_(self._full.tensor[self.owned.slice])
+            self._part.allocate().copy_(self._mine)
         self._bind(self._views)
         self.bind_pieces()
         self.state = State.READY
@@ -216,8 +214,7 @@ class Weights:
             self._bind(self._stand_ins)
             self._watch.begin()
             if self._one_storage and not self._master_is_home:
-                mine = self._full.tensor[self.owned.slice]
-                self._part.allocate().copy_(mine)
+                self._part.allocate().copy_(self._mine)
                 self.bind_pieces()
             self._full.free()
             self.state = State.RELEASED
@@ -296,10 +293,9 @@ class Weights:
         if self._home is not None and (self._home.job is not None or (self._master_is_home and not self._part.live)):
             self._publish_from_home(self._home)
             return
-        mine = self._full.tensor[self.owned.slice]
         if self._part.live:
             self._keeping.wait()
-            mine.copy_(self._part.tensor)
+            self._mine.copy_(self._part.tensor)
             if self._one_storage:
                 self._part.free()
                 self.bind_pieces()
@@ -309,7 +305,7 @@ class Weights:
         self._expect(self._comm.gather(self._full.tensor, "gather", self.name))
 
     def _publish_from_home(self, home: Home) -> None:
-        arrival = home.deliver(self._full.tensor[self.owned.slice])
+        arrival = home.deliver(self._mine)
         if self.is_whole:
             self._expect(arrival)
             return
@@ -339,13 +335,19 @@ class Weights:
 
     def bind_pieces(self) -> None:
         """Let the optimizer's parameters be where the master is."""
-        home = self.master_home
-        master = self.master if home is None else None
-        for (_, piece), span, shape in zip(self.pieces, self.piece_spans, self._piece_shapes, strict=True):
-            if home is not None:
-                piece.data = home.slabs[MASTER].at_rest(span, torch.Size(shape))
-            elif master is not None:
-                piece.data = master[span.slice].view(shape)
+        if (home := self.master_home) is None:
+            values = self.cut(self.master)
+        else:
+            places = zip(self.piece_spans, self._piece_shapes, strict=True)
+            values = [home.slabs[MASTER].at_rest(span, torch.Size(shape)) for span, shape in places]
+        for (_, piece), value in zip(self.pieces, values, strict=True):
+            piece.data = value
+
+    def cut(self, owned: torch.Tensor) -> list[torch.Tensor]:
+        """A flat tensor of the owned elements as the optimizer's pieces of it."""
+        if self._piece_shapes == [owned.shape]:
+            return [owned]
+        return [owned[s.slice].view(shape) for s, shape in zip(self.piece_spans, self._piece_shapes, strict=True)]
 
 
 def _blank(dtype: torch.dtype, device: torch.device) -> torch.Tensor:

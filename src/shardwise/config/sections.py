@@ -269,7 +269,7 @@ class Runtime(Section):
     prefetch_bytes: Bytes | None = Field(default=None, description="most to gather ahead of use")
     max_gathered_bytes: Bytes | None = Field(default=None, description="above this, nothing is gathered ahead")
     gather_bucket_bytes: Bytes | None = Field(
-        default=None, description="small blocks are not merged beyond this (none: 1MiB)"
+        default=None, description="small blocks are not merged beyond this (none: 32MiB)"
     )
     whole_tensors: StrictBool = Field(
         default=False, description="optimizers get undivided tensors (Muon and Adafactor always do)"

@@ -162,7 +162,7 @@ def test_weights_are_read_from_files(rank, world_size, preset, files, kept, tmp_
 
 @pytest.mark.full  # transformers takes seconds to import
 def test_a_model_of_transformers_is_built_and_read(tmp_path):
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", reason="transformers is the extra hf")
     config = transformers.LlamaConfig(
         hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4, vocab_size=500
     )

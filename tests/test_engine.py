@@ -555,6 +555,28 @@ def test_gathered_takes_anything_and_keeps_what_is_written(rank, world_size, pre
 @ranks(2)
 @pytest.mark.parametrize("preset", STAGES)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("has_graph", [True, False])
+def test_what_is_written_is_kept_through_a_forward(rank, world_size, preset, precision, has_graph):
+    """Also by one rank, and if the units before were left gathered by a forward without backward."""
+    engine = start("mlp", {"preset": preset, "precision": {"compute": precision}})
+    train_step(engine, rank, 0)
+    with torch.no_grad():
+        engine(make_batch(engine.module, rank, 0))
+    engine(make_batch(engine.module, rank, 1))
+    params = list(engine.module.parameters())
+    with shardwise.gathered(params, write=True, source=1), torch.no_grad():
+        for param in params:
+            param.fill_(float(rank))
+        with torch.set_grad_enabled(has_graph):
+            engine(make_batch(engine.module, rank, 2))
+        assert all(param.eq(rank).all() for param in params)
+    assert all(value.eq(1.0).all() for value in weights_after(engine).values())
+    engine.destroy()
+
+
+@ranks(2)
+@pytest.mark.parametrize("preset", STAGES)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_load_state_dict_reaches_the_master_copies(rank, world_size, preset, precision):
     source = make_model("mlp")
     with torch.no_grad():

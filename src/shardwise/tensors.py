@@ -76,6 +76,6 @@ def kept_by(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
     """Tensors that modules keep in attributes of theirs, alone or in a short list, tuple or dict: losses put aside."""
     for module in modules:
         for name, value in vars(module).items():
-            if value.__class__ in _KEPT and name not in _OWN:
-                if isinstance(value, torch.Tensor) or len(value) <= _KEPT_COUNT:
-                    yield from tensors_in(value)
+            is_kept = value.__class__ in _KEPT and name not in _OWN
+            if is_kept and (isinstance(value, torch.Tensor) or len(value) <= _KEPT_COUNT):
+                yield from tensors_in(value)

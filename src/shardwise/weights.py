@@ -168,10 +168,14 @@ class Weights:
         """Take part in a gather that other ranks need, also if the values are here: they come once more."""
         if self.state is State.RELEASED:
             self.gather()
-        else:
-            with mark("gather", self.name):
-                self.settle()
+            return
+        with mark("gather", self.name):
+            self.settle()
+            if not self._pins:
                 self._publish()
+            elif not self.is_whole:
+                # They go past what is held here, into which somebody may have written.
+                self.whole(self._mine, "gather")
 
     def refresh(self) -> None:
         """After an update of the master: bring the new values to whoever holds the weights.
@@ -231,14 +235,14 @@ class Weights:
         if self.policy.weights_sharded:
             self.release()
 
-    def whole(self, owned: torch.Tensor) -> torch.Tensor:
+    def whole(self, owned: torch.Tensor, kind: str = "control") -> torch.Tensor:
         """The flat tensor of the whole unit of which every rank brings its `owned` elements. A collective."""
         owned = owned.to(self._comm.device)
         if self.is_whole:
             return owned
         full = owned.new_empty(self._full.tensor.numel())
         full[self.owned.slice] = owned
-        self._comm.gather(full, "control", self.name).wait()
+        self._comm.gather(full, kind, self.name).wait()
         return full
 
     def move_in(self) -> None:

@@ -54,7 +54,7 @@ def test_rotated_products_depend_on_the_distance_alone():
 
 @pytest.mark.full  # importing transformers takes longer than all of this file
 def test_hugging_face_reads_the_exported_names():
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", reason="transformers is the extra hf")
     torch.manual_seed(0)
     ours = LanguageModel(SMALL)
     theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**hub_config(SMALL)))

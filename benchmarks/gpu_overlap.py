@@ -56,19 +56,21 @@ class DelayedComm(Comm):
         self.delay_s += seconds
         return Delay(stream, int(seconds * self._cycles_per_s), fill)
 
-    def gather(self, full: torch.Tensor, kind: str) -> Delay:
+    def gather(self, full: torch.Tensor, kind: str, unit: str = "") -> Delay:
         parts = full.view(self.world_size, -1)
         return self._delay(self._gathers, full.numel() * full.element_size(), lambda: parts[1:].copy_(parts[:1]))
 
-    def exchange(self, received: torch.Tensor, sent: torch.Tensor, kind: str) -> tuple[Delay, list[torch.Tensor]]:
+    def exchange(
+        self, received: torch.Tensor, sent: torch.Tensor, kind: str, unit: str = ""
+    ) -> tuple[Delay, list[torch.Tensor]]:
         delay = self._delay(self._reductions, sent.numel() * sent.element_size(), lambda: received.copy_(sent))
         return delay, list(received)
 
-    def share(self, values: torch.Tensor) -> torch.Tensor:
+    def share(self, values: torch.Tensor, name: str = "", stream: str = "") -> torch.Tensor:
         self._delay(self._reductions, 0).wait()
         return values.unsqueeze(0)
 
-    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
+    def broadcast(self, tensor: torch.Tensor, source: int = 0, unit: str = "") -> None:
         pass
 
 

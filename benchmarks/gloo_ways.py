@@ -1,4 +1,5 @@
-"""An exchange between two ranks over Gloo on the CPU, beside computation: over one connection, and over one each way.
+"""An exchange between two ranks on the CPU, beside computation: over one connection of Gloo's, over one each way, and
+with the ranks reading each other's memory.
 
     python benchmarks/gloo_ways.py
 
@@ -21,11 +22,13 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from shardwise import env
+from shardwise.neighbours import Loan, Neighbours, Reader, lend
 
 RESULTS = Path(__file__).parent / "results"
 NUMEL, EXCHANGES, ROUNDS = 1_600_000, 40, 12
 
 Ways = tuple[Any, Any]
+Issue = Callable[[int], list[Any]]
 
 
 def exchange(ways: Ways, sent: torch.Tensor, received: torch.Tensor, tag: int) -> list[Any]:
@@ -37,7 +40,13 @@ def exchange(ways: Ways, sent: torch.Tensor, received: torch.Tensor, tag: int) -
     ]
 
 
-def turn(issue: Callable[[int], list[Any]], first_tag: int) -> tuple[float, float]:
+def swap(reader: Reader, ways: Ways, sent: torch.Tensor, received: torch.Tensor, tag: int) -> list[Any]:
+    """The same where ranks tell each other over the ways where to read."""
+    rank = dist.get_rank()
+    return [reader.swap([lend(sent, ways[rank], 1 - rank)], [Loan(1 - rank, received, ways[1 - rank])], tag)]
+
+
+def turn(issue: Issue, first_tag: int) -> tuple[float, float]:
     """Milliseconds and CPU milliseconds of one exchange."""
     matrix = torch.randn(256, 256)
     dist.barrier()
@@ -60,15 +69,21 @@ def measure(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     one, other = dist.new_group(), dist.new_group()
     sent, received = torch.ones(NUMEL), torch.empty(NUMEL)
-    kinds: dict[str, Ways | None] = {"none": None, "one connection": (one, one), "one each way": (one, other)}
+    met = Neighbours.meet(store, rank, 2)
+    assert met is not None, "this system does not let processes read others' memory"
+    reader = Reader(met, 2)
+    kinds: dict[str, Issue] = {
+        "none": lambda tag: [],
+        "one connection": lambda tag: exchange((one, one), sent, received, tag),
+        "one each way": lambda tag: exchange((one, other), sent, received, tag),
+        "each other's memory": lambda tag: swap(reader, (one, other), sent, received, tag),
+    }
     seen: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
     tag = 0
     for _ in range(ROUNDS + 1):
-        for kind, ways in kinds.items():
+        for kind, issue in kinds.items():
             tag += EXCHANGES
-            seen[kind].append(
-                turn(lambda number, ways=ways: exchange(ways, sent, received, number) if ways else [], tag)
-            )
+            seen[kind].append(turn(issue, tag))
     if rank == 0:
         Path(folder, "seen.json").write_text(json.dumps({kind: values[1:] for kind, values in seen.items()}))
     dist.barrier()

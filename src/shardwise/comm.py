@@ -8,7 +8,7 @@ adds up what it received itself, in rank order. So the sum depends on nothing bu
 is an all-reduce in disguise: twice the bytes, and from W = 3 on its bits depend on where buffers are cut).
 
 Every operation is checked (see `agreement`): over Gloo on the CPU all of them are sends and receives, whose tags tell
-operations apart; elsewhere ranks meet over what is new.
+operations apart (on one machine, of where values are: see `neighbours`); elsewhere ranks meet over what is new.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d as c10d
 
+from shardwise import neighbours
 from shardwise.agreement import Agreement, Ticket
+from shardwise.neighbours import Loan, Neighbours, Reader
 
 # Renamed in torch 2.13, where the old name warns.
 _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
@@ -108,11 +110,14 @@ class Comm:
         self._streams = {stream: stream for stream in _STREAMS}
         if not self._own and not self._sends_directly:
             self._streams[_REDUCE] = _GATHER
-        self._agreement = (
-            _agree(self._groups[_GATHER].up, self.rank, self.world_size, is_world) if "fake" not in backend else None
-        )
-        if self._agreement is not None:
+        self._agreement: Agreement | None = None
+        self._readers: dict[str, Reader] = {}
+        if self.world_size > 1 and "fake" not in backend:
+            store = _store(self._groups[_GATHER].up)
+            self._agreement = Agreement(store, self.rank, self.world_size, is_world)
             self._agreement.wake = self._break_groups
+            met = Neighbours.meet(store, self.rank, self.world_size) if self._sends_directly and self._own else None
+            self._readers = {stream: Reader(met, self.world_size) for stream in _STREAMS} if met is not None else {}
 
     def _ways(self, stream: str, ranks: list[int], given: Any) -> _Ways:
         """The groups of a stream: made here, unless one was `given`; two if ranks send to each other directly."""
@@ -170,6 +175,10 @@ class Comm:
         ways, mine, tag = self._groups[ticket.stream], self.rank, ticket.tag
         others = [(mine + step) % self.world_size for step in range(1, self.world_size)]
         try:
+            if self._readers and sent[mine].nbytes >= neighbours.LEAST_BYTES:
+                lent = [neighbours.lend(sent[rank], ways.between(mine, rank), rank) for rank in others]
+                borrowed = [Loan(rank, received[rank], ways.between(rank, mine)) for rank in reversed(others)]
+                return self._checked(ticket, self._readers[ticket.stream].swap(lent, borrowed, tag))
             receives = [
                 dist.irecv(received[rank], group=ways.between(rank, mine), group_src=rank, tag=tag)
                 for rank in reversed(others)
@@ -237,6 +246,8 @@ class Comm:
         """Give the process groups back."""
         if self._agreement is not None:
             self._agreement.close()
+        for reader in self._readers.values():
+            reader.close()
         for group in self._own:
             if dist.is_initialized():
                 dist.destroy_process_group(group)
@@ -287,10 +298,8 @@ _ENGINES: Counter[str] = Counter()
 """How many engines each group has had: all its ranks make them in the same order."""
 
 
-def _agree(group: Any, rank: int, world_size: int, is_world: bool) -> Agreement | None:
-    if world_size == 1:
-        return None
+def _store(group: Any) -> PrefixStore:
+    """The part of the store that is for one engine of a group."""
     name = group.group_name
     _ENGINES[name] += 1
-    store = PrefixStore(f"shardwise/{name}/{_ENGINES[name]}", c10d._get_default_store())
-    return Agreement(store, rank, world_size, is_world)
+    return PrefixStore(f"shardwise/{name}/{_ENGINES[name]}", c10d._get_default_store())

@@ -12,6 +12,7 @@ With W the size of the group and n the bytes of the whole buffer (of all ranks' 
 | gather | n, the rank's own tensor; nothing on the destination |
 | scatter | the other ranks' parts on the source; nothing elsewhere |
 | send | n; receiving costs nothing |
+| lend (`shardwise.neighbours`) | n, which another process reads |
 | barrier | nothing; recorded all the same |
 
 What it cannot see: functions imported by name before it started (`from torch.distributed import all_reduce`),
@@ -28,6 +29,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+
+from shardwise import neighbours
 
 
 @dataclass(frozen=True)
@@ -182,6 +185,7 @@ class WireObserver:
                 self._replace(dist, name, wrapper)
                 if name in CALLED_BY_OBJECT_COLLECTIVES:
                     self._replace(c10d, name, wrapper)
+        self._replace(neighbours, "lend", self._wrap("lend", neighbours.lend, _send))
         self._teach_p2p_op()
         return self
 

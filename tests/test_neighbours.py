@@ -1,0 +1,146 @@
+"""Ranks on one machine that read each other's memory: the same values as through sockets, and no rank left waiting."""
+
+import contextlib
+import os
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+import shardwise
+from shardwise import neighbours
+from shardwise.comm import Comm
+from shardwise.models import MLP
+from shardwise.neighbours import Neighbours
+from shardwise.observe import WireObserver
+from support import ranks
+from support.training import train
+
+
+def is_allowed():
+    try:
+        value = torch.ones(1)
+        Neighbours([os.getpid()]).read(0, value.data_ptr(), torch.empty(1))
+    except (OSError, AttributeError):
+        return False
+    return True
+
+
+pytestmark = pytest.mark.skipif(not is_allowed(), reason="this system does not let processes read others' memory")
+
+NUMEL = 3 * 4 * 5 * 2**14
+"""Divides by 2 to 5, and each part is long enough to be read."""
+
+
+@contextlib.contextmanager
+def memory_reads():
+    """Within it, the bytes that this process reads of others."""
+    seen = []
+    read = Neighbours.read
+
+    def counted(self, rank, place, target):
+        seen.append(target.nbytes)
+        read(self, rank, place, target)
+
+    with mock.patch.object(Neighbours, "read", counted):
+        yield seen
+
+
+@ranks(2, 3, 4)
+def test_gathers_and_exchanges_bring_what_the_others_have(rank, world_size):
+    comm = Comm(None, torch.device("cpu"))
+    assert comm._readers
+    part = NUMEL // world_size
+    for turn in range(5):
+        full = torch.full((NUMEL,), float("nan"))
+        full.view(world_size, -1)[rank] = turn + rank
+        gather = comm.gather(full, "gather", "unit")
+        sent = torch.arange(world_size).repeat_interleave(part).view(world_size, part) * 100 + rank + turn
+        received = torch.empty(comm.rows_received, part, dtype=sent.dtype)
+        handle, rows = comm.exchange(received, sent, "reduce", "unit")
+        gather.wait()
+        handle.wait()
+        assert [row.unique().tolist() for row in full.view(world_size, -1)] == [[turn + r] for r in range(world_size)]
+        assert [row.unique().tolist() for row in rows] == [[rank * 100 + r + turn] for r in range(world_size)]
+    comm.close()
+
+
+@ranks(2)
+def test_ranks_may_wait_for_two_streams_in_different_orders(rank, world_size):
+    comm = Comm(None, torch.device("cpu"))
+    full, sent = torch.full((NUMEL,), float(rank)), torch.full((2, NUMEL), float(rank))
+    received = torch.empty(comm.rows_received, NUMEL)
+    gather = comm.gather(full, "gather", "unit")
+    exchange, rows = comm.exchange(received, sent, "reduce", "unit")
+    for handle in (gather, exchange) if rank else (exchange, gather):
+        handle.wait()
+    assert [row[0].item() for row in rows] == [0.0, 1.0]
+    comm.close()
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("preset", ["zero1", "zero3"])
+def test_bits_are_those_of_sockets(rank, world_size, preset):
+    hashes = {}
+    for least_bytes in (1, 2**40):
+        with (
+            mock.patch.object(neighbours, "LEAST_BYTES", least_bytes),
+            mock.patch("support.training.neighbours"),  # which would set it, too
+            memory_reads() as seen,
+        ):
+            hashes[least_bytes] = train("gpt", {"preset": preset, "precision": {"compute": "bf16"}}, rank)
+        assert (sum(seen) > 10_000) == (least_bytes == 1)  # the meeting reads a little
+    assert hashes[1] == hashes[2**40]
+
+
+@ranks(2, 4)
+def test_what_is_read_is_what_is_counted(rank, world_size):
+    """All ranks lend as much as they read."""
+    comm = Comm(None, torch.device("cpu"))
+    with WireObserver() as wire, memory_reads() as seen:
+        comm.gather(torch.ones(NUMEL), "gather", "unit").wait()
+    assert wire.by_op() == {"lend": sum(seen)} == {"lend": NUMEL * 4 * (world_size - 1) // world_size}
+    comm.close()
+
+
+def refuse(self, rank, place, target):
+    raise PermissionError("Operation not permitted")
+
+
+def other_process(self, rank, hint):
+    return False
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("hindrance", [("read", refuse), ("_finds", other_process)])
+def test_one_rank_that_cannot_read_makes_all_use_sockets(rank, world_size, hindrance):
+    if rank == 1:
+        with mock.patch.object(Neighbours, *hindrance):
+            engine = shardwise.initialize(MLP(width=300, depth=2), torch.optim.SGD, "zero3")
+    else:
+        engine = shardwise.initialize(MLP(width=300, depth=2), torch.optim.SGD, "zero3")
+    assert not engine.comm._readers
+    with WireObserver() as wire:
+        engine.backward(engine(torch.ones(2, 300)))
+        engine.step()
+    assert set(wire.by_op()) == {"isend"}
+    engine.destroy()
+
+
+@ranks(2)
+def test_a_process_with_the_same_number_elsewhere_is_not_taken_for_the_rank(rank, world_size):
+    store = dist.PrefixStore("elsewhere", c10d._get_default_store())
+    with mock.patch("os.getpid", return_value=os.getppid()):  # neither rank is there
+        assert Neighbours.meet(store, rank, world_size) is None
+
+
+@ranks(2)
+def test_memory_that_is_gone_is_an_error_and_no_crash(rank, world_size):
+    met = Neighbours([os.getpid()])
+    with pytest.raises(OSError, match=r"memory of rank 0 cannot be read: Bad address"):
+        met.read(0, 4096, torch.empty(1 << 16))
+    lost = Neighbours([2**22 + 1])
+    with pytest.raises(OSError, match="No such process"):
+        lost.read(0, 4096, torch.empty(4))

@@ -43,7 +43,7 @@ def exchange(ways: Ways, sent: torch.Tensor, received: torch.Tensor, tag: int) -
 def swap(reader: Reader, ways: Ways, sent: torch.Tensor, received: torch.Tensor, tag: int) -> list[Any]:
     """The same where ranks tell each other over the ways where to read."""
     rank = dist.get_rank()
-    return [reader.swap([lend(sent, ways[rank], 1 - rank)], [Loan(1 - rank, received, ways[1 - rank])], tag)]
+    return [reader.swap([lend(1 - rank, sent, ways[rank])], [Loan(1 - rank, received, ways[1 - rank])], tag)]
 
 
 def turn(issue: Issue, first_tag: int) -> tuple[float, float]:

@@ -6,6 +6,7 @@ import io
 import time
 import weakref
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -549,6 +550,19 @@ def test_gathered_takes_anything_and_keeps_what_is_written(rank, world_size, pre
     assert torch.equal(after["layers.0.weight"][1:], before["layers.0.weight"][1:])
     assert torch.equal(after["layers.2.weight"], before["layers.2.weight"])
     train_step(engine, rank, 1)
+    engine.destroy()
+
+
+@ranks(2)
+@pytest.mark.parametrize("preset", STAGES)
+def test_an_update_that_breaks_off_leaves_nothing_behind(rank, world_size, preset):
+    engine = start("mlp", {"preset": preset, "precision": {"compute": "bf16"}})
+    train_step(engine, rank, 0)
+    engine.backward(engine(make_batch(engine.module, rank, 1)))
+    with mock.patch("shardwise.optim.scaled", side_effect=MemoryError), pytest.raises(MemoryError):
+        engine.step()
+    assert "work" not in engine.report().memory_bytes
+    assert all(piece.grad is None for unit in engine.units for _, piece in unit.weights.pieces)
     engine.destroy()
 
 

@@ -1,7 +1,12 @@
 """Ranks on one machine that read each other's memory: the same values as through sockets, and no rank left waiting."""
 
 import contextlib
+import ctypes
 import os
+import signal
+import subprocess
+import sys
+import time
 from unittest import mock
 
 import pytest
@@ -130,10 +135,72 @@ def test_one_rank_that_cannot_read_makes_all_use_sockets(rank, world_size, hindr
 
 
 @ranks(2)
-def test_a_process_with_the_same_number_elsewhere_is_not_taken_for_the_rank(rank, world_size):
-    store = dist.PrefixStore("elsewhere", c10d._get_default_store())
-    with mock.patch("os.getpid", return_value=os.getppid()):  # neither rank is there
+@pytest.mark.parametrize("is_mapped", [True, False])
+def test_a_process_with_the_same_number_elsewhere_is_not_taken_for_the_rank(rank, world_size, is_mapped):
+    """It may have other values there, or nothing at all."""
+    store = dist.PrefixStore(f"elsewhere {is_mapped}", c10d._get_default_store())
+    other = ctypes.create_string_buffer(64)
+    with mock.patch("ctypes.addressof", return_value=ctypes.addressof(other) if is_mapped else 4096):
         assert Neighbours.meet(store, rank, world_size) is None
+
+
+@ranks(2)
+def test_an_engine_of_a_part_of_the_ranks_uses_sockets(rank, world_size):
+    both = dist.new_group([0, 1])
+    alone = [dist.new_group([other]) for other in range(world_size)][rank]
+    assert Comm(both, torch.device("cpu"))._readers
+    assert not Comm(alone, torch.device("cpu"))._readers
+
+
+@ranks(2)
+def test_an_interrupted_wait_ends_when_nobody_reads_any_more(rank, world_size):
+    comm = Comm(None, torch.device("cpu"))
+    full = torch.full((NUMEL,), float(rank))
+    if rank:
+        time.sleep(1.0)
+    gather = comm.gather(full, "gather", "unit")
+    if rank:
+        gather.wait()
+        assert full.view(2, -1)[:, 0].tolist() == [0.0, 1.0]
+    else:
+        signal.signal(signal.SIGALRM, interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        with pytest.raises(KeyboardInterrupt):
+            gather.wait()
+        full.fill_(-1.0)  # as whoever catches it may do
+    comm.close()
+
+
+def interrupt(number, frame):
+    raise KeyboardInterrupt
+
+
+@ranks(2)
+def test_nothing_is_waited_for_after_the_end(rank, world_size):
+    comm = Comm(None, torch.device("cpu"))
+    comm.close()
+    with pytest.raises(RuntimeError):
+        comm.gather(torch.ones(NUMEL), "gather", "unit").wait()
+
+
+SCRIPT = """
+import torch, shardwise
+from shardwise.models import MLP
+model = MLP(width=600, depth=12)
+engine = shardwise.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "zero1")
+assert engine.comm._readers
+engine.backward(engine(torch.ones(2, 600)))
+engine.step()
+"""
+
+
+def test_a_script_may_end_while_values_are_read(tmp_path):
+    """Without a word to the engine, with gathers under way."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "shardwise", "run", "-n", "2", str(tmp_path / "script.py")]
+    for _ in range(3):
+        result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert result.returncode == 0, result.stderr
 
 
 @ranks(2)

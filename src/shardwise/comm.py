@@ -1,4 +1,4 @@
-"""The only place that calls collectives.
+"""The only place that calls collectives; what ranks tell each other besides is in `neighbours`.
 
 Gathers and reductions run on process groups of their own, so that a gather issued ahead never queues behind a
 reduction. Bytes sent are counted by kind as they are issued. At W = 1 nothing is sent and the same code runs.
@@ -176,7 +176,7 @@ class Comm:
         others = [(mine + step) % self.world_size for step in range(1, self.world_size)]
         try:
             if self._readers and sent[mine].nbytes >= neighbours.LEAST_BYTES:
-                lent = [neighbours.lend(sent[rank], ways.between(mine, rank), rank) for rank in others]
+                lent = [neighbours.lend(rank, sent[rank], ways.between(mine, rank)) for rank in others]
                 borrowed = [Loan(rank, received[rank], ways.between(rank, mine)) for rank in reversed(others)]
                 return self._checked(ticket, self._readers[ticket.stream].swap(lent, borrowed, tag))
             receives = [

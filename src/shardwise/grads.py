@@ -135,16 +135,20 @@ class Grads:
         )
 
     @cached_property
+    def cast_bytes(self) -> int:
+        """What the gradients that an update of this rank needs take in fp32; nothing where they are in fp32."""
+        held = self._held if self._full is None else self._full
+        numel = self._layout.shard_numel if self.policy.optim_sharded else self._layout.numel
+        return 0 if held.tensor.dtype == torch.float32 else numel * torch.float32.itemsize
+
+    @cached_property
     def update_sizes(self) -> UpdateSizes:
         """What the unit's update makes of its gradients, where they are on the device."""
         held = self._held if self._full is None else self._full
         numel = self._layout.shard_numel if self.policy.optim_sharded else self._layout.numel
-        dtype = held.tensor.dtype
-        whole = self._layout.numel * dtype.itemsize if self._makes_whole else 0
-        if dtype == torch.float32:
-            return UpdateSizes(numel, whole, whole)
-        cast = numel * torch.float32.itemsize
-        return UpdateSizes(numel, whole + cast, cast - held.size_bytes)
+        whole = self._layout.numel * held.tensor.dtype.itemsize if self._makes_whole else 0
+        cast = self.cast_bytes
+        return UpdateSizes(numel, whole + cast, cast - held.size_bytes if cast else whole)
 
     def open(self) -> None:
         """The backward reaches the unit: gradients are about to arrive."""

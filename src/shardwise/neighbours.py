@@ -9,7 +9,7 @@ program is noticed as before. Where ranks cannot read each other, everything goe
 
 from __future__ import annotations
 
-import contextlib
+import atexit
 import ctypes
 import json
 import os
@@ -18,6 +18,7 @@ import secrets
 import threading
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ LEAST_BYTES = 1 << 18
 """Less is sent as it is: an answer and a thread's turn cost about as much."""
 
 _TOKEN_BYTES = 16
-_SET_PTRACER = 0x59616D61
+_END_S = 5.0
 
 
 class _Run(ctypes.Structure):
@@ -41,8 +42,10 @@ class Neighbours:
 
     def __init__(self, pids: Sequence[int]) -> None:
         self._pids = list(pids)
-        self._libc = ctypes.CDLL(None, use_errno=True)
-        self._libc.process_vm_readv.restype = ctypes.c_ssize_t
+        self._read = ctypes.CDLL(None, use_errno=True).process_vm_readv
+        runs = (ctypes.POINTER(_Run), ctypes.c_ulong)
+        self._read.argtypes = (ctypes.c_int, *runs, *runs, ctypes.c_ulong)
+        self._read.restype = ctypes.c_ssize_t
 
     @classmethod
     def meet(cls, store: Store, rank: int, world_size: int) -> Neighbours | None:
@@ -51,7 +54,6 @@ class Neighbours:
         The same number may be another process on another machine: what counts is to find what that rank has hidden.
         """
         secret = ctypes.create_string_buffer(secrets.token_bytes(_TOKEN_BYTES), _TOKEN_BYTES)
-        _allow_siblings()
         hint = {"pid": os.getpid(), "place": ctypes.addressof(secret), "token": secret.raw.hex()}
         store.set(f"neighbour/{rank}", json.dumps(hint))
         hints = [json.loads(store.get(f"neighbour/{other}")) for other in range(world_size)]
@@ -67,7 +69,7 @@ class Neighbours:
         return met if all(answer == b"yes" for answer in answers) else None
 
     def _finds(self, rank: int, hint: dict[str, Any]) -> bool:
-        found = torch.empty(_TOKEN_BYTES, dtype=torch.uint8)
+        found = torch.empty(_TOKEN_BYTES, dtype=torch.uint8, device="cpu")
         self.read(rank, hint["place"], found)
         return bool(bytes(found.tolist()).hex() == hint["token"])
 
@@ -76,9 +78,7 @@ class Neighbours:
         done, size, start = 0, target.numel() * target.element_size(), target.data_ptr()
         while done < size:
             here, there = _Run(start + done, size - done), _Run(place + done, size - done)
-            count = self._libc.process_vm_readv(
-                self._pids[rank], ctypes.byref(here), 1, ctypes.byref(there), 1, ctypes.c_ulong(0)
-            )
+            count = self._read(self._pids[rank], ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
             if count <= 0:
                 error = ctypes.get_errno()
                 raise OSError(error, f"the memory of rank {rank} cannot be read: {os.strerror(error)}")
@@ -93,7 +93,7 @@ class Loan(NamedTuple):
     group: Any
 
 
-def lend(tensor: torch.Tensor, group: Any, rank: int) -> Loan:
+def lend(rank: int, tensor: torch.Tensor, group: Any) -> Loan:
     """Values for a rank to read. They must stay as they are until it has."""
     return Loan(rank, tensor, group)
 
@@ -107,12 +107,21 @@ class Swap:
         self._error: Exception | None = None
 
     def wait(self) -> None:
-        self._is_done.wait()
+        """As Gloo's works do, it holds back Ctrl-C and its like: whoever catches them must not find values that others
+        still read."""
+        interruption: BaseException | None = None
+        while not self._is_done.is_set():
+            try:
+                self._is_done.wait()
+            except BaseException as error:
+                interruption = error
+        if interruption is not None:
+            raise interruption
         if self._error is not None:
             raise RuntimeError(str(self._error)) from self._error
 
     def end(self, error: Exception | None = None) -> None:
-        """Nobody reads or writes any more."""
+        """It is carried out, or given up."""
         self.lent, self.borrowed, self._error = (), (), error
         self._is_done.set()
 
@@ -126,21 +135,34 @@ class Reader:
 
     def __init__(self, neighbours: Neighbours, world_size: int) -> None:
         self._due: queue.SimpleQueue[Swap | None] = queue.SimpleQueue()
+        self._is_closed = False
         work = _Hand(neighbours, world_size).work
         self._thread = threading.Thread(target=work, args=(self._due,), name="shardwise reader", daemon=True)
         self._thread.start()
-        weakref.finalize(self, self._due.put, None)
+        weakref.finalize(self, self._due.put, None).atexit = False
+        # A thread that comes back from Gloo while the interpreter ends would abort the process.
+        self._on_exit = atexit.register(partial(_close, weakref.ref(self)))
 
     def swap(self, lent: Sequence[Loan], borrowed: Sequence[Loan], tag: int) -> Swap:
         """Let the others read, and read what they have for us, in this order."""
+        if self._is_closed:
+            raise RuntimeError("the engine was destroyed")
         swap = Swap(lent, borrowed, tag)
         self._due.put(swap)
         return swap
 
     def close(self) -> None:
-        """End the thread, unless it waits for what will never come."""
+        """End the thread once it is through, unless it waits for what will never come."""
+        self._is_closed = True
+        atexit.unregister(self._on_exit)
         self._due.put(None)
-        self._thread.join(timeout=1.0)
+        self._thread.join(_END_S)
+
+
+def _close(reference: weakref.ref[Reader]) -> None:
+    reader = reference()
+    if reader is not None:
+        reader.close()
 
 
 class _Hand:
@@ -148,10 +170,10 @@ class _Hand:
 
     def __init__(self, neighbours: Neighbours, world_size: int) -> None:
         self._neighbours = neighbours
-        self._places = torch.empty(world_size, dtype=torch.int64).split(1)
-        self._found = torch.empty(world_size, dtype=torch.int64).split(1)
+        slips = torch.empty(2 * world_size, dtype=torch.int64, device="cpu").split(1)
+        self._places, self._found = slips[:world_size], slips[world_size:]
         # An answer says nothing but that it came: all can be heard in one place.
-        self._answer, self._heard = torch.zeros(1, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
+        self._answer, self._heard = torch.zeros(2, dtype=torch.uint8, device="cpu").split(1)
 
     def work(self, due: queue.SimpleQueue[Swap | None]) -> None:
         while (swap := due.get()) is not None:
@@ -175,10 +197,3 @@ class _Hand:
             works.append(loan.group.send([self._answer], loan.rank, tag))
         for work in works:
             work.wait()
-
-
-def _allow_siblings() -> None:
-    """Where Linux only lets ancestors look into a process (Yama), let what our parent has started do so, too."""
-    with contextlib.suppress(AttributeError):
-        if os.getppid() > 1:
-            ctypes.CDLL(None).prctl(_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0)

@@ -111,11 +111,12 @@ class Updater:
         with mark("update", *(unit.name for unit in units)):
             try:
                 for unit in units:
-                    work.append(self._make_ready(unit, coefficient))
-                    if unit.name in self._frozen:
-                        frozen.append(Frozen(unit, self.optimizer))
                     for all_pieces, own in zip(pieces, self._pieces[unit.name], strict=True):
                         all_pieces += own
+                    work.append(self._cast(unit))
+                    self._make_ready(unit, coefficient)
+                    if unit.name in self._frozen:
+                        frozen.append(Frozen(unit, self.optimizer))
                 self.step_pieces(pieces, self.optimizer.param_groups)
                 for unit in units:
                     self.settle_ledger(unit)  # while gradients are there, beside which the first step makes its states
@@ -131,21 +132,21 @@ class Updater:
                 if unit.grads is not None and not cast_bytes:
                     unit.grads.clear()
 
-    def _make_ready(self, unit: Unit, coefficient: torch.Tensor | None) -> tuple[Entry, int]:
-        """Give the optimizer's pieces the unit's gradients, in fp32; those in 16 bits are gone then. The ledger has
-        what that took."""
+    def _cast(self, unit: Unit) -> tuple[Entry, int]:
+        """Enter into the ledger what gradients in fp32 take beside those in 16 bits."""
         assert unit.grads is not None
-        reduced = unit.grads.owned()
-        cast_bytes = 0 if reduced.dtype == torch.float32 else reduced.numel() * torch.float32.itemsize
-        entry = Entry(Kind.WORK, unit.name, Tier.DEVICE)
+        entry, cast_bytes = Entry(Kind.WORK, unit.name, Tier.DEVICE), unit.grads.cast_bytes
         self._ledger.add(entry, cast_bytes)
-        grads = scaled(reduced, coefficient)
+        return entry, cast_bytes
+
+    def _make_ready(self, unit: Unit, coefficient: torch.Tensor | None) -> None:
+        """Give the optimizer's pieces the unit's gradients, in fp32; those in 16 bits are gone then."""
+        assert unit.grads is not None
+        grads = scaled(unit.grads.owned(), coefficient)
         for (_, piece), grad in zip(unit.weights.pieces, unit.weights.cut(grads), strict=True):
             piece.grad = grad
-        if cast_bytes:
-            del reduced
+        if unit.grads.cast_bytes:
             unit.grads.clear()
-        return entry, cast_bytes
 
     def host(self, share: float) -> None:
         """From here on, update so much of what rests on the host there; see `hosted`."""

@@ -65,6 +65,7 @@ class Weights:
         self._comm = comm
         self._handle: Handle = DONE
         self._keeping: Handle = DONE
+        self._aside: tuple[Buffer, Handle] | None = None
         self._one_storage = policy.weight_dtype == policy.master_dtype
         self._full = Buffer(
             ledger, Entry(Kind.WEIGHTS, name, Tier.DEVICE), layout.numel, policy.weight_dtype, comm.device
@@ -174,8 +175,7 @@ class Weights:
             if not self._pins:
                 self._publish()
             elif not self.is_whole:
-                # They go past what is held here, into which somebody may have written.
-                self.whole(self._mine, "gather")
+                self._gather_aside()
 
     def refresh(self) -> None:
         """After an update of the master: bring the new values to whoever holds the weights.
@@ -204,6 +204,7 @@ class Weights:
     def catch_up(self) -> None:
         """Have the computing stream come after everything that is under way."""
         self.settle()
+        self._drop_aside()
         self._keeping.wait()
         self._keeping = DONE
 
@@ -232,17 +233,18 @@ class Weights:
 
     def unpin(self) -> None:
         self._pins -= 1
+        self._drop_aside()
         if self.policy.weights_sharded:
             self.release()
 
-    def whole(self, owned: torch.Tensor, kind: str = "control") -> torch.Tensor:
+    def whole(self, owned: torch.Tensor) -> torch.Tensor:
         """The flat tensor of the whole unit of which every rank brings its `owned` elements. A collective."""
         owned = owned.to(self._comm.device)
         if self.is_whole:
             return owned
         full = owned.new_empty(self._full.tensor.numel())
         full[self.owned.slice] = owned
-        self._comm.gather(full, kind, self.name).wait()
+        self._comm.gather(full, "control", self.name).wait()
         return full
 
     def move_in(self) -> None:
@@ -308,6 +310,21 @@ class Weights:
             return
         self._expect(self._comm.gather(self._full.tensor, "gather", self.name))
 
+    def _gather_aside(self) -> None:
+        """Let values go past those held here, into which somebody may have written."""
+        self._drop_aside()
+        entry = Entry(Kind.WORK, self.name, Tier.DEVICE)
+        full = self._full.tensor
+        aside = Buffer(self._ledger, entry, full.numel(), full.dtype, full.device)
+        aside.allocate()[self.owned.slice] = self._mine
+        self._aside = aside, self._comm.gather(aside.tensor, "gather", self.name)
+
+    def _drop_aside(self) -> None:
+        if self._aside is not None:
+            (aside, gathering), self._aside = self._aside, None
+            gathering.wait()
+            aside.free()
+
     def _publish_from_home(self, home: Home) -> None:
         arrival = home.deliver(self._mine)
         if self.is_whole:
@@ -350,7 +367,7 @@ class Weights:
     def cut(self, owned: torch.Tensor) -> list[torch.Tensor]:
         """A flat tensor of the owned elements as the optimizer's pieces of it."""
         if self._piece_shapes == [owned.shape]:
-            return [owned]
+            return [owned.view(-1)]
         return [owned[s.slice].view(shape) for s, shape in zip(self.piece_spans, self._piece_shapes, strict=True)]
 
 

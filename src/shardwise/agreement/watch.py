@@ -11,6 +11,7 @@ import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 from torch._C._distributed_c10d import Store
@@ -91,7 +92,7 @@ class Agreement:
         self._suspicion: list[Post] | None = None
         self._is_closed = threading.Event()
         reference = weakref.ref(self)
-        self._on_exit = atexit.register(_tell_end, reference)
+        self._on_exit = atexit.register(partial(_tell_end, reference))  # of its own: `close` takes it back
         threading.Thread(target=_watch, args=(reference, self._is_closed), name="shardwise", daemon=True).start()
 
     # For those who communicate

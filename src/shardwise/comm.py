@@ -1,4 +1,4 @@
-"""The only place that calls collectives; what ranks tell each other besides is in `neighbours`.
+"""The only place that calls collectives.
 
 Gathers and reductions run on process groups of their own, so that a gather issued ahead never queues behind a
 reduction. Bytes sent are counted by kind as they are issued. At W = 1 nothing is sent and the same code runs.
@@ -8,7 +8,8 @@ adds up what it received itself, in rank order. So the sum depends on nothing bu
 is an all-reduce in disguise: twice the bytes, and from W = 3 on its bits depend on where buffers are cut).
 
 Every operation is checked (see `agreement`): over Gloo on the CPU all of them are sends and receives, whose tags tell
-operations apart (on one machine, of where values are: see `neighbours`); elsewhere ranks meet over what is new.
+operations apart (on one machine, large values are read by who needs them, see `neighbours`); elsewhere ranks meet over
+what is new.
 """
 
 from __future__ import annotations

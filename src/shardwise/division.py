@@ -34,7 +34,7 @@ from shardwise.sizes import format_bytes, format_count
 __all__ = ["UnitSpec", "describe_units", "divide"]
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-_MERGE_BYTES = 2**25  # what keeps a link busy, and costs the host no more than a small one
+_MERGE_BYTES = 2**25  # a small unit costs the host as much as a large one
 _MERGE_SHARE = 16  # a unit need not exceed this part of the model, or small models would be one unit
 _LEFTOVER_SHARE = 8  # a leftover smaller than this part of a block is not worth a collective of its own
 

@@ -137,18 +137,25 @@ class Grads:
     @cached_property
     def cast_bytes(self) -> int:
         """What the gradients that an update of this rank needs take in fp32; nothing where they are in fp32."""
-        held = self._held if self._full is None else self._full
-        numel = self._layout.shard_numel if self.policy.optim_sharded else self._layout.numel
-        return 0 if held.tensor.dtype == torch.float32 else numel * torch.float32.itemsize
+        is_exact = self._resting.tensor.dtype == torch.float32
+        return 0 if is_exact else self._owned_numel * torch.float32.itemsize
 
     @cached_property
     def update_sizes(self) -> UpdateSizes:
         """What the unit's update makes of its gradients, where they are on the device."""
-        held = self._held if self._full is None else self._full
-        numel = self._layout.shard_numel if self.policy.optim_sharded else self._layout.numel
-        whole = self._layout.numel * held.tensor.dtype.itemsize if self._makes_whole else 0
+        whole = self._layout.numel * self._resting.tensor.dtype.itemsize if self._makes_whole else 0
         cast = self.cast_bytes
-        return UpdateSizes(numel, whole + cast, cast - held.size_bytes if cast else whole)
+        return UpdateSizes(self._owned_numel, whole + cast, cast - self._resting.size_bytes if cast else whole)
+
+    @property
+    def _resting(self) -> Buffer:
+        """What gradients rest in from the reduction to the update."""
+        return self._held if self._full is None else self._full
+
+    @property
+    def _owned_numel(self) -> int:
+        """How many elements this rank updates."""
+        return self._layout.shard_numel if self.policy.optim_sharded else self._layout.numel
 
     def open(self) -> None:
         """The backward reaches the unit: gradients are about to arrive."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import enum
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -140,24 +140,22 @@ class Buffer:
 
     def views(self, layout: Layout) -> list[torch.Tensor]:
         """The tensors of a layout as views that stay valid from one `allocate` to the next; `gaps` are the rest."""
-        # torch refuses to make a view beyond its storage, so there must be one for a moment.
-        if not self.live:
-            self._storage.resize_(self.size_bytes)
-        views = [self.tensor[slot.span.slice].view(slot.spec.shape) for slot in layout.slots]
-        self.gaps = [self.tensor[gap.slice] for gap in layout.gaps]
-        self._views += views + self.gaps
-        if not self.live:
-            self._storage.resize_(0)
-        return views
+        self.gaps = self._keep((gap, (gap.numel,)) for gap in layout.gaps)
+        return self._keep((slot.span, slot.spec.shape) for slot in layout.slots)
 
     def view(self, span: Span) -> torch.Tensor:
         """A part as a view that stays valid just so."""
+        return self._keep([(span, (span.numel,))])[0]
+
+    def _keep(self, places: Iterable[tuple[Span, tuple[int, ...]]]) -> list[torch.Tensor]:
+        # torch refuses to make a view beyond its storage, so there must be one for a moment.
         if not self.live:
             self._storage.resize_(self.size_bytes)
-        self._views.append(self.tensor[span.slice])
+        views = [self.tensor[span.slice].view(shape) for span, shape in places]
+        self._views += views
         if not self.live:
             self._storage.resize_(0)
-        return self._views[-1]
+        return views
 
     def allocate(self) -> torch.Tensor:
         """Give the tensor its storage; its content is undefined."""

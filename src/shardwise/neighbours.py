@@ -146,7 +146,7 @@ class Reader:
     def swap(self, lent: Sequence[Loan], borrowed: Sequence[Loan], tag: int) -> Swap:
         """Let the others read, and read what they have for us, in this order."""
         if self._is_closed:
-            raise RuntimeError("the engine was destroyed")
+            raise RuntimeError("the engine was destroyed: make another with shardwise.initialize")
         swap = Swap(lent, borrowed, tag)
         self._due.put(swap)
         return swap

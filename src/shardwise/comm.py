@@ -37,10 +37,6 @@ _STREAMS = (_GATHER, _REDUCE)
 _WAKING_TAG = 0x7FFFFFFF
 
 
-Blocks = Sequence[tuple[int, int]]
-"""Parts of a long tensor, each from an element to before another, that are worked on one after the other."""
-
-
 class Handle(Protocol):
     """A collective under way."""
 
@@ -191,9 +187,9 @@ class Comm:
             raise
         return self._checked(ticket, *receives, *sends)
 
-    def blocks(self, numel: int, block: int) -> Blocks:
-        """`numel` elements in blocks of `block`."""
-        return [(start, min(start + block, numel)) for start in range(0, numel, block)]
+    def blocks(self, tensor: torch.Tensor, block_numel: int) -> Sequence[torch.Tensor]:
+        """A long tensor in parts that are worked on one after the other."""
+        return tensor.split(block_numel) if tensor.numel() else ()
 
     def share(self, values: torch.Tensor, name: str = "norm", stream: str = _REDUCE) -> torch.Tensor:
         """A few values of every rank, on every rank: shape [W, *values.shape]. A control message, among the operations

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import nn
 
-from shardwise.comm import DONE, Blocks, Comm, Handle
+from shardwise.comm import DONE, Comm, Handle
 from shardwise.layout import Layout, Span
 from shardwise.memory import Buffer, Entry, Kind, Ledger, Tier
 
-_BLOCK_NUMEL = 1 << 15
-"""Elements summed at a time on the CPU: 128 KiB of fp32, so that a block stays in the cache."""
+_BLOCK_NUMEL = 1 << 16
+"""Elements summed at a time on the CPU: 256 KiB of fp32, so that a block stays in the cache."""
+
+Cut = Callable[[torch.Tensor], Sequence[torch.Tensor]]
+"""Into blocks that are worked on one after the other."""
 
 PLAINLY = torch._C.DisableTorchFunctionSubclass
 """Within it, watched parameters (see `pending`) are plain: their `grad` is looked at without a call into Python."""
@@ -170,7 +174,7 @@ class Exchange:
             block = block_numel(piece.numel(), comm.kernels)
             block_bytes = _sum_bytes(piece, block) if _sum_place(self._parts, piece, adds) is None else 0
             with self._ledger.passing("exchange", Tier.DEVICE, block_bytes):
-                _mean_in_rank_order(self._parts, piece, adds, comm.blocks(piece.numel(), block))
+                _mean_in_rank_order(self._parts, piece, adds, partial(comm.blocks, block_numel=block))
             self.abandon()
         if place is None:
             target()
@@ -214,14 +218,13 @@ class Exchange:
             self._sent = None
 
 
-def _mean_in_rank_order(parts: Sequence[torch.Tensor], target: torch.Tensor, add: bool, blocks: Blocks) -> None:
-    """target (+)= (parts[0] + parts[1] + ...) / W, in fp32 whatever the dtypes, rounded once."""
+def _mean_in_rank_order(parts: Sequence[torch.Tensor], target: torch.Tensor, add: bool, cut: Cut) -> None:
+    """target (+)= (parts[0] + parts[1] + ...) / W, in fp32 whatever the dtypes, rounded once; block by block."""
     scale, whole = 1.0 / len(parts), _sum_place(parts, target, add)
-    longest = max((stop - start for start, stop in blocks), default=0)
-    scratch = target.new_empty(longest if whole is None else 0, dtype=torch.float32)
-    for start, stop in blocks:
-        place, rows = target[start:stop], [part[start:stop] for part in parts]
-        mean = scratch[: stop - start] if whole is None else whole[start:stop]
+    places = cut(target)
+    scratch = target.new_empty(places[0].numel() if places and whole is None else 0, dtype=torch.float32)
+    means = cut(whole) if whole is not None else [scratch[: place.numel()] for place in places]
+    for place, mean, *rows in zip(places, means, *map(cut, parts), strict=True):
         if whole is None or len(rows) == 1:
             mean.copy_(rows[0])
         else:

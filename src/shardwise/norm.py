@@ -17,7 +17,7 @@ import torch
 
 from shardwise.comm import Comm
 
-_BLOCK_NUMEL = 1 << 15
+_BLOCK_NUMEL = 1 << 16
 _BITS, _PARTS = 16, 4
 
 
@@ -50,7 +50,7 @@ def norm_from_sums(sums: torch.Tensor, comm: Comm) -> torch.Tensor:
 
 def _sum_of_squares(shard: torch.Tensor, comm: Comm) -> torch.Tensor:
     """Blocks in fp32, their sums in fp64."""
-    blocks = (shard[start:stop].to(torch.float32) for start, stop in comm.blocks(shard.numel(), _BLOCK_NUMEL))
+    blocks = (block.to(torch.float32) for block in comm.blocks(shard, _BLOCK_NUMEL))
     sums = [torch.dot(block, block) for block in blocks]
     return torch.stack(sums).to(torch.float64).sum() if sums else torch.zeros((), dtype=torch.float64)
 
@@ -83,5 +83,5 @@ def _split_sums(squares: torch.Tensor, ceiling: torch.Tensor) -> torch.Tensor:
 def _blocks(shard: torch.Tensor, comm: Comm) -> Iterator[torch.Tensor]:
     """Fresh fp64 copies of a shard, a block at a time."""
     block = _BLOCK_NUMEL if comm.kernels == "cpu" else max(1, -(-shard.numel() // 8))
-    for start, stop in comm.blocks(shard.numel(), block):
-        yield shard[start:stop].to(torch.float64, copy=True)
+    for part in comm.blocks(shard, block):
+        yield part.to(torch.float64, copy=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from shardwise.comm import DONE, Blocks, Comm, Handle
+from shardwise.comm import DONE, Comm, Handle
 from shardwise.config import Config
 from shardwise.config.build import build_optimizer
 from shardwise.engine import Engine
@@ -100,9 +100,9 @@ class DryComm(Comm):
         others = [received[0]] * min(self.rank, 2)
         return DONE, [*others, sent[self.rank], received[-1]]
 
-    def blocks(self, numel: int, block: int) -> Blocks:
+    def blocks(self, tensor: torch.Tensor, block_numel: int) -> Sequence[torch.Tensor]:
         """One block stands for all: they take the same memory, one after the other."""
-        return super().blocks(numel, block)[:1]
+        return [tensor[:block_numel]] if tensor.numel() else ()
 
     def share(self, values: torch.Tensor, name: str = "", stream: str = "") -> torch.Tensor:
         if self.world_size == 1:

@@ -22,7 +22,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from shardwise import env
-from shardwise.neighbours import Loan, Neighbours, Reader, lend
+from shardwise.neighbours import Neighbours
+from shardwise.swaps import Piece, Reader, lend
 
 RESULTS = Path(__file__).parent / "results"
 NUMEL, EXCHANGES, ROUNDS = 1_600_000, 40, 12
@@ -40,10 +41,10 @@ def exchange(ways: Ways, sent: torch.Tensor, received: torch.Tensor, tag: int) -
     ]
 
 
-def swap(reader: Reader, ways: Ways, sent: torch.Tensor, received: torch.Tensor, tag: int) -> list[Any]:
-    """The same where ranks tell each other over the ways where to read."""
-    rank = dist.get_rank()
-    return [reader.swap([lend(1 - rank, sent, ways[rank])], [Loan(1 - rank, received, ways[1 - rank])], tag)]
+def swap(reader: Reader, sent: torch.Tensor, received: torch.Tensor, tag: int) -> list[Any]:
+    """The same where ranks tell each other where to read."""
+    other = 1 - dist.get_rank()
+    return [reader.swap([lend(other, [Piece.of(sent)], sent.dtype, None)], {other: received}, tag)]
 
 
 def turn(issue: Issue, first_tag: int) -> tuple[float, float]:
@@ -69,14 +70,14 @@ def measure(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     one, other = dist.new_group(), dist.new_group()
     sent, received = torch.ones(NUMEL), torch.empty(NUMEL)
-    met = Neighbours.meet(store, rank, 2)
+    met = Neighbours.meet(store, rank, 2, ["exchange"])
     assert met is not None, "this system does not let processes read others' memory"
-    reader = Reader(met, 2)
+    reader = Reader(met, "exchange")
     kinds: dict[str, Issue] = {
         "none": lambda tag: [],
         "one connection": lambda tag: exchange((one, one), sent, received, tag),
         "one each way": lambda tag: exchange((one, other), sent, received, tag),
-        "each other's memory": lambda tag: swap(reader, (one, other), sent, received, tag),
+        "each other's memory": lambda tag: swap(reader, sent, received, tag),
     }
     seen: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
     tag = 0

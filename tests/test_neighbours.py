@@ -15,25 +15,17 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 import shardwise
-from shardwise import neighbours
+from shardwise import neighbours, swaps
 from shardwise.comm import Comm
 from shardwise.models import MLP
-from shardwise.neighbours import Neighbours
+from shardwise.neighbours import Neighbours, Run
 from shardwise.observe import WireObserver
 from support import ranks
 from support.training import train
 
-
-def is_allowed():
-    try:
-        value = torch.ones(1)
-        Neighbours([os.getpid()]).read(0, value.data_ptr(), torch.empty(1))
-    except (OSError, AttributeError):
-        return False
-    return True
-
-
-pytestmark = pytest.mark.skipif(not is_allowed(), reason="this system does not let processes read others' memory")
+pytestmark = pytest.mark.skipif(
+    not neighbours.are_allowed(), reason="this system does not let processes read others' memory"
+)
 
 NUMEL = 3 * 4 * 5 * 2**10
 """Divides by 2 to 5."""
@@ -42,7 +34,7 @@ NUMEL = 3 * 4 * 5 * 2**10
 @contextlib.contextmanager
 def comm_that_reads():
     """However little there is to read."""
-    with mock.patch.object(neighbours, "LEAST_BYTES", 1):
+    with mock.patch.object(swaps, "LEAST_BYTES", 1):
         comm = Comm(None, torch.device("cpu"))
         yield comm
         comm.close()
@@ -54,9 +46,9 @@ def memory_reads():
     seen = []
     read = Neighbours.read
 
-    def counted(self, rank, place, target):
+    def counted(self, rank, runs, target):
         seen.append(target.nbytes)
-        read(self, rank, place, target)
+        read(self, rank, runs, target)
 
     with mock.patch.object(Neighbours, "read", counted):
         yield seen
@@ -93,14 +85,78 @@ def test_ranks_may_wait_for_two_streams_in_different_orders(rank, world_size):
         assert [row[0].item() for row in rows] == [0.0, 1.0]
 
 
+@pytest.mark.parametrize(
+    ("scope", "user", "is_allowed"), [("0", 1000, True), ("1", 1000, False), ("1", 0, True), (None, 1000, True)]
+)
+def test_what_yama_forbids_is_not_foreseen(tmp_path, scope, user, is_allowed):
+    if scope is not None:
+        (tmp_path / "scope").write_text(f"{scope}\n")
+    with mock.patch.object(neighbours, "_YAMA", tmp_path / "scope"), mock.patch("os.geteuid", return_value=user):
+        assert neighbours.are_allowed.__wrapped__() == is_allowed
+
+
+@pytest.mark.parametrize("count", [1, 7, 3000])
+def test_runs_and_zeros_between_them_are_read_one_after_the_other(count):
+    """3000 are more than the system takes at once."""
+    values = torch.arange(3.0 * count).view(count, 3)
+    runs = [run for row in values for run in (Run(row.data_ptr(), 12), Run(0, 8))]
+    found = torch.full((count, 5), float("nan"))
+    Neighbours([os.getpid()]).read(0, runs, found)
+    assert torch.equal(found, torch.nn.functional.pad(values, (0, 2)))
+
+
+def test_a_read_that_ends_early_is_taken_up_where_it_ended():
+    """As those beyond 2 GiB do."""
+    values, found = torch.arange(100.0).view(4, 25), torch.full((4, 25), float("nan"))
+    met = Neighbours([os.getpid()])
+    whole = met._read
+
+    def short(pid, here, here_count, there, there_count, flags):
+        for vector in (here._obj, there[0]):
+            vector.size = min(vector.size, 36)
+        return whole(pid, here, here_count, there, 1, flags)
+
+    met._read = short
+    met.read(0, [Run(row.data_ptr(), 100) for row in values], found)
+    assert torch.equal(found, values)
+
+
+@ranks(3)
+def test_a_stranger_at_the_door_is_sent_away(rank, world_size):
+    """Whoever is not one of the ranks is not heard, and keeps nobody from meeting."""
+    store = dist.PrefixStore("stranger", c10d._get_default_store())
+    call, strangers = Neighbours._call, []
+
+    def call_after_a_stranger(self, rank, tokens, streams):
+        code = "import socket, sys; s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); " + (
+            "s.connect(chr(0) + 'shardwise-' + sys.argv[1]); print('here', flush=True); sys.stdin.read()"
+        )
+        for token in tokens:
+            command = [sys.executable, "-c", code, token]
+            strangers.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+            strangers[-1].stdout.readline()
+        call(self, rank, tokens, streams)
+
+    with mock.patch.object(Neighbours, "_call", call_after_a_stranger):
+        met = Neighbours.meet(store, rank, world_size, ("gather", "reduce"))
+    for stranger in strangers:
+        stranger.communicate()
+    others = set(range(world_size)) - {rank}
+    assert {stream: set(lines) for stream, lines in met.lines.items()} == {"gather": others, "reduce": others}
+    for stream, lines in met.lines.items():
+        for line in lines.values():
+            line.send(f"{stream} {rank}".encode())
+        assert {other: line.recv(99).decode() for other, line in lines.items()} == {r: f"{stream} {r}" for r in others}
+
+
 @ranks(2, 3)
 @pytest.mark.parametrize("preset", ["zero1", "zero3"])
 def test_bits_are_those_of_sockets(rank, world_size, preset):
     hashes = {}
     for least_bytes in (1, 2**40):
         with (
-            mock.patch.object(neighbours, "LEAST_BYTES", least_bytes),
-            mock.patch("support.training.neighbours"),  # which would set it, too
+            mock.patch.object(swaps, "LEAST_BYTES", least_bytes),
+            mock.patch("support.training.swaps"),  # which would set it, too
             memory_reads() as seen,
         ):
             hashes[least_bytes] = train("gpt", {"preset": preset, "precision": {"compute": "bf16"}}, rank)
@@ -117,7 +173,7 @@ def test_what_is_read_is_what_is_counted(rank, world_size):
         assert wire.by_op() == {"lend": sum(seen)} == {"lend": NUMEL * 4 * (world_size - 1) // world_size}
 
 
-def refuse(self, rank, place, target):
+def refuse(self, rank, runs, target):
     raise PermissionError("Operation not permitted")
 
 
@@ -148,7 +204,7 @@ def test_a_process_with_the_same_number_elsewhere_is_not_taken_for_the_rank(rank
     store = dist.PrefixStore(f"elsewhere {is_mapped}", c10d._get_default_store())
     other = ctypes.create_string_buffer(64)
     with mock.patch("ctypes.addressof", return_value=ctypes.addressof(other) if is_mapped else 4096):
-        assert Neighbours.meet(store, rank, world_size) is None
+        assert Neighbours.meet(store, rank, world_size, ("gather",)) is None
 
 
 @ranks(3)
@@ -186,7 +242,7 @@ def interrupt(number, frame):
 def test_nothing_is_waited_for_after_the_end(rank, world_size):
     with comm_that_reads() as comm:
         pass
-    with mock.patch.object(neighbours, "LEAST_BYTES", 1), pytest.raises(RuntimeError):
+    with mock.patch.object(swaps, "LEAST_BYTES", 1), pytest.raises(RuntimeError):
         comm.gather(torch.ones(NUMEL), "gather", "unit").wait()
 
 
@@ -213,7 +269,9 @@ def test_a_script_may_end_while_values_are_read(tmp_path):
 def test_memory_that_is_gone_is_an_error_and_no_crash(rank, world_size):
     met = Neighbours([os.getpid()])
     with pytest.raises(OSError, match=r"memory of rank 0 cannot be read: Bad address"):
-        met.read(0, 4096, torch.empty(1 << 16))
+        met.read(0, [Run(4096, 4 << 16)], torch.empty(1 << 16))
     lost = Neighbours([2**22 + 1])
     with pytest.raises(OSError, match="No such process"):
-        lost.read(0, 4096, torch.empty(4))
+        lost.read(0, [Run(4096, 16)], torch.empty(4))
+    with pytest.raises(ValueError, match="rank 0 has 16 bytes where 20 are expected"):
+        met.read(0, [Run(4096, 16)], torch.empty(5))

@@ -35,7 +35,9 @@ class GradSizes:
     """Bytes of one unit: its full gradients, what they would rest in if they were replicated (fp32 where several
     micro-batches are added up), its largest parameter's, the shard held after the reduction; what is sent
     for it (the same in the wire's dtype) and received (the parts of all ranks, or of all others, where our own is taken
-    from what we send). Elements of its shard, and of the fp32 block in which 16-bit parts are added up."""
+    from what we send). Elements of its shard, and of the fp32 block in which 16-bit parts are added up.
+
+    Rows of `lent_from_bytes` on are read where autograd left them, and not packed; None: all are packed."""
 
     full: int
     rested: int
@@ -45,9 +47,14 @@ class GradSizes:
     received: int
     shard_numel: int
     block_numel: int
+    lent_from_bytes: int | None = None
 
     def summing(self, pieces: int) -> int:
         return 4 * min(self.block_numel, -(-self.shard_numel // pieces))
+
+    def is_lent(self, pieces: int) -> bool:
+        row_bytes = self.sent - self.received
+        return self.lent_from_bytes is not None and -(-row_bytes // pieces) >= self.lent_from_bytes
 
 
 @dataclass(frozen=True)
@@ -106,8 +113,9 @@ def portions(units: Sequence[UpdateSizes]) -> list[range]:
 
 
 def exchange_bytes(unit: GradSizes, flight: Flight) -> int:
-    """The buffers of one exchange of packed gradients: one to send from, one to receive into."""
-    return -(-(unit.sent + unit.received) // flight.pieces)
+    """The buffers of one exchange of gradients: one to send from, unless they are lent, and one to receive into."""
+    packed = 0 if unit.is_lent(flight.pieces) else unit.sent
+    return -(-(packed + unit.received) // flight.pieces)
 
 
 def replicated_peak(units: Sequence[GradSizes], accumulates: bool) -> int:
@@ -133,16 +141,23 @@ def sharded_peak(units: Sequence[GradSizes], accumulates: bool, flight: Flight) 
         arriving = held + unit.full + in_flight
         if later and not accumulates:
             held += later.held
-        # What is packed as a whole is let go when it is, before the receive buffer is there.
-        exchange = _exchange_peak(unit, accumulates, flight)
-        reducing = held + (max(exchange, unit.full + unit.sent) if flight.is_whole else exchange + unit.full)
-        peak = max(peak, arriving, reducing)
+        peak = max(peak, arriving, held + _reducing_peak(unit, accumulates, flight))
     return peak
 
 
+def _reducing_peak(unit: GradSizes, accumulates: bool, flight: Flight) -> int:
+    """An exchange, and the gradients from which it is made."""
+    exchange = _exchange_peak(unit, accumulates, flight)
+    if unit.is_lent(flight.pieces):
+        return exchange
+    # What is packed as a whole is let go when it is, before the receive buffer is there.
+    return max(exchange, unit.full + unit.sent) if flight.is_whole else exchange + unit.full
+
+
 def _exchange_peak(unit: GradSizes, accumulates: bool, flight: Flight) -> int:
-    """The buffers of an exchange, and what it makes."""
+    """The buffers of an exchange, what it makes, and what is lent until it is over."""
     made = (0 if accumulates else unit.held) + unit.summing(flight.pieces)
+    made += unit.full if unit.is_lent(flight.pieces) else 0
     if flight.is_whole and unit.received == unit.sent:
         # The send buffer goes before the shard to hold is there.
         return max(exchange_bytes(unit, flight), unit.received + made)

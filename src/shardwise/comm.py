@@ -8,7 +8,7 @@ adds up what it received itself, in rank order. So the sum depends on nothing bu
 is an all-reduce in disguise: twice the bytes, and from W = 3 on its bits depend on where buffers are cut).
 
 Every operation is checked (see `agreement`): over Gloo on the CPU all of them are sends and receives, whose tags tell
-operations apart (on one machine, large values are read by who needs them, see `neighbours`); elsewhere ranks meet over
+operations apart (on one machine, large values are read by who needs them, see `swaps`); elsewhere ranks meet over
 what is new.
 """
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
@@ -26,9 +26,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d as c10d
 
-from shardwise import neighbours
+from shardwise import swaps
 from shardwise.agreement import Agreement, Ticket
-from shardwise.neighbours import Loan, Neighbours, Reader
+from shardwise.neighbours import Neighbours
+from shardwise.swaps import Piece, Reader
 
 # Renamed in torch 2.13, where the old name warns.
 _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
@@ -113,8 +114,9 @@ class Comm:
             store = _store(self._groups[_GATHER].up)
             self._agreement = Agreement(store, self.rank, self.world_size, is_world)
             self._agreement.wake = self._break_groups
-            met = Neighbours.meet(store, self.rank, self.world_size) if self._sends_directly and self._own else None
-            self._readers = {stream: Reader(met, self.world_size) for stream in _STREAMS} if met is not None else {}
+            if self._sends_directly and self._own:
+                met = Neighbours.meet(store, self.rank, self.world_size, _STREAMS)
+                self._readers = {stream: Reader(met, stream) for stream in _STREAMS} if met is not None else {}
 
     def _ways(self, stream: str, ranks: list[int], given: Any) -> _Ways:
         """The groups of a stream: made here, unless one was `given`; two if ranks send to each other directly."""
@@ -128,8 +130,8 @@ class Comm:
         """Fill `full` from all ranks; each brings its own W-th part of it, in place."""
         if self.world_size == 1 or not full.numel():
             return DONE
-        self._count(kind, full)
-        ticket = self._issue(_GATHER, f"{'gather' if kind == 'gather' else f'gather ({kind})'} {unit}", full)
+        self._count(kind, full.nbytes)
+        ticket = self._issue(_GATHER, f"{'gather' if kind == 'gather' else f'gather ({kind})'} {unit}", full.numel())
         return self._gather(ticket, full)
 
     def _gather(self, ticket: Ticket, full: torch.Tensor) -> Handle:
@@ -156,36 +158,75 @@ class Comm:
 
         `received` has `rows_received` rows. Where it is one less than ranks, our own row is that of `sent`.
         """
-        self._count(kind, sent)
-        ticket = self._issue(_REDUCE, f"{kind} {unit}", sent)
+        self._count(kind, sent.nbytes)
+        ticket = self._issue(_REDUCE, f"{kind} {unit}", sent.numel())
         if not self._sends_directly:
             group = self._groups[_REDUCE].up
             work = dist.all_to_all_single(received.view(-1), sent.view(-1), group=group, async_op=True)
             return self._checked(ticket, work), list(received)
-        rows = [*received[: self.rank], sent[self.rank], *received[self.rank :]]
+        rows = self.rows(received, sent[self.rank])
         return self._send_directly(dict(enumerate(sent)), dict(enumerate(rows)), ticket), rows
+
+    @property
+    def lent_from_bytes(self) -> int | None:
+        """From which size on rows are read in each other's memory, and need not be brought together to be sent; None:
+        never."""
+        return swaps.LEAST_BYTES if self._readers else None
+
+    def lend(self, received: torch.Tensor, lent: Sequence[Sequence[Piece]], kind: str, unit: str = "") -> Handle:
+        """As `exchange`, of rows that lie in pieces."""
+        row_bytes = received[0].nbytes
+        self._count(kind, row_bytes * self.world_size)
+        ticket = self._issue(_REDUCE, f"{kind} {unit}", received[0].numel() * self.world_size)
+        rows = self.rows(received, received[0])  # of ours nothing is read
+        return self._swap(dict(enumerate(lent)), dict(enumerate(rows)), ticket)
+
+    def rows(self, received: torch.Tensor, own: torch.Tensor) -> list[torch.Tensor]:
+        """The rows of all ranks, in rank order, of which those of the others are received."""
+        return [*received[: self.rank], own, *received[self.rank :]]
 
     def _send_directly(
         self, sent: Mapping[int, torch.Tensor], received: Mapping[int, torch.Tensor], ticket: Ticket
     ) -> Handle:
         """`sent[w]` to each other rank w, and from it into `received[w]`, under a tag that no other operation has."""
-        ways, mine, tag = self._groups[ticket.stream], self.rank, ticket.tag
-        others = [(mine + step) % self.world_size for step in range(1, self.world_size)]
-        try:
-            if self._readers and sent[mine].nbytes >= neighbours.LEAST_BYTES:
-                lent = [neighbours.lend(rank, sent[rank], ways.between(mine, rank)) for rank in others]
-                borrowed = [Loan(rank, received[rank], ways.between(rank, mine)) for rank in reversed(others)]
-                return self._checked(ticket, self._readers[ticket.stream].swap(lent, borrowed, tag))
+        if self._readers and sent[self.rank].nbytes >= swaps.LEAST_BYTES:
+            return self._swap({rank: [Piece.of(row)] for rank, row in sent.items()}, received, ticket)
+        ways, mine = self._groups[ticket.stream], self.rank
+        with self._explaining(ticket):
             receives = [
-                dist.irecv(received[rank], group=ways.between(rank, mine), group_src=rank, tag=tag)
-                for rank in reversed(others)
+                dist.irecv(received[rank], group=ways.between(rank, mine), group_src=rank, tag=ticket.tag)
+                for rank in reversed(self._others)
             ]
-            sends = [dist.isend(sent[rank], group=ways.between(mine, rank), group_dst=rank, tag=tag) for rank in others]
+            sends = [
+                dist.isend(sent[rank], group=ways.between(mine, rank), group_dst=rank, tag=ticket.tag)
+                for rank in self._others
+            ]
+        return self._checked(ticket, *receives, *sends)
+
+    def _swap(
+        self, sent: Mapping[int, Sequence[Piece]], received: Mapping[int, torch.Tensor], ticket: Ticket
+    ) -> Handle:
+        """The same where every rank reads what the others have for it."""
+        dtype, group = received[self.rank].dtype, self._groups[ticket.stream].up
+        lent = [swaps.lend(rank, sent[rank], dtype, group) for rank in self._others]
+        borrowed = {rank: received[rank] for rank in reversed(self._others)}
+        with self._explaining(ticket):
+            return self._checked(ticket, self._readers[ticket.stream].swap(lent, borrowed, ticket.tag))
+
+    @property
+    def _others(self) -> list[int]:
+        """Those after this rank first, so that not all turn to the same."""
+        return [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
+
+    @contextlib.contextmanager
+    def _explaining(self, ticket: Ticket) -> Iterator[None]:
+        """What breaks an operation off as it is issued is told as what it is."""
+        try:
+            yield
         except RuntimeError as error:
             if self._agreement is not None:
                 self._agreement.explain(ticket, error)
             raise
-        return self._checked(ticket, *receives, *sends)
 
     def blocks(self, tensor: torch.Tensor, block_numel: int) -> Sequence[torch.Tensor]:
         """A long tensor in parts that are worked on one after the other."""
@@ -197,9 +238,9 @@ class Comm:
         if self.world_size == 1:
             return values.unsqueeze(0)
         everyone = values.new_empty(self.world_size, *values.shape)
-        self._count("control", everyone)
+        self._count("control", everyone.nbytes)
         everyone[self.rank] = values
-        self._gather(self._issue(stream, f"share {name}", everyone), everyone).wait()
+        self._gather(self._issue(stream, f"share {name}", everyone.numel()), everyone).wait()
         return everyone
 
     def share_object(self, value: Any, name: str = "object") -> list[Any]:
@@ -221,7 +262,7 @@ class Comm:
             # Gloo's broadcast has no tag of ours: first see that everyone is here.
             self.share(torch.zeros(1), f"broadcast {unit}, {tensor.numel()} elements")
         else:
-            self._issue(_GATHER, f"broadcast {unit}", tensor)
+            self._issue(_GATHER, f"broadcast {unit}", tensor.numel())
         dist.broadcast(tensor, group=self._groups[_GATHER].up, group_src=source)
 
     def note(self, what: str) -> None:
@@ -249,12 +290,12 @@ class Comm:
             if dist.is_initialized():
                 dist.destroy_process_group(group)
 
-    def _issue(self, stream: str, text: str, tensor: torch.Tensor) -> Ticket:
+    def _issue(self, stream: str, text: str, numel: int) -> Ticket:
         place = f" of micro-batch {self.micro_step}" if self.micro_step and stream == _REDUCE else ""
         stream = self._streams[stream]
         if self._agreement is None:
             return Ticket(stream, 0, text, 0)
-        return self._agreement.issue(stream, f"{text}{place}, {tensor.numel()} elements", self._sends_directly)
+        return self._agreement.issue(stream, f"{text}{place}, {numel} elements", self._sends_directly)
 
     def _checked(self, ticket: Ticket, *works: Any) -> Handle:
         if self._agreement is None:
@@ -266,6 +307,8 @@ class Comm:
 
     def _break_groups(self) -> None:
         """Wake whoever waits in our groups, here and on the other ranks: nobody can go on."""
+        for reader in self._readers.values():
+            reader.wake()
         for group in {id(group): group for ways in self._groups.values() for group in ways}.values():
             if self._waits_on_device:
                 with contextlib.suppress(RuntimeError):
@@ -280,8 +323,7 @@ class Comm:
                     assert receive is not None
                     receive.wait(timedelta(milliseconds=1))
 
-    def _count(self, kind: str, tensor: torch.Tensor) -> None:
-        size_bytes = tensor.numel() * tensor.element_size()
+    def _count(self, kind: str, size_bytes: int) -> None:
         self.sent_bytes[kind] += size_bytes * (self.world_size - 1) // self.world_size
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -12,15 +12,23 @@ from torch import nn
 from shardwise.comm import DONE, Comm, Handle
 from shardwise.layout import Layout, Span
 from shardwise.memory import Buffer, Entry, Kind, Ledger, Tier
+from shardwise.swaps import Piece
 
 _BLOCK_NUMEL = 1 << 16
 """Elements summed at a time on the CPU: 256 KiB of fp32, so that a block stays in the cache."""
 
-Cut = Callable[[torch.Tensor], Sequence[torch.Tensor]]
-"""Into blocks that are worked on one after the other."""
+Blocks = Callable[[torch.Tensor], Sequence[torch.Tensor]]
+"""Cuts a tensor into blocks that are worked on one after the other."""
 
 PLAINLY = torch._C.DisableTorchFunctionSubclass
 """Within it, watched parameters (see `pending`) are plain: their `grad` is looked at without a call into Python."""
+
+
+class Stretch(NamedTuple):
+    """A part of a row: of which parameter's gradient, by number, and which elements of it; None: padding."""
+
+    param: int | None
+    span: Span
 
 
 class Packing:
@@ -29,6 +37,16 @@ class Packing:
     def __init__(self, buffer: Buffer, layout: Layout) -> None:
         self.buffer = buffer
         self.views = buffer.views(layout)
+        self._layout = layout
+        self._stretches: dict[tuple[int, int], list[list[Stretch]]] = {}
+
+    def stretches(self, start: int, stop: int) -> list[list[Stretch]]:
+        """Of what the columns from `start` to `stop` of each rank's shard consist."""
+        if (start, stop) not in self._stretches:
+            ranks = range(self._layout.world_size)
+            rows = [Span(start, stop).shift(rank * self._layout.shard_numel) for rank in ranks]
+            self._stretches[start, stop] = [list(_stretches(row, self._layout)) for row in rows]
+        return self._stretches[start, stop]
 
     def fill(self, params: Sequence[nn.Parameter]) -> None:
         """Copy every gradient into place; zeros where there is none, and in between."""
@@ -50,6 +68,13 @@ class Packing:
             torch._foreach_add_([view for view, _ in pairs], [grad for _, grad in pairs])
 
 
+def _stretches(row: Span, layout: Layout) -> Iterator[Stretch]:
+    slots = [Stretch(index, slot.span) for index, slot in enumerate(layout.slots)]
+    for param, span in sorted([*slots, *(Stretch(None, gap) for gap in layout.gaps)], key=lambda each: each.span.start):
+        if part := span.intersect(row):
+            yield Stretch(param, part.shift(-span.start))
+
+
 def _grads_of(params: Sequence[nn.Parameter]) -> list[torch.Tensor | None]:
     """As plain values: a backward that makes a graph of its own leaves gradients with a history."""
     with PLAINLY():
@@ -60,7 +85,9 @@ def _grads_of(params: Sequence[nn.Parameter]) -> list[torch.Tensor | None]:
 
 
 class Source(Protocol):
-    """Gradients to send, seen as [W, shard]."""
+    """Gradients to send, seen as [W, shard]. Rows of `lent_from_bytes` on can be lent; None: none can."""
+
+    lent_from_bytes: int | None
 
     def whole(self, dtype: torch.dtype) -> torch.Tensor | None:
         """All of them in one tensor, if they can be had so."""
@@ -68,15 +95,20 @@ class Source(Protocol):
     def pack(self, sent: torch.Tensor, start: int, stop: int) -> None:
         """Copy the columns from `start` to `stop` of every shard."""
 
+    def lend(self, start: int, stop: int) -> Sequence[Sequence[Piece]]:
+        """The columns from `start` to `stop` of every shard where they lie."""
+
     def packed(self) -> None:
-        """Everything is in buffers: let go of what is not needed any more."""
+        """Everything is in buffers, or lent: let go of what is not needed any more."""
 
     def sent(self) -> None:
-        """Everything is sent: free what `whole` gave."""
+        """What was given so far is sent: free what `whole` gave, and what was lent."""
 
 
 class Flat:
     """Gradients in the unit's flat buffer."""
+
+    lent_from_bytes: int | None = None
 
     def __init__(self, shards: torch.Tensor) -> None:
         self._shards = shards
@@ -87,6 +119,9 @@ class Flat:
     def pack(self, sent: torch.Tensor, start: int, stop: int) -> None:
         sent.copy_(self._shards[:, start:stop])
 
+    def lend(self, start: int, stop: int) -> Sequence[Sequence[Piece]]:
+        raise NotImplementedError("its rows need not be brought together")
+
     def packed(self) -> None:
         pass
 
@@ -95,15 +130,29 @@ class Flat:
 
 
 class Strays:
-    """Gradients as autograd keeps them, each in its parameter's `grad`; `packing` is where they are laid out."""
+    """Gradients as autograd keeps them, each in its parameter's `grad`; `packing` is where they are laid out.
+
+    Where ranks read each other's memory, each is read where it lies, instead. `let_go` takes them from the parameters;
+    `gone` is called when they are not in use any more.
+    """
 
     def __init__(
-        self, params: Sequence[nn.Parameter], layout: Layout, packing: Packing, let_go: Callable[[], None]
+        self,
+        params: Sequence[nn.Parameter],
+        layout: Layout,
+        packing: Packing,
+        lent_from_bytes: int | None,
+        let_go: Callable[[], None],
+        gone: Callable[[], None],
     ) -> None:
+        self.lent_from_bytes = lent_from_bytes
         self._params = params
         self._layout = layout
         self._packing = packing
-        self.packed = let_go
+        self._let_go = let_go
+        self._gone = gone
+        self._lent: list[torch.Tensor | None] = []
+        self._is_packed = False
 
     def whole(self, dtype: torch.dtype) -> torch.Tensor | None:
         flat = self._packing.buffer.allocate()
@@ -114,8 +163,27 @@ class Strays:
         for rank, row in enumerate(sent):
             _lay_out(row, Span(start, stop).shift(rank * self._layout.shard_numel), self._params, self._layout)
 
+    def lend(self, start: int, stop: int) -> Sequence[Sequence[Piece]]:
+        dtype = self._packing.buffer.tensor.dtype
+        self._lent = [grad if grad is None else grad.to(dtype).reshape(-1) for grad in _grads_of(self._params)]
+        return [[_piece(self._lent, part, dtype) for part in row] for row in self._packing.stretches(start, stop)]
+
+    def packed(self) -> None:
+        self._let_go()
+        self._is_packed = True
+        if not self._lent:
+            self._gone()
+
     def sent(self) -> None:
         self._packing.buffer.free()
+        self._lent = []
+        if self._is_packed:
+            self._gone()
+
+
+def _piece(grads: Sequence[torch.Tensor | None], part: Stretch, dtype: torch.dtype) -> Piece:
+    grad = None if part.param is None else grads[part.param]
+    return Piece(None if grad is None else grad[part.span.slice], part.span.numel * dtype.itemsize)
 
 
 def _lay_out(target: torch.Tensor, wanted: Span, params: Sequence[nn.Parameter], layout: Layout) -> None:
@@ -145,7 +213,7 @@ class Exchange:
         self._handle: Handle = DONE
         self._sent: Buffer | None = None
         self._received: Buffer | None = None
-        self._parts: Sequence[torch.Tensor] = ()
+        self._sums: list[Sum] = []
         step = max(1, -(-layout.shard_numel // pieces))
         self._cuts = [(start, min(start + step, layout.shard_numel)) for start in range(0, layout.shard_numel, step)]
 
@@ -172,9 +240,10 @@ class Exchange:
             tensor, adds = place = place or target()
             piece = tensor[start:stop]
             block = block_numel(piece.numel(), comm.kernels)
-            block_bytes = _sum_bytes(piece, block) if _sum_place(self._parts, piece, adds) is None else 0
+            block_bytes = _sum_bytes(piece, block) if self._dtype != torch.float32 else 0
             with self._ledger.passing("exchange", Tier.DEVICE, block_bytes):
-                _mean_in_rank_order(self._parts, piece, adds, partial(comm.blocks, block_numel=block))
+                for part in self._sums:
+                    _mean_in_rank_order(part, piece[part.span.slice], adds, partial(comm.blocks, block_numel=block))
             self.abandon()
         if place is None:
             target()
@@ -183,29 +252,44 @@ class Exchange:
         """Wait, and free the buffers."""
         self._handle.wait()
         self._handle = DONE
-        self._parts = ()
+        self._sums = []
         self._drop_sent()
         if self._received is not None:
             self._received.free()
             self._received = None
 
     def _issue(self, comm: Comm, start: int, stop: int) -> None:
-        shape = (self._world_size, stop - start)
+        least_bytes = self._source.lent_from_bytes
+        is_lent = least_bytes is not None and (stop - start) * self._dtype.itemsize >= least_bytes
+        lent = self._source.lend(start, stop) if is_lent else None
+        parts = self._pack(comm, start, stop) if lent is None else None
+        if stop == self._cuts[-1][1]:
+            self._source.packed()
+        everything = Span(0, stop - start)
+        if self._world_size == 1:
+            assert parts is not None
+            self._sums = [Sum(everything, list(parts))]
+            return
+        shape = (comm.rows_received, stop - start)
+        self._received = self._buffer(comm, shape)
+        received = self._received.allocate().view(shape)
+        # Pieces have names of their own: what follows what must be the same in every step (`agreement`).
+        name = self._name if len(self._cuts) == 1 else f"{self._name} from {start}"
+        if lent is not None:
+            self._handle = comm.lend(received, lent, "reduce", name)
+            self._sums = list(_sums(received, lent[comm.rank], comm))
+        elif parts is not None:
+            self._handle, rows = comm.exchange(received, parts, "reduce", name)
+            self._sums = [Sum(everything, rows)]
+
+    def _pack(self, comm: Comm, start: int, stop: int) -> torch.Tensor:
         parts = self._source.whole(self._dtype) if len(self._cuts) == 1 else None
         if parts is None:
+            shape = (self._world_size, stop - start)
             self._sent = self._buffer(comm, shape)
             parts = self._sent.allocate().view(shape)
             self._source.pack(parts, start, stop)
-        self._parts = list(parts)
-        if stop == self._cuts[-1][1]:
-            self._source.packed()
-        if self._world_size > 1:
-            shape = (comm.rows_received, stop - start)
-            self._received = self._buffer(comm, shape)
-            received = self._received.allocate().view(shape)
-            # Pieces have names of their own: what follows what must be the same in every step (`agreement`).
-            name = self._name if len(self._cuts) == 1 else f"{self._name} from {start}"
-            self._handle, self._parts = comm.exchange(received, parts, "reduce", name)
+        return parts
 
     def _buffer(self, comm: Comm, shape: tuple[int, int]) -> Buffer:
         entry = Entry(Kind.WORK, "exchange", Tier.DEVICE)
@@ -218,13 +302,31 @@ class Exchange:
             self._sent = None
 
 
-def _mean_in_rank_order(parts: Sequence[torch.Tensor], target: torch.Tensor, add: bool, cut: Cut) -> None:
-    """target (+)= (parts[0] + parts[1] + ...) / W, in fp32 whatever the dtypes, rounded once; block by block."""
-    scale, whole = 1.0 / len(parts), _sum_place(parts, target, add)
+class Sum(NamedTuple):
+    """Rows of all ranks, in rank order, for these elements; `own` is one of them that must stay as it is."""
+
+    span: Span
+    rows: Sequence[torch.Tensor]
+    own: torch.Tensor | None = None
+
+
+def _sums(received: torch.Tensor, own: Sequence[Piece], comm: Comm) -> Iterator[Sum]:
+    """One for each piece of our own row."""
+    start, blank = 0, received.new_zeros(())
+    for values, size_bytes in own:
+        span = Span(start, start + size_bytes // received.itemsize)
+        mine = blank.expand(span.numel) if values is None else values
+        yield Sum(span, comm.rows(received[:, span.slice], mine), mine)
+        start = span.stop
+
+
+def _mean_in_rank_order(summed: Sum, target: torch.Tensor, add: bool, cut: Blocks) -> None:
+    """target (+)= (rows[0] + rows[1] + ...) / W, in fp32 whatever the dtypes, rounded once; block by block."""
+    scale, whole = 1.0 / len(summed.rows), _sum_place(summed, target, add)
     places = cut(target)
     scratch = target.new_empty(places[0].numel() if places and whole is None else 0, dtype=torch.float32)
     means = cut(whole) if whole is not None else [scratch[: place.numel()] for place in places]
-    for place, mean, *rows in zip(places, means, *map(cut, parts), strict=True):
+    for place, mean, *rows in zip(places, means, *map(cut, summed.rows), strict=True):
         if whole is None or len(rows) == 1:
             mean.copy_(rows[0])
         else:
@@ -236,15 +338,17 @@ def _mean_in_rank_order(parts: Sequence[torch.Tensor], target: torch.Tensor, add
             place.add_(mean) if add else place.copy_(mean)
 
 
-def _sum_place(parts: Sequence[torch.Tensor], target: torch.Tensor, add: bool) -> torch.Tensor | None:
-    """Where an fp32 sum grows: where it belongs, else in the first part, which nobody reads again; None: beside.
+def _sum_place(summed: Sum, target: torch.Tensor, add: bool) -> torch.Tensor | None:
+    """Where an fp32 sum grows: where it belongs, else in one of the first two rows, which nobody reads again; None:
+    beside.
 
-    That may be where one of its first two parts lies, not a later one.
+    Not where a later row lies.
     """
-    if parts[0].dtype != torch.float32:
+    first, *others = summed.rows
+    if first.dtype != torch.float32:
         return None
-    is_free = target.dtype == torch.float32 and not add and _place(target) not in map(_place, parts[2:])
-    return target if is_free else parts[0]
+    is_free = target.dtype == torch.float32 and not add and _place(target) not in map(_place, others[1:])
+    return target if is_free else others[0] if first is summed.own else first
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, int]:

@@ -31,6 +31,7 @@ from shardwise.layout import Layout
 from shardwise.marks import mark
 from shardwise.memory import Buffer, Entry, Kind, Ledger, Tier
 from shardwise.policy import Policy
+from shardwise.swaps import MOST_PIECES
 
 
 class Grads:
@@ -131,8 +132,16 @@ class Grads:
             sent=row * self._comm.world_size,
             received=row * self._comm.rows_received,
             shard_numel=self._layout.shard_numel,
+            lent_from_bytes=self._lent_from_bytes,
             block_numel=0 if is_exact else block_numel(self._layout.shard_numel, self._comm.kernels),
         )
+
+    @property
+    def _lent_from_bytes(self) -> int | None:
+        """From which size on rows are read where autograd left them."""
+        pieces = len(self._layout.slots) + len(self._layout.gaps)
+        is_lendable = self.policy.reduce_dtype == self.policy.grad_dtype and pieces <= MOST_PIECES
+        return self._comm.lent_from_bytes if is_lendable else None
 
     @cached_property
     def cast_bytes(self) -> int:
@@ -207,15 +216,18 @@ class Grads:
             if self._is_alone:
                 self._keep()
                 return
-            source: Source = Strays(self._params, self._layout, self._packing, self._let_go)
-            if self._full is not None:
-                source = Flat(self._full.tensor.view(self._layout.world_size, -1))
+            source = self._source()
             self._exchange = Exchange(
                 self.name, source, self._layout, self.policy.reduce_dtype, self.flight.pieces, self._ledger
             )
             self._exchange.start(self._comm)
             if self._full is not None:
                 self._let_go()
+
+    def _source(self) -> Source:
+        if self._full is not None:
+            return Flat(self._full.tensor.view(self._layout.world_size, -1))
+        return Strays(self._params, self._layout, self._packing, self.sizes.lent_from_bytes, self._detach, self._settle)
 
     def _keep(self) -> None:
         """One rank's gradients are the sum over all ranks."""
@@ -298,9 +310,15 @@ class Grads:
             self._exchange = None
 
     def _let_go(self) -> None:
+        self._detach()
+        self._settle()
+
+    def _detach(self) -> None:
         with PLAINLY():
             for param in self._params:
                 param.grad = None
+
+    def _settle(self) -> None:
         self._ledger.settle(self._strays, 0)
 
     @property

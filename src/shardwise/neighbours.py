@@ -1,34 +1,41 @@
-"""Ranks on one machine read each other's memory, instead of sending it through sockets.
+"""Ranks on one machine, which can read each other's memory.
 
-Over Gloo on the CPU, what one rank has for another is copied into a socket and out of it again, a few pages at a time,
-by processes that have better things to do. Linux lets a process read the memory of another that it may debug: one copy,
-made by whoever needs the values (benchmarks/gloo_ways.py). The messages remain, each with its tag, but all they say is
-where values lie; and an answer, that they were read and may change. So a rank that is gone, late or elsewhere in its
-program is noticed as before. Where ranks cannot read each other, everything goes through the sockets.
+Linux lets a process read the memory of another that it may debug: one copy, made by whoever needs the values. Who can
+be read is found out once, by looking for what each rank has hidden; and the ranks that can are given *lines*, a socket
+for each pair of them and each stream of operations, over which they say where values lie (see `swaps`).
 """
 
 from __future__ import annotations
 
-import atexit
+import contextlib
 import ctypes
+import functools
 import json
 import os
-import queue
 import secrets
-import threading
-import weakref
-from collections.abc import Sequence
-from functools import partial
+import socket
+import struct
+from collections.abc import Iterator, Sequence
+from itertools import groupby, islice
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch._C._distributed_c10d import Store
 
-LEAST_BYTES = 1 << 21
-"""Less is sent as it is: answers and a thread's turns cost as much (benchmarks/gloo_ways.py, with less to exchange)."""
-
 _TOKEN_BYTES = 16
-_END_S = 5.0
+_HELLO_BYTES = 256
+_MOST_RUNS = 1024
+"""How many the system takes in one call."""
+_YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
+"""Other than 0: only root, and a process' own parents."""
+
+
+class Run(NamedTuple):
+    """Bytes in a process' memory; zeros, where `start` is 0."""
+
+    start: int
+    size: int
 
 
 class _Run(ctypes.Structure):
@@ -38,9 +45,10 @@ class _Run(ctypes.Structure):
 
 
 class Neighbours:
-    """The processes of all ranks, which this one can read."""
+    """The processes of all ranks, which this one can read, and the lines to them: by stream and rank."""
 
     def __init__(self, pids: Sequence[int]) -> None:
+        self.lines: dict[str, dict[int, socket.socket]] = {}
         self._pids = list(pids)
         self._read = ctypes.CDLL(None, use_errno=True).process_vm_readv
         runs = (ctypes.POINTER(_Run), ctypes.c_ulong)
@@ -48,152 +56,114 @@ class Neighbours:
         self._read.restype = ctypes.c_ssize_t
 
     @classmethod
-    def meet(cls, store: Store, rank: int, world_size: int) -> Neighbours | None:
+    def meet(cls, store: Store, rank: int, world_size: int, streams: Sequence[str]) -> Neighbours | None:
         """Find out whether every rank can read every other; if so on all of them, else on none. A collective.
 
         The same number may be another process on another machine: what counts is to find what that rank has hidden.
         """
         secret = ctypes.create_string_buffer(secrets.token_bytes(_TOKEN_BYTES), _TOKEN_BYTES)
-        hint = {"pid": os.getpid(), "place": ctypes.addressof(secret), "token": secret.raw.hex()}
-        store.set(f"neighbour/{rank}", json.dumps(hint))
-        hints = [json.loads(store.get(f"neighbour/{other}")) for other in range(world_size)]
+        token = secret.raw.hex()
         met: Neighbours | None = None
-        try:
-            met = cls([hint["pid"] for hint in hints])
-            finds_all = all(met._finds(other, hint) for other, hint in enumerate(hints))
-        except (OSError, AttributeError, TypeError):  # forbidden, or not on this system
-            finds_all = False
-        store.set(f"neighbour/{rank}/finds_all", "yes" if finds_all else "no")
-        answers = [store.get(f"neighbour/{other}/finds_all") for other in range(world_size)]
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
+            try:
+                door.bind(f"\0shardwise-{token}")
+                door.listen(socket.SOMAXCONN)
+            except OSError:  # nobody will find it
+                pass
+            hint = {"pid": os.getpid(), "place": ctypes.addressof(secret), "token": token}
+            store.set(f"neighbour/{rank}", json.dumps(hint))
+            hints = [json.loads(store.get(f"neighbour/{other}")) for other in range(world_size)]
+            try:
+                met = cls([hint["pid"] for hint in hints])
+                finds_all = all(met._finds(other, hint) for other, hint in enumerate(hints))
+                if finds_all:
+                    met._call(rank, [hint["token"] for hint in hints[:rank]], streams)
+            except (OSError, AttributeError, TypeError):  # forbidden, or not on this system
+                finds_all = False
+            store.set(f"neighbour/{rank}/finds_all", "yes" if finds_all else "no")
+            answers = [store.get(f"neighbour/{other}/finds_all") for other in range(world_size)]
+            if met is not None and all(answer == b"yes" for answer in answers):
+                met._answer(door, (world_size - 1 - rank) * len(streams))
+            else:
+                met = None
         del secret  # until here the others may look for it
-        return met if all(answer == b"yes" for answer in answers) else None
+        return met
 
     def _finds(self, rank: int, hint: dict[str, Any]) -> bool:
         found = torch.empty(_TOKEN_BYTES, dtype=torch.uint8, device="cpu")
-        self.read(rank, hint["place"], found)
+        self.read(rank, [Run(hint["place"], _TOKEN_BYTES)], found)
         return bool(bytes(found.tolist()).hex() == hint["token"])
 
-    def read(self, rank: int, place: int, target: torch.Tensor) -> None:
-        """Copy from an address in a rank's memory."""
-        done, size, start = 0, target.numel() * target.element_size(), target.data_ptr()
-        while done < size:
-            here, there = _Run(start + done, size - done), _Run(place + done, size - done)
-            count = self._read(self._pids[rank], ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
+    def _call(self, rank: int, tokens: Sequence[str], streams: Sequence[str]) -> None:
+        """Open a line to every lower rank, in each stream. It need not listen yet."""
+        for stream in streams:
+            for other, token in enumerate(tokens):
+                line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                self.lines.setdefault(stream, {})[other] = line
+                line.connect(f"\0shardwise-{token}")
+                line.send(json.dumps({"rank": rank, "stream": stream}).encode())
+
+    def _answer(self, door: socket.socket, count: int) -> None:
+        """Take the lines of the higher ranks, which have called before this."""
+        while count:
+            line, _ = door.accept()
+            (pid,) = struct.unpack("i8x", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+            if pid not in self._pids:
+                line.close()
+                continue
+            hello = json.loads(line.recv(_HELLO_BYTES))
+            self.lines.setdefault(hello["stream"], {})[hello["rank"]] = line
+            count -= 1
+
+    def read(self, rank: int, runs: Sequence[Run], target: torch.Tensor) -> None:
+        """Copy what lies there in a rank's memory, one after the other."""
+        sizes, place = sum(run.size for run in runs), target.data_ptr()
+        if sizes != target.nbytes:
+            raise ValueError(f"rank {rank} has {sizes} bytes where {target.nbytes} are expected")
+        for is_blank, alike in groupby(runs, lambda run: not run.start):
+            for run in alike if is_blank else ():
+                ctypes.memset(place, 0, run.size)
+                place += run.size
+            if not is_blank:
+                place = self._copy(rank, list(alike), place)
+
+    def _copy(self, rank: int, runs: list[Run], place: int) -> int:
+        """Copy as much as the system does at a time, until everything is at `place`; where that ends."""
+        while runs:
+            some = runs[:_MOST_RUNS]
+            here, there = _Run(place, sum(run.size for run in some)), (_Run * len(some))(*(_Run(*run) for run in some))
+            count = self._read(self._pids[rank], ctypes.byref(here), 1, there, len(some), 0)
             if count <= 0:
                 error = ctypes.get_errno()
                 raise OSError(error, f"the memory of rank {rank} cannot be read: {os.strerror(error)}")
-            done += count
+            place += count
+            runs = list(_after(runs, count))
+        return place
 
 
-class Loan(NamedTuple):
-    """A tensor that a rank may read, or that we read from a rank into; over `group` it is told where, and answered."""
-
-    rank: int
-    tensor: torch.Tensor
-    group: Any
-
-
-def lend(rank: int, tensor: torch.Tensor, group: Any) -> Loan:
-    """Values for a rank to read. They must stay as they are until it has."""
-    return Loan(rank, tensor, group)
-
-
-class Swap:
-    """What ranks lend each other in one operation; a handle as those of `comm` are."""
-
-    def __init__(self, lent: Sequence[Loan], borrowed: Sequence[Loan], tag: int) -> None:
-        self.lent, self.borrowed, self.tag = lent, borrowed, tag
-        self._is_done = threading.Event()
-        self._error: Exception | None = None
-
-    def wait(self) -> None:
-        """As Gloo's works do, it holds back Ctrl-C and its like: whoever catches them must not find values that others
-        still read."""
-        interruption: BaseException | None = None
-        while not self._is_done.is_set():
-            try:
-                self._is_done.wait()
-            except BaseException as error:
-                interruption = error
-        if interruption is not None:
-            raise interruption
-        if self._error is not None:
-            raise RuntimeError(str(self._error)) from self._error
-
-    def end(self, error: Exception | None = None) -> None:
-        """It is carried out, or given up."""
-        self.lent, self.borrowed, self._error = (), (), error
-        self._is_done.set()
+@functools.cache
+def are_allowed() -> bool:
+    """Whether processes may read each other on this machine, as far as one of them can tell by itself."""
+    with contextlib.suppress(FileNotFoundError):
+        if int(_YAMA.read_text()) and os.geteuid() != 0:
+            return False
+    value = ctypes.create_string_buffer(1)
+    try:
+        Neighbours([os.getpid()]).read(0, [Run(ctypes.addressof(value), 1)], torch.ones(1, dtype=torch.uint8))
+    except (OSError, AttributeError, TypeError):  # as `meet`
+        return False
+    return True
 
 
-class Reader:
-    """Has the swaps of one stream of operations carried out, one after the other, by a thread that lives as long.
+def _after(runs: Sequence[Run], count: int) -> Iterator[Run]:
+    """What is left of `runs` after so many bytes.
 
-    It must not be the thread that computes: ranks that wait in one stream would wait for those that wait in the other.
-    And the one that computes does nothing here but ask and wait: each call would have both contend for the interpreter.
+    >>> list(_after([Run(100, 10), Run(200, 10)], 14))
+    [Run(start=204, size=6)]
     """
-
-    def __init__(self, neighbours: Neighbours, world_size: int) -> None:
-        self._due: queue.SimpleQueue[Swap | None] = queue.SimpleQueue()
-        self._is_closed = False
-        work = _Hand(neighbours, world_size).work
-        self._thread = threading.Thread(target=work, args=(self._due,), name="shardwise reader", daemon=True)
-        self._thread.start()
-        weakref.finalize(self, self._due.put, None).atexit = False
-        # A thread that comes back from Gloo while the interpreter ends would abort the process.
-        self._on_exit = atexit.register(partial(_close, weakref.ref(self)))
-
-    def swap(self, lent: Sequence[Loan], borrowed: Sequence[Loan], tag: int) -> Swap:
-        """Let the others read, and read what they have for us, in this order."""
-        if self._is_closed:
-            raise RuntimeError("the engine was destroyed: make another with shardwise.initialize")
-        swap = Swap(lent, borrowed, tag)
-        self._due.put(swap)
-        return swap
-
-    def close(self) -> None:
-        """End the thread once it is through, unless it waits for what will never come."""
-        self._is_closed = True
-        atexit.unregister(self._on_exit)
-        self._due.put(None)
-        self._thread.join(_END_S)
-
-
-def _close(reference: weakref.ref[Reader]) -> None:
-    reader = reference()
-    if reader is not None:
-        reader.close()
-
-
-class _Hand:
-    """Carries out swaps, one at a time."""
-
-    def __init__(self, neighbours: Neighbours, world_size: int) -> None:
-        self._neighbours = neighbours
-        slips = torch.empty(2 * world_size, dtype=torch.int64, device="cpu").split(1)
-        self._places, self._found = slips[:world_size], slips[world_size:]
-        # An answer says nothing but that it came: all can be heard in one place.
-        self._answer, self._heard = torch.zeros(2, dtype=torch.uint8, device="cpu").split(1)
-
-    def work(self, due: queue.SimpleQueue[Swap | None]) -> None:
-        while (swap := due.get()) is not None:
-            try:
-                self._carry_out(swap.lent, swap.borrowed, swap.tag)
-            except Exception as error:  # whatever it is, the one who waits shall know
-                swap.end(error)
-            else:
-                swap.end()
-            del swap
-
-    def _carry_out(self, lent: Sequence[Loan], borrowed: Sequence[Loan], tag: int) -> None:
-        arrivals = [loan.group.recv([self._found[loan.rank]], loan.rank, tag) for loan in borrowed]
-        works = [loan.group.recv([self._heard], loan.rank, tag) for loan in lent]
-        for loan in lent:
-            place = self._places[loan.rank].fill_(loan.tensor.data_ptr())
-            works.append(loan.group.send([place], loan.rank, tag))
-        for loan, arrival in zip(borrowed, arrivals, strict=True):
-            arrival.wait()
-            self._neighbours.read(loan.rank, int(self._found[loan.rank]), loan.tensor)
-            works.append(loan.group.send([self._answer], loan.rank, tag))
-        for work in works:
-            work.wait()
+    for index, (start, size) in enumerate(runs):
+        if count < size:
+            yield Run(start + count, size - count)
+            yield from islice(runs, index + 1, None)
+            return
+        count -= size

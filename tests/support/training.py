@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise
-from shardwise import memory, neighbours
+from shardwise import memory, swaps
 from shardwise.held import MASTER, extras_of, held_by
 from shardwise.models import GPT, MLP
 from shardwise.report import Report
@@ -80,7 +80,7 @@ def start(
     memory.POISON = True
     # Three ranks use sockets, others read each other's memory. Set each time: a process may serve several tests.
     uses_sockets = dist.is_initialized() and dist.get_world_size() == 3
-    neighbours.LEAST_BYTES = 1 << 40 if uses_sockets else 1
+    swaps.LEAST_BYTES = 1 << 40 if uses_sockets else 1
     model = make_model(name)
     return shardwise.initialize(model, optimizer(model), config)
 

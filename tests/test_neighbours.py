@@ -173,21 +173,23 @@ def test_what_is_read_is_what_is_counted(rank, world_size):
         assert wire.by_op() == {"lend": sum(seen)} == {"lend": NUMEL * 4 * (world_size - 1) // world_size}
 
 
-def refuse(self, rank, runs, target):
+def refuse(*args):
     raise PermissionError("Operation not permitted")
 
 
-def other_process(self, rank, hint):
-    return False
+HINDRANCES = {
+    "reads": mock.patch.object(Neighbours, "read", refuse),
+    "another process": mock.patch.object(Neighbours, "_finds", return_value=False),
+    "calls": mock.patch.object(Neighbours, "_call", refuse),
+    "sockets": mock.patch("socket.socket.bind", refuse),
+    "kinds of sockets": mock.patch("shardwise.neighbours.socket.AF_UNIX", 12345),
+}
 
 
 @ranks(2, 3)
-@pytest.mark.parametrize("hindrance", [("read", refuse), ("_finds", other_process)])
-def test_one_rank_that_cannot_read_makes_all_use_sockets(rank, world_size, hindrance):
-    if rank == 1:
-        with mock.patch.object(Neighbours, *hindrance):
-            engine = shardwise.initialize(MLP(width=1500, depth=2), torch.optim.SGD, "zero3")
-    else:
+@pytest.mark.parametrize("hindrance", HINDRANCES)
+def test_one_rank_that_cannot_makes_all_use_sockets(rank, world_size, hindrance):
+    with HINDRANCES[hindrance] if rank == 1 else contextlib.nullcontext():
         engine = shardwise.initialize(MLP(width=1500, depth=2), torch.optim.SGD, "zero3")
     assert not engine.comm._readers
     with WireObserver() as wire:

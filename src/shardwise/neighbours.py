@@ -23,7 +23,10 @@ from typing import Any, NamedTuple
 import torch
 from torch._C._distributed_c10d import Store
 
+_CANNOT = (OSError, AttributeError, TypeError)
+"""What is forbidden, or not on this system, raises one of these."""
 _TOKEN_BYTES = 16
+_DOOR = "\0shardwise-{}"
 _HELLO_BYTES = 256
 _MOST_RUNS = 1024
 """How many the system takes in one call."""
@@ -63,31 +66,36 @@ class Neighbours:
         """
         secret = ctypes.create_string_buffer(secrets.token_bytes(_TOKEN_BYTES), _TOKEN_BYTES)
         token = secret.raw.hex()
-        met: Neighbours | None = None
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
-            try:
-                door.bind(f"\0shardwise-{token}")
-                door.listen(socket.SOMAXCONN)
-            except OSError:  # nobody will find it
-                pass
-            hint = {"pid": os.getpid(), "place": ctypes.addressof(secret), "token": token}
-            store.set(f"neighbour/{rank}", json.dumps(hint))
-            hints = [json.loads(store.get(f"neighbour/{other}")) for other in range(world_size)]
-            try:
-                met = cls([hint["pid"] for hint in hints])
-                finds_all = all(met._finds(other, hint) for other, hint in enumerate(hints))
-                if finds_all:
-                    met._call(rank, [hint["token"] for hint in hints[:rank]], streams)
-            except (OSError, AttributeError, TypeError):  # forbidden, or not on this system
-                finds_all = False
-            store.set(f"neighbour/{rank}/finds_all", "yes" if finds_all else "no")
-            answers = [store.get(f"neighbour/{other}/finds_all") for other in range(world_size)]
-            if met is not None and all(answer == b"yes" for answer in answers):
-                met._answer(door, (world_size - 1 - rank) * len(streams))
-            else:
-                met = None
+        hint = {"pid": os.getpid(), "place": ctypes.addressof(secret), "token": token}
+        door = _open_door(token)
+        store.set(f"neighbour/{rank}", json.dumps(hint))
+        hints = [json.loads(store.get(f"neighbour/{other}")) for other in range(world_size)]
+        met = cls._find(hints, rank, streams) if door is not None else None
+        store.set(f"neighbour/{rank}/finds_all", "no" if met is None else "yes")
+        answers = [store.get(f"neighbour/{other}/finds_all") for other in range(world_size)]
         del secret  # until here the others may look for it
+        if met is not None and door is not None and all(answer == b"yes" for answer in answers):
+            met._answer(door, (world_size - 1 - rank) * len(streams))
+        elif met is not None:
+            met.close()
+            met = None
+        if door is not None:
+            door.close()
         return met
+
+    @classmethod
+    def _find(cls, hints: Sequence[dict[str, Any]], rank: int, streams: Sequence[str]) -> Neighbours | None:
+        """All ranks, with lines to the lower ones."""
+        found: Neighbours | None = None
+        try:
+            found = cls([hint["pid"] for hint in hints])
+            if all(found._finds(other, hint) for other, hint in enumerate(hints)):
+                found._call(rank, [hint["token"] for hint in hints[:rank]], streams)
+                return found
+        except _CANNOT:
+            if found is not None:
+                found.close()
+        return None
 
     def _finds(self, rank: int, hint: dict[str, Any]) -> bool:
         found = torch.empty(_TOKEN_BYTES, dtype=torch.uint8, device="cpu")
@@ -95,16 +103,16 @@ class Neighbours:
         return bool(bytes(found.tolist()).hex() == hint["token"])
 
     def _call(self, rank: int, tokens: Sequence[str], streams: Sequence[str]) -> None:
-        """Open a line to every lower rank, in each stream. It need not listen yet."""
+        """Open a line to every lower rank, in each stream. It answers when all have called."""
         for stream in streams:
             for other, token in enumerate(tokens):
                 line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 self.lines.setdefault(stream, {})[other] = line
-                line.connect(f"\0shardwise-{token}")
+                line.connect(_DOOR.format(token))
                 line.send(json.dumps({"rank": rank, "stream": stream}).encode())
 
     def _answer(self, door: socket.socket, count: int) -> None:
-        """Take the lines of the higher ranks, which have called before this."""
+        """Take the lines of the higher ranks, and of nobody else."""
         while count:
             line, _ = door.accept()
             (pid,) = struct.unpack("i8x", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
@@ -114,6 +122,12 @@ class Neighbours:
             hello = json.loads(line.recv(_HELLO_BYTES))
             self.lines.setdefault(hello["stream"], {})[hello["rank"]] = line
             count -= 1
+
+    def close(self) -> None:
+        """Hang up."""
+        for lines in self.lines.values():
+            for line in lines.values():
+                line.close()
 
     def read(self, rank: int, runs: Sequence[Run], target: torch.Tensor) -> None:
         """Copy what lies there in a rank's memory, one after the other."""
@@ -141,6 +155,21 @@ class Neighbours:
         return place
 
 
+def _open_door(token: str) -> socket.socket | None:
+    """Where the higher ranks call."""
+    try:
+        door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    except _CANNOT:
+        return None
+    try:
+        door.bind(_DOOR.format(token))
+        door.listen(socket.SOMAXCONN)
+    except _CANNOT:
+        door.close()
+        return None
+    return door
+
+
 @functools.cache
 def are_allowed() -> bool:
     """Whether processes may read each other on this machine, as far as one of them can tell by itself."""
@@ -150,7 +179,7 @@ def are_allowed() -> bool:
     value = ctypes.create_string_buffer(1)
     try:
         Neighbours([os.getpid()]).read(0, [Run(ctypes.addressof(value), 1)], torch.ones(1, dtype=torch.uint8))
-    except (OSError, AttributeError, TypeError):  # as `meet`
+    except _CANNOT:
         return False
     return True
 

@@ -23,7 +23,7 @@ import torch.multiprocessing as mp
 
 from shardwise import env
 from shardwise.neighbours import Neighbours
-from shardwise.swaps import Piece, Reader, lend
+from shardwise.swaps import Chunk, Reader, lend
 
 RESULTS = Path(__file__).parent / "results"
 NUMEL, EXCHANGES, ROUNDS = 1_600_000, 40, 12
@@ -44,7 +44,7 @@ def exchange(ways: Ways, sent: torch.Tensor, received: torch.Tensor, tag: int) -
 def swap(reader: Reader, sent: torch.Tensor, received: torch.Tensor, tag: int) -> list[Any]:
     """The same where ranks tell each other where to read."""
     other = 1 - dist.get_rank()
-    return [reader.swap([lend(other, [Piece.of(sent)], sent.dtype, None)], {other: received}, tag)]
+    return [reader.swap([lend(other, [Chunk.of(sent)], sent.dtype, None)], {other: received}, tag)]
 
 
 def turn(issue: Issue, first_tag: int) -> tuple[float, float]:

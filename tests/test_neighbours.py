@@ -4,8 +4,10 @@ import contextlib
 import ctypes
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from unittest import mock
 
@@ -21,7 +23,7 @@ from shardwise.models import MLP
 from shardwise.neighbours import Neighbours, Run
 from shardwise.observe import WireObserver
 from support import ranks
-from support.training import train
+from support.training import digest, start, train, train_step
 
 pytestmark = pytest.mark.skipif(
     not neighbours.are_allowed(), reason="this system does not let processes read others' memory"
@@ -85,13 +87,28 @@ def test_ranks_may_wait_for_two_streams_in_different_orders(rank, world_size):
         assert [row[0].item() for row in rows] == [0.0, 1.0]
 
 
+ROOT, ROOT_IN_A_CONTAINER, USER = "000001ffffffffff", "00000000a80425fb", "0000000000000000"
+
+
 @pytest.mark.parametrize(
-    ("scope", "user", "is_allowed"), [("0", 1000, True), ("1", 1000, False), ("1", 0, True), (None, 1000, True)]
+    ("scope", "capabilities", "is_allowed"),
+    [
+        (0, USER, True),
+        (1, USER, False),
+        (1, ROOT, True),
+        (1, ROOT_IN_A_CONTAINER, False),
+        (3, ROOT, False),
+        (None, USER, True),
+    ],
 )
-def test_what_yama_forbids_is_not_foreseen(tmp_path, scope, user, is_allowed):
+def test_what_yama_forbids_is_not_foreseen(tmp_path, scope, capabilities, is_allowed):
     if scope is not None:
         (tmp_path / "scope").write_text(f"{scope}\n")
-    with mock.patch.object(neighbours, "_YAMA", tmp_path / "scope"), mock.patch("os.geteuid", return_value=user):
+    (tmp_path / "status").write_text(f"Name:\tpython\nCapPrm:\t{ROOT}\nCapEff:\t{capabilities}\n")
+    with (
+        mock.patch.object(neighbours, "_YAMA", tmp_path / "scope"),
+        mock.patch.object(neighbours, "_STATUS", tmp_path / "status"),
+    ):
         assert neighbours.are_allowed.__wrapped__() == is_allowed
 
 
@@ -149,19 +166,111 @@ def test_a_stranger_at_the_door_is_sent_away(rank, world_size):
         assert {other: line.recv(99).decode() for other, line in lines.items()} == {r: f"{stream} {r}" for r in others}
 
 
-@ranks(2, 3)
-@pytest.mark.parametrize("preset", ["zero1", "zero3"])
-def test_bits_are_those_of_sockets(rank, world_size, preset):
-    hashes = {}
+def both_ways(work):
+    """What `work` gives where everything is read in memory, and where it all goes through Gloo."""
+    results = []
     for least_bytes in (1, 2**40):
         with (
             mock.patch.object(swaps, "LEAST_BYTES", least_bytes),
             mock.patch("support.training.swaps"),  # which would set it, too
             memory_reads() as seen,
         ):
-            hashes[least_bytes] = train("gpt", {"preset": preset, "precision": {"compute": "bf16"}}, rank)
+            results.append(work())
         assert (sum(seen) > 10_000) == (least_bytes == 1)  # the meeting reads a little
-    assert hashes[1] == hashes[2**40]
+    return results
+
+
+CONFIGS = {
+    "zero1": {"preset": "zero1", "precision": {"compute": "bf16"}},
+    "zero3": {"preset": "zero3", "precision": {"compute": "bf16"}},
+    "zero3 in fp32": {"preset": "zero3"},
+    "in pieces": {"preset": "zero2", "gradients": {"reduce_bucket_bytes": 1024}},
+}
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("config", CONFIGS)
+def test_bits_are_those_of_sockets(rank, world_size, config):
+    read, sent = both_ways(lambda: train("gpt", CONFIGS[config], rank))
+    assert read == sent
+
+
+SCRATCH = torch.empty(10_000)
+
+
+def reuse(param):
+    """One place for all gradients, as of a hook that is short of memory."""
+    place = SCRATCH[: param.numel()].view(param.shape)
+    param.grad = place.copy_(param.grad)
+
+
+def keep_and_write(param):
+    """A hook that keeps a gradient, and writes to it when the next comes."""
+    for kept in KEPT:
+        kept.fill_(1e3)
+    KEPT[:] = [param.grad]
+
+
+KEPT = []
+HOOKS = {
+    "expanded": lambda param: setattr(param, "grad", torch.tensor(0.5).expand_as(param)),
+    "with gaps": lambda param: setattr(param, "grad", torch.stack([param.grad, param.grad + 1], -1)[..., 0]),
+    "transposed": lambda param: setattr(param, "grad", param.grad.t().contiguous().t() if param.ndim == 2 else None),
+    "negative": lambda param: setattr(param, "grad", torch._neg_view(param.grad)),
+    "reused": reuse,
+    "kept": keep_and_write,
+}
+
+
+@ranks(2)
+@pytest.mark.parametrize("hook", HOOKS)
+def test_gradients_that_the_user_replaces_or_keeps_are_read_as_they_were(rank, world_size, hook):
+    def work():
+        engine = start("gpt", {"preset": "zero3", "runtime": {"min_unit_bytes": 1}})
+        for param in engine.module.parameters():
+            param.register_post_accumulate_grad_hook(HOOKS[hook])
+        for step in range(2):
+            train_step(engine, rank, step)
+        result = digest(engine)
+        engine.destroy()
+        return result
+
+    read, sent = both_ways(work)
+    assert read == sent
+
+
+@ranks(2)
+def test_autograds_own_gradients_are_lent_without_a_copy(rank, world_size):
+    with mock.patch.object(torch.Tensor, "clone", side_effect=AssertionError("a copy")):
+        engine = start("gpt", {"preset": "zero2"})
+        with memory_reads() as seen:
+            train_step(engine, rank, 0)
+    assert seen
+    engine.destroy()
+
+
+@ranks(2)
+def test_a_timeout_that_the_program_sets_for_sockets_is_not_ours(rank, world_size):
+    socket.setdefaulttimeout(0.2)
+    try:
+        with comm_that_reads() as comm:
+            time.sleep(0.6 * rank)
+            full = torch.full((NUMEL,), float(rank))
+            comm.gather(full, "gather", "unit").wait()
+            assert full[:: NUMEL // 2].tolist() == [0.0, 1.0]
+    finally:
+        socket.setdefaulttimeout(None)
+
+
+@ranks(2)
+def test_nothing_stays_open(rank, world_size):
+    with comm_that_reads() as comm:
+        comm.gather(torch.ones(NUMEL), "gather", "unit").wait()
+        lines = [line for reader in comm._readers.values() for line in reader._lines.values()]
+        assert len(lines) == 2
+        threads = threading.active_count()
+    assert all(line.fileno() == -1 for line in lines)
+    assert threading.active_count() < threads
 
 
 @ranks(2, 4)
@@ -244,7 +353,7 @@ def interrupt(number, frame):
 def test_nothing_is_waited_for_after_the_end(rank, world_size):
     with comm_that_reads() as comm:
         pass
-    with mock.patch.object(swaps, "LEAST_BYTES", 1), pytest.raises(RuntimeError):
+    with mock.patch.object(swaps, "LEAST_BYTES", 1), pytest.raises(RuntimeError, match="engine was destroyed"):
         comm.gather(torch.ones(NUMEL), "gather", "unit").wait()
 
 

@@ -5,6 +5,8 @@ Sharded gradients travel in one of two ways:
 - *whole*: a unit's gradients are packed into one buffer and sent, while the next unit's gradients arrive.
 - *piecewise*: they are packed and sent in small pieces, one after the other, before the next unit's arrive.
 
+On one machine, where ranks read each other's memory, large ones are lent instead of packed (see `swaps`).
+
 Whole is quicker. Piecewise is for models that are one unit, or mostly one: there the buffers and the held shards
 would together take more than replicated gradients do, and the stages would be upside down.
 
@@ -81,10 +83,9 @@ def choose_flight(
     `units` are in forward order; `accumulates` says that shards are held from one micro-batch to the next.
     `bound_bytes` is the user's upper bound on the buffers of one exchange.
     """
-    largest = max(units, key=lambda unit: unit.full, default=None)
     limit = replicated_peak(units, accumulates)
     for flight in (*_WHOLE, *_PIECEWISE):
-        size_bytes = exchange_bytes(largest, flight) if largest is not None else 0
+        size_bytes = max((exchange_bytes(unit, flight) for unit in units), default=0)
         if bound_bytes is not None and size_bytes > bound_bytes:
             continue
         is_small = not flight.is_whole and size_bytes <= _SMALL_BYTES

@@ -29,7 +29,7 @@ from torch.distributed import distributed_c10d as c10d
 from shardwise import swaps
 from shardwise.agreement import Agreement, Ticket
 from shardwise.neighbours import Neighbours
-from shardwise.swaps import Piece, Reader
+from shardwise.swaps import Chunk, Reader
 
 # Renamed in torch 2.13, where the old name warns.
 _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
@@ -173,12 +173,12 @@ class Comm:
         never."""
         return swaps.LEAST_BYTES if self._readers else None
 
-    def lend(self, received: torch.Tensor, lent: Sequence[Sequence[Piece]], kind: str, unit: str = "") -> Handle:
-        """As `exchange`, of rows that lie in pieces."""
-        row_bytes = received[0].nbytes
-        self._count(kind, row_bytes * self.world_size)
-        ticket = self._issue(_REDUCE, f"{kind} {unit}", received[0].numel() * self.world_size)
-        rows = self.rows(received, received[0])  # of ours nothing is read
+    def lend(self, received: torch.Tensor, lent: Sequence[Sequence[Chunk]], kind: str, unit: str = "") -> Handle:
+        """As `exchange`, of rows that lie in chunks."""
+        first = received[0]
+        self._count(kind, first.nbytes * self.world_size)
+        ticket = self._issue(_REDUCE, f"{kind} {unit}", first.numel() * self.world_size)
+        rows = self.rows(received, first)  # ours is not received
         return self._swap(dict(enumerate(lent)), dict(enumerate(rows)), ticket)
 
     def rows(self, received: torch.Tensor, own: torch.Tensor) -> list[torch.Tensor]:
@@ -190,7 +190,7 @@ class Comm:
     ) -> Handle:
         """`sent[w]` to each other rank w, and from it into `received[w]`, under a tag that no other operation has."""
         if self._readers and sent[self.rank].nbytes >= swaps.LEAST_BYTES:
-            return self._swap({rank: [Piece.of(row)] for rank, row in sent.items()}, received, ticket)
+            return self._swap({rank: [Chunk.of(row)] for rank, row in sent.items()}, received, ticket)
         ways, mine = self._groups[ticket.stream], self.rank
         with self._explaining(ticket):
             receives = [
@@ -204,7 +204,7 @@ class Comm:
         return self._checked(ticket, *receives, *sends)
 
     def _swap(
-        self, sent: Mapping[int, Sequence[Piece]], received: Mapping[int, torch.Tensor], ticket: Ticket
+        self, sent: Mapping[int, Sequence[Chunk]], received: Mapping[int, torch.Tensor], ticket: Ticket
     ) -> Handle:
         """The same where every rank reads what the others have for it."""
         dtype, group = received[self.rank].dtype, self._groups[ticket.stream].up

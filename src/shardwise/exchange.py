@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -12,7 +13,7 @@ from torch import nn
 from shardwise.comm import DONE, Comm, Handle
 from shardwise.layout import Layout, Span
 from shardwise.memory import Buffer, Entry, Kind, Ledger, Tier
-from shardwise.swaps import Piece
+from shardwise.swaps import Chunk
 
 _BLOCK_NUMEL = 1 << 16
 """Elements summed at a time on the CPU: 256 KiB of fp32, so that a block stays in the cache."""
@@ -95,7 +96,7 @@ class Source(Protocol):
     def pack(self, sent: torch.Tensor, start: int, stop: int) -> None:
         """Copy the columns from `start` to `stop` of every shard."""
 
-    def lend(self, start: int, stop: int) -> Sequence[Sequence[Piece]]:
+    def lend(self, start: int, stop: int) -> Sequence[Sequence[Chunk]]:
         """The columns from `start` to `stop` of every shard where they lie."""
 
     def packed(self) -> None:
@@ -119,7 +120,7 @@ class Flat:
     def pack(self, sent: torch.Tensor, start: int, stop: int) -> None:
         sent.copy_(self._shards[:, start:stop])
 
-    def lend(self, start: int, stop: int) -> Sequence[Sequence[Piece]]:
+    def lend(self, start: int, stop: int) -> Sequence[Sequence[Chunk]]:
         raise NotImplementedError("its rows need not be brought together")
 
     def packed(self) -> None:
@@ -163,10 +164,12 @@ class Strays:
         for rank, row in enumerate(sent):
             _lay_out(row, Span(start, stop).shift(rank * self._layout.shard_numel), self._params, self._layout)
 
-    def lend(self, start: int, stop: int) -> Sequence[Sequence[Piece]]:
+    def lend(self, start: int, stop: int) -> Sequence[Sequence[Chunk]]:
         dtype = self._packing.buffer.tensor.dtype
-        self._lent = [grad if grad is None else grad.to(dtype).reshape(-1) for grad in _grads_of(self._params)]
-        return [[_piece(self._lent, part, dtype) for part in row] for row in self._packing.stretches(start, stop)]
+        grads = _grads_of(self._params)
+        claims = [0 if grad is None else _claims(grad) for grad in grads]
+        self._lent = [grad if grad is None else _lendable(grad, n) for grad, n in zip(grads, claims, strict=True)]
+        return [[_chunk(self._lent, part, dtype) for part in row] for row in self._packing.stretches(start, stop)]
 
     def packed(self) -> None:
         self._let_go()
@@ -181,9 +184,32 @@ class Strays:
             self._gone()
 
 
-def _piece(grads: Sequence[torch.Tensor | None], part: Stretch, dtype: torch.dtype) -> Piece:
+def _lendable(grad: torch.Tensor, claims: int) -> torch.Tensor:
+    """Its elements side by side, and in nobody else's hands: whoever has a gradient besides may write to it, or let
+    the next one take its place, before the others have read it."""
+    if claims > _SOLE_CLAIMS:
+        grad = grad.clone(memory_format=torch.contiguous_format)
+    return grad.resolve_neg().contiguous().view(-1)
+
+
+def _claims(grad: torch.Tensor) -> int:
+    """How many hold a tensor, in Python, or its storage."""
+    return sys.getrefcount(grad) + int(torch._C._storage_Use_Count(grad.untyped_storage()._cdata))
+
+
+def _claims_on_fresh_gradient() -> int:
+    param = nn.Parameter(torch.zeros(1, device="cpu"))
+    param.grad = torch.zeros(1, device="cpu")
+    grads = [param.grad]
+    return max([_claims(grad) for grad in grads])
+
+
+_SOLE_CLAIMS = _claims_on_fresh_gradient()
+
+
+def _chunk(grads: Sequence[torch.Tensor | None], part: Stretch, dtype: torch.dtype) -> Chunk:
     grad = None if part.param is None else grads[part.param]
-    return Piece(None if grad is None else grad[part.span.slice], part.span.numel * dtype.itemsize)
+    return Chunk(None if grad is None else grad[part.span.slice], part.span.numel * dtype.itemsize)
 
 
 def _lay_out(target: torch.Tensor, wanted: Span, params: Sequence[nn.Parameter], layout: Layout) -> None:
@@ -199,7 +225,7 @@ def _lay_out(target: torch.Tensor, wanted: Span, params: Sequence[nn.Parameter],
 class Exchange:
     """One reduction in flight: parts out to their owners, parts in from every rank, added up in rank order.
 
-    Gradients that lie in one flat buffer are sent from there; others are packed first, all at once or in pieces.
+    Gradients that lie in one flat buffer are sent from there; others are lent, or packed first, at once or in pieces.
     """
 
     def __init__(
@@ -310,7 +336,7 @@ class Sum(NamedTuple):
     own: torch.Tensor | None = None
 
 
-def _sums(received: torch.Tensor, own: Sequence[Piece], comm: Comm) -> Iterator[Sum]:
+def _sums(received: torch.Tensor, own: Sequence[Chunk], comm: Comm) -> Iterator[Sum]:
     """One for each piece of our own row."""
     start, blank = 0, received.new_zeros(())
     for values, size_bytes in own:

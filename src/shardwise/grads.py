@@ -6,7 +6,7 @@ Names, used throughout:
   backward leaves the unit, and `p.grad` is then a view of it, to which later micro-batches add in place, until the
   reduction.
 - *held*: where gradients are sharded, this rank's shard of the reduced gradients. Strays are then packed as they are
-  sent, all at once or in pieces (see `budget`), and live for one micro-batch.
+  sent, all at once or in pieces, or lent (see `budget`), and live for one micro-batch.
   Where gradients rest on the host, it leaves when it is made, and is recalled to add the next micro-batch.
 - *reduced*: the mean over the ranks of this rank's shard, wherever it is: `held`, or its slot in `full`.
 
@@ -31,7 +31,7 @@ from shardwise.layout import Layout
 from shardwise.marks import mark
 from shardwise.memory import Buffer, Entry, Kind, Ledger, Tier
 from shardwise.policy import Policy
-from shardwise.swaps import MOST_PIECES
+from shardwise.swaps import MOST_CHUNKS
 
 
 class Grads:
@@ -139,8 +139,8 @@ class Grads:
     @property
     def _lent_from_bytes(self) -> int | None:
         """From which size on rows are read where autograd left them."""
-        pieces = len(self._layout.slots) + len(self._layout.gaps)
-        is_lendable = self.policy.reduce_dtype == self.policy.grad_dtype and pieces <= MOST_PIECES
+        chunks = len(self._layout.slots) + len(self._layout.gaps)
+        is_lendable = self.policy.reduce_dtype == self.policy.grad_dtype and chunks <= MOST_CHUNKS
         return self._comm.lent_from_bytes if is_lendable else None
 
     @cached_property

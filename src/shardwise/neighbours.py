@@ -12,6 +12,7 @@ import ctypes
 import functools
 import json
 import os
+import re
 import secrets
 import socket
 import struct
@@ -25,13 +26,15 @@ from torch._C._distributed_c10d import Store
 
 _CANNOT = (OSError, AttributeError, TypeError)
 """What is forbidden, or not on this system, raises one of these."""
+_CALL_S = 30.0
 _TOKEN_BYTES = 16
 _DOOR = "\0shardwise-{}"
 _HELLO_BYTES = 256
 _MOST_RUNS = 1024
 """How many the system takes in one call."""
 _YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
-"""Other than 0: only root, and a process' own parents."""
+_STATUS = Path("/proc/self/status")
+_NOBODY, _CAP_SYS_PTRACE = 3, 19
 
 
 class Run(NamedTuple):
@@ -65,23 +68,20 @@ class Neighbours:
         The same number may be another process on another machine: what counts is to find what that rank has hidden.
         """
         secret = ctypes.create_string_buffer(secrets.token_bytes(_TOKEN_BYTES), _TOKEN_BYTES)
-        token = secret.raw.hex()
-        hint = {"pid": os.getpid(), "place": ctypes.addressof(secret), "token": token}
-        door = _open_door(token)
-        store.set(f"neighbour/{rank}", json.dumps(hint))
-        hints = [json.loads(store.get(f"neighbour/{other}")) for other in range(world_size)]
-        met = cls._find(hints, rank, streams) if door is not None else None
-        store.set(f"neighbour/{rank}/finds_all", "no" if met is None else "yes")
-        answers = [store.get(f"neighbour/{other}/finds_all") for other in range(world_size)]
-        del secret  # until here the others may look for it
-        if met is not None and door is not None and all(answer == b"yes" for answer in answers):
-            met._answer(door, (world_size - 1 - rank) * len(streams))
-        elif met is not None:
-            met.close()
-            met = None
-        if door is not None:
-            door.close()
-        return met
+        hint = {"pid": os.getpid(), "place": ctypes.addressof(secret), "token": secret.raw.hex()}
+        with _Door(secret.raw.hex()) as door:
+            store.set(f"neighbour/{rank}", json.dumps(hint))
+            hints = [json.loads(store.get(f"neighbour/{other}")) for other in range(world_size)]
+            found = cls._find(hints, rank, streams) if door.is_open else None
+            store.set(f"neighbour/{rank}/finds_all", "no" if found is None else "yes")
+            answers = [store.get(f"neighbour/{other}/finds_all") for other in range(world_size)]
+            del secret  # until here the others may look for it
+            if found is not None and all(answer == b"yes" for answer in answers):
+                found._answer(door, (world_size - 1 - rank) * len(streams))
+                return found
+            if found is not None:
+                found.close()
+            return None
 
     @classmethod
     def _find(cls, hints: Sequence[dict[str, Any]], rank: int, streams: Sequence[str]) -> Neighbours | None:
@@ -106,16 +106,14 @@ class Neighbours:
         """Open a line to every lower rank, in each stream. It answers when all have called."""
         for stream in streams:
             for other, token in enumerate(tokens):
-                line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                self.lines.setdefault(stream, {})[other] = line
+                line = self.lines.setdefault(stream, {})[other] = _socket()
                 line.connect(_DOOR.format(token))
                 line.send(json.dumps({"rank": rank, "stream": stream}).encode())
 
-    def _answer(self, door: socket.socket, count: int) -> None:
+    def _answer(self, door: _Door, count: int) -> None:
         """Take the lines of the higher ranks, and of nobody else."""
         while count:
-            line, _ = door.accept()
-            (pid,) = struct.unpack("i8x", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+            line, pid = door.accept()
             if pid not in self._pids:
                 line.close()
                 continue
@@ -155,26 +153,44 @@ class Neighbours:
         return place
 
 
-def _open_door(token: str) -> socket.socket | None:
-    """Where the higher ranks call."""
-    try:
-        door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    except _CANNOT:
-        return None
-    try:
-        door.bind(_DOOR.format(token))
-        door.listen(socket.SOMAXCONN)
-    except _CANNOT:
-        door.close()
-        return None
-    return door
+class _Door:
+    """Where the higher ranks call; on a system without such sockets it stays closed."""
+
+    def __init__(self, token: str) -> None:
+        self.is_open = False
+        self._stack = contextlib.ExitStack()
+        with contextlib.suppress(*_CANNOT):
+            self._socket = self._stack.enter_context(_socket())
+            self._socket.bind(_DOOR.format(token))
+            self._socket.listen(socket.SOMAXCONN)
+            self.is_open = True
+
+    def accept(self) -> tuple[socket.socket, int]:
+        """The next line, and the process behind it."""
+        line, _ = self._socket.accept()
+        (pid,) = struct.unpack("i8x", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        return line, pid
+
+    def __enter__(self) -> _Door:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+
+def _socket() -> socket.socket:
+    """Nobody listens before all have called, and a call that finds no room must not wait for that."""
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    made.settimeout(_CALL_S)
+    return made
 
 
 @functools.cache
 def are_allowed() -> bool:
     """Whether processes may read each other on this machine, as far as one of them can tell by itself."""
-    with contextlib.suppress(FileNotFoundError):
-        if int(_YAMA.read_text()) and os.geteuid() != 0:
+    with contextlib.suppress(OSError):  # there is no Yama
+        scope = int(_YAMA.read_text())
+        if scope == _NOBODY or (scope and not _may_trace()):
             return False
     value = ctypes.create_string_buffer(1)
     try:
@@ -182,6 +198,12 @@ def are_allowed() -> bool:
     except _CANNOT:
         return False
     return True
+
+
+def _may_trace() -> bool:
+    """Whether this process has CAP_SYS_PTRACE, which root in a container need not have."""
+    found = re.search(r"^CapEff:\s*([0-9a-f]+)", _STATUS.read_text(), re.MULTILINE)
+    return found is not None and bool(int(found[1], 16) >> _CAP_SYS_PTRACE & 1)
 
 
 def _after(runs: Sequence[Run], count: int) -> Iterator[Run]:

@@ -28,22 +28,23 @@ from shardwise.neighbours import Neighbours, Run
 LEAST_BYTES = 1 << 21
 """Less is sent as it is: answers and a thread's turns cost as much (benchmarks/gloo_ways.py, with less to exchange)."""
 
-MOST_PIECES = 1024
-"""Values in more pieces than this are brought together first, and lent as one."""
+MOST_CHUNKS = 1024
+"""Values in more chunks than this are brought together first, and lent as one."""
 
-_END_S = 5.0
+_END_S = 1.5
+"""How long the end waits for what is under way. The others believe a silent rank lost after `agreement`'s ANSWER_S."""
 _HEAD, _RUN = struct.Struct("=?i"), struct.Struct("=qq")
-_MESSAGE_BYTES = _HEAD.size + MOST_PIECES * _RUN.size
+_MESSAGE_BYTES = _HEAD.size + MOST_CHUNKS * _RUN.size
 
 
-class Piece(NamedTuple):
+class Chunk(NamedTuple):
     """A part of what is lent: contiguous values, or so many zeros in bytes."""
 
     values: torch.Tensor | None
     size: int
 
     @classmethod
-    def of(cls, values: torch.Tensor) -> Piece:
+    def of(cls, values: torch.Tensor) -> Chunk:
         return cls(values, values.nbytes)
 
     @property
@@ -55,12 +56,12 @@ class Loan(NamedTuple):
     """Values for a rank to read, one after the other. They must stay as they are until it has."""
 
     rank: int
-    pieces: Sequence[Piece]
+    chunks: Sequence[Chunk]
 
 
-def lend(rank: int, pieces: Sequence[Piece], dtype: torch.dtype, group: Any) -> Loan:
+def lend(rank: int, chunks: Sequence[Chunk], dtype: torch.dtype, group: Any) -> Loan:
     """What every loan comes from: whoever counts what ranks of a group send looks here."""
-    return Loan(rank, pieces)
+    return Loan(rank, chunks)
 
 
 class Swap:
@@ -149,6 +150,8 @@ class _Hand:
         self._heard: dict[tuple[int, bytes], bytes] = {}
         patience_s = int(c10d.default_pg_timeout.total_seconds())
         for line in lines.values():
+            # As an option of the system's: with one of Python's, which a program may set for all, each call is two.
+            line.settimeout(None)
             line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", patience_s, 0))
 
     def work(self, due: queue.SimpleQueue[Swap | None]) -> None:
@@ -161,12 +164,14 @@ class _Hand:
                 swap.end()
             del swap
         for line in self._lines.values():
+            with contextlib.suppress(OSError):  # nobody is there any more
+                line.shutdown(socket.SHUT_RDWR)  # also where a child of this process holds it
             line.close()
 
     def _carry_out(self, lent: Sequence[Loan], borrowed: Mapping[int, torch.Tensor], tag: int) -> None:
         offer, answer = _HEAD.pack(True, tag), _HEAD.pack(False, tag)
-        for rank, pieces in lent:
-            self._lines[rank].send(offer + b"".join([_RUN.pack(*piece.run) for piece in pieces]))
+        for rank, chunks in lent:
+            self._lines[rank].send(offer + b"".join([_RUN.pack(*chunk.run) for chunk in chunks]))
         for rank, target in borrowed.items():
             runs = [Run(*run) for run in _RUN.iter_unpack(self._hear(rank, offer))]
             self._neighbours.read(rank, runs, target)

@@ -108,7 +108,7 @@ def _send(call: _Call) -> tuple[int, int]:
 
 
 def _lend(call: _Call) -> tuple[int, int]:
-    lent = sum(piece.size for piece in call.arguments["pieces"])
+    lent = sum(chunk.size for chunk in call.arguments["chunks"])
     return lent, lent
 
 

@@ -29,7 +29,7 @@ from shardwise.models import MakeBatch
 from shardwise.observe import StorageObserver
 from shardwise.planning.fakes import Fakes
 from shardwise.planning.kernels import CPU, Kernels, replacing
-from shardwise.swaps import Piece
+from shardwise.swaps import Chunk
 from shardwise.tensors import map_tensors
 
 LOGITS = "logits"
@@ -104,7 +104,7 @@ class DryComm(Comm):
         is_foreseen = self._sends_directly and self.world_size > 1 and neighbours.are_allowed()
         return swaps.LEAST_BYTES if is_foreseen else None
 
-    def lend(self, received: torch.Tensor, lent: Sequence[Sequence[Piece]], kind: str, unit: str = "") -> Handle:
+    def lend(self, received: torch.Tensor, lent: Sequence[Sequence[Chunk]], kind: str, unit: str = "") -> Handle:
         self._count(kind, received[0].nbytes * self.world_size)
         return DONE
 

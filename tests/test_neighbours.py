@@ -240,9 +240,10 @@ def test_gradients_that_the_user_replaces_or_keeps_are_read_as_they_were(rank, w
 
 
 @ranks(2)
-def test_autograds_own_gradients_are_lent_without_a_copy(rank, world_size):
+@pytest.mark.parametrize("config", ["zero3 in fp32", "in pieces"])
+def test_autograds_own_gradients_are_lent_without_a_copy(rank, world_size, config):
     with mock.patch.object(torch.Tensor, "clone", side_effect=AssertionError("a copy")):
-        engine = start("gpt", {"preset": "zero2"})
+        engine = start("gpt", CONFIGS[config])
         with memory_reads() as seen:
             train_step(engine, rank, 0)
     assert seen

@@ -264,15 +264,17 @@ class Exchange:
             if self._received is not None and comm.rows_received == self._world_size:
                 self._drop_sent()
             tensor, adds = place = place or target()
-            piece = tensor[start:stop]
-            block = block_numel(piece.numel(), comm.kernels)
-            block_bytes = _sum_bytes(piece, block) if self._dtype != torch.float32 else 0
-            with self._ledger.passing("exchange", Tier.DEVICE, block_bytes):
-                for part in self._sums:
-                    _mean_in_rank_order(part, piece[part.span.slice], adds, partial(comm.blocks, block_numel=block))
+            self._add_up(tensor[start:stop], adds, comm)
             self.abandon()
         if place is None:
             target()
+
+    def _add_up(self, piece: torch.Tensor, adds: bool, comm: Comm) -> None:
+        block = block_numel(piece.numel(), comm.kernels)
+        block_bytes = _sum_bytes(piece, block) if self._dtype != torch.float32 else 0
+        with self._ledger.passing("exchange", Tier.DEVICE, block_bytes):
+            for part in self._sums:
+                _mean_in_rank_order(part, piece[part.span.slice], adds, partial(comm.blocks, block_numel=block))
 
     def abandon(self) -> None:
         """Wait, and free the buffers."""

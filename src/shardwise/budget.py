@@ -55,6 +55,7 @@ class GradSizes:
         return 4 * min(self.block_numel, -(-self.shard_numel // pieces))
 
     def is_lent(self, pieces: int) -> bool:
+        """Whether rows in so many pieces are read where autograd left them. Only there is our own row not received."""
         row_bytes = self.sent - self.received
         return self.lent_from_bytes is not None and -(-row_bytes // pieces) >= self.lent_from_bytes
 

@@ -35,6 +35,7 @@ _MOST_RUNS = 1024
 _YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 _STATUS = Path("/proc/self/status")
 _NOBODY, _CAP_SYS_PTRACE = 3, 19
+"""Yama's scope in which no process reads another, and the number of the capability that any other scope yields to."""
 
 
 class Run(NamedTuple):

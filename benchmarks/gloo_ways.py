@@ -1,5 +1,4 @@
-"""An exchange between two ranks on the CPU, beside computation: over one connection of Gloo's, over one each way, and
-with the ranks reading each other's memory.
+"""An exchange between two ranks over Gloo on the CPU, beside computation: over one connection, and over one each way.
 
     python benchmarks/gloo_ways.py
 
@@ -22,14 +21,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from shardwise import env
-from shardwise.neighbours import Neighbours
-from shardwise.swaps import Chunk, Reader, lend
 
 RESULTS = Path(__file__).parent / "results"
 NUMEL, EXCHANGES, ROUNDS = 1_600_000, 40, 12
 
 Ways = tuple[Any, Any]
-Issue = Callable[[int], list[Any]]
 
 
 def exchange(ways: Ways, sent: torch.Tensor, received: torch.Tensor, tag: int) -> list[Any]:
@@ -41,13 +37,7 @@ def exchange(ways: Ways, sent: torch.Tensor, received: torch.Tensor, tag: int) -
     ]
 
 
-def swap(reader: Reader, sent: torch.Tensor, received: torch.Tensor, tag: int) -> list[Any]:
-    """The same where ranks tell each other where to read."""
-    other = 1 - dist.get_rank()
-    return [reader.swap([lend(other, [Chunk.of(sent)], sent.dtype, None)], {other: received}, tag)]
-
-
-def turn(issue: Issue, first_tag: int) -> tuple[float, float]:
+def turn(issue: Callable[[int], list[Any]], first_tag: int) -> tuple[float, float]:
     """Milliseconds and CPU milliseconds of one exchange."""
     matrix = torch.randn(256, 256)
     dist.barrier()
@@ -70,21 +60,15 @@ def measure(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     one, other = dist.new_group(), dist.new_group()
     sent, received = torch.ones(NUMEL), torch.empty(NUMEL)
-    met = Neighbours.meet(store, rank, 2, ["exchange"])
-    assert met is not None, "this system does not let processes read others' memory"
-    reader = Reader(met, "exchange")
-    kinds: dict[str, Issue] = {
-        "none": lambda tag: [],
-        "one connection": lambda tag: exchange((one, one), sent, received, tag),
-        "one each way": lambda tag: exchange((one, other), sent, received, tag),
-        "each other's memory": lambda tag: swap(reader, sent, received, tag),
-    }
+    kinds: dict[str, Ways | None] = {"none": None, "one connection": (one, one), "one each way": (one, other)}
     seen: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
     tag = 0
     for _ in range(ROUNDS + 1):
-        for kind, issue in kinds.items():
+        for kind, ways in kinds.items():
             tag += EXCHANGES
-            seen[kind].append(turn(issue, tag))
+            seen[kind].append(
+                turn(lambda number, ways=ways: exchange(ways, sent, received, number) if ways else [], tag)
+            )
     if rank == 0:
         Path(folder, "seen.json").write_text(json.dumps({kind: values[1:] for kind, values in seen.items()}))
     dist.barrier()

@@ -1,11 +1,8 @@
 """In how many pieces gradients travel: as few as keep the stages in order, and none too small to be of use."""
 
-from dataclasses import replace
-
 import pytest
 
 from shardwise.budget import (
-    Flight,
     GradSizes,
     UpdateSizes,
     choose_flight,
@@ -56,24 +53,6 @@ def test_a_bound_of_the_users_is_kept_however_small():
     one = unit(10_000)
     for bound in (20_000, 1_000):
         assert exchange_bytes(one, choose_flight([one], True, True, bound)) <= bound
-
-
-def test_a_bound_holds_for_every_unit_also_where_the_largest_is_lent():
-    """Which takes less than a smaller one that is packed."""
-    units = [replace(unit(numel), lent_from_bytes=2 << 20) for numel in (950_000, 1_100_000, 950_000)]
-    bound = 3 << 20
-    flight = choose_flight(units, True, False, bound)
-    assert exchange_bytes(units[1], Flight()) <= bound < exchange_bytes(units[0], Flight())
-    assert all(exchange_bytes(each, flight) <= bound for each in units)
-
-
-def test_lent_gradients_take_less():
-    """Nothing to send from; but they are there until the others have read them."""
-    packed, lent = ([replace(unit(1_000_000), lent_from_bytes=least)] * 4 for least in (None, 1 << 20))
-    assert exchange_bytes(packed[0], Flight()) == 6_000_000
-    assert exchange_bytes(lent[0], Flight()) == 2_000_000
-    assert sharded_peak(lent, False, Flight()) == sharded_peak(packed, False, Flight())
-    assert sharded_peak(lent[:1], True, Flight()) == sharded_peak(packed[:1], True, Flight()) - 2_000_000
 
 
 def test_replicated_gradients_travel_whole():

@@ -5,8 +5,6 @@ Sharded gradients travel in one of two ways:
 - *whole*: a unit's gradients are packed into one buffer and sent, while the next unit's gradients arrive.
 - *piecewise*: they are packed and sent in small pieces, one after the other, before the next unit's arrive.
 
-On one machine, where ranks read each other's memory, large ones are lent instead of packed (see `swaps`).
-
 Whole is quicker. Piecewise is for models that are one unit, or mostly one: there the buffers and the held shards
 would together take more than replicated gradients do, and the stages would be upside down.
 
@@ -37,9 +35,7 @@ class GradSizes:
     """Bytes of one unit: its full gradients, what they would rest in if they were replicated (fp32 where several
     micro-batches are added up), its largest parameter's, the shard held after the reduction; what is sent
     for it (the same in the wire's dtype) and received (the parts of all ranks, or of all others, where our own is taken
-    from what we send). Elements of its shard, and of the fp32 block in which 16-bit parts are added up.
-
-    Rows of `lent_from_bytes` on are read where autograd left them, and not packed; None: all are packed."""
+    from what we send). Elements of its shard, and of the fp32 block in which 16-bit parts are added up."""
 
     full: int
     rested: int
@@ -49,15 +45,9 @@ class GradSizes:
     received: int
     shard_numel: int
     block_numel: int
-    lent_from_bytes: int | None = None
 
     def summing(self, pieces: int) -> int:
         return 4 * min(self.block_numel, -(-self.shard_numel // pieces))
-
-    def is_lent(self, pieces: int) -> bool:
-        """Whether rows in so many pieces are read where autograd left them. Only there is our own row not received."""
-        row_bytes = self.sent - self.received
-        return self.lent_from_bytes is not None and -(-row_bytes // pieces) >= self.lent_from_bytes
 
 
 @dataclass(frozen=True)
@@ -115,9 +105,8 @@ def portions(units: Sequence[UpdateSizes]) -> list[range]:
 
 
 def exchange_bytes(unit: GradSizes, flight: Flight) -> int:
-    """The buffers of one exchange of gradients: one to send from, unless they are lent, and one to receive into."""
-    packed = 0 if unit.is_lent(flight.pieces) else unit.sent
-    return -(-(packed + unit.received) // flight.pieces)
+    """The buffers of one exchange of gradients: one to send from, one to receive into."""
+    return -(-(unit.sent + unit.received) // flight.pieces)
 
 
 def replicated_peak(units: Sequence[GradSizes], accumulates: bool) -> int:
@@ -150,16 +139,13 @@ def sharded_peak(units: Sequence[GradSizes], accumulates: bool, flight: Flight) 
 def _reducing_peak(unit: GradSizes, accumulates: bool, flight: Flight) -> int:
     """An exchange, and the gradients from which it is made."""
     exchange = _exchange_peak(unit, accumulates, flight)
-    if unit.is_lent(flight.pieces):
-        return exchange
     # What is packed as a whole is let go when it is, before the receive buffer is there.
     return max(exchange, unit.full + unit.sent) if flight.is_whole else exchange + unit.full
 
 
 def _exchange_peak(unit: GradSizes, accumulates: bool, flight: Flight) -> int:
-    """The buffers of an exchange, what it makes, and what is lent until it is over."""
+    """The buffers of an exchange, and what it makes."""
     made = (0 if accumulates else unit.held) + unit.summing(flight.pieces)
-    made += unit.full if unit.is_lent(flight.pieces) else 0
     if flight.is_whole and unit.received == unit.sent:
         # The send buffer goes before the shard to hold is there.
         return max(exchange_bytes(unit, flight), unit.received + made)

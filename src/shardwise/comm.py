@@ -8,8 +8,7 @@ adds up what it received itself, in rank order. So the sum depends on nothing bu
 is an all-reduce in disguise: twice the bytes, and from W = 3 on its bits depend on where buffers are cut).
 
 Every operation is checked (see `agreement`): over Gloo on the CPU all of them are sends and receives, whose tags tell
-operations apart (on one machine, large values are read by who needs them, see `swaps`); elsewhere ranks meet over
-what is new.
+operations apart; elsewhere ranks meet over what is new.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
@@ -26,10 +25,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d as c10d
 
-from shardwise import swaps
 from shardwise.agreement import Agreement, Ticket
-from shardwise.neighbours import Neighbours
-from shardwise.swaps import Chunk, Reader
 
 # Renamed in torch 2.13, where the old name warns.
 _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
@@ -109,14 +105,10 @@ class Comm:
         if not self._own and not self._sends_directly:
             self._streams[_REDUCE] = _GATHER
         self._agreement: Agreement | None = None
-        self._readers: dict[str, Reader] = {}
         if self.world_size > 1 and "fake" not in backend:
             store = _store(self._groups[_GATHER].up)
             self._agreement = Agreement(store, self.rank, self.world_size, is_world)
             self._agreement.wake = self._break_groups
-            if self._sends_directly and self._own:
-                met = Neighbours.meet(store, self.rank, self.world_size, _STREAMS)
-                self._readers = {stream: Reader(met, stream) for stream in _STREAMS} if met is not None else {}
 
     def _ways(self, stream: str, ranks: list[int], given: Any) -> _Ways:
         """The groups of a stream: made here, unless one was `given`; two if ranks send to each other directly."""
@@ -164,69 +156,27 @@ class Comm:
             group = self._groups[_REDUCE].up
             work = dist.all_to_all_single(received.view(-1), sent.view(-1), group=group, async_op=True)
             return self._checked(ticket, work), list(received)
-        rows = self.rows(received, sent[self.rank])
+        rows = [*received[: self.rank], sent[self.rank], *received[self.rank :]]
         return self._send_directly(dict(enumerate(sent)), dict(enumerate(rows)), ticket), rows
-
-    @property
-    def lent_from_bytes(self) -> int | None:
-        """From which size on rows are read in each other's memory, and need not be brought together to be sent; None:
-        never."""
-        return swaps.LEAST_BYTES if self._readers else None
-
-    def lend(self, received: torch.Tensor, lent: Sequence[Sequence[Chunk]], kind: str, unit: str = "") -> Handle:
-        """As `exchange`, of rows that lie in chunks."""
-        first = received[0]
-        self._count(kind, first.nbytes * self.world_size)
-        ticket = self._issue(_REDUCE, f"{kind} {unit}", first.numel() * self.world_size)
-        rows = self.rows(received, first)  # ours is not received
-        return self._swap(dict(enumerate(lent)), dict(enumerate(rows)), ticket)
-
-    def rows(self, received: torch.Tensor, own: torch.Tensor) -> list[torch.Tensor]:
-        """The rows of all ranks, in rank order, of which those of the others are received."""
-        return [*received[: self.rank], own, *received[self.rank :]]
 
     def _send_directly(
         self, sent: Mapping[int, torch.Tensor], received: Mapping[int, torch.Tensor], ticket: Ticket
     ) -> Handle:
         """`sent[w]` to each other rank w, and from it into `received[w]`, under a tag that no other operation has."""
-        if self._readers and sent[self.rank].nbytes >= swaps.LEAST_BYTES:
-            return self._swap({rank: [Chunk.of(row)] for rank, row in sent.items()}, received, ticket)
-        ways, mine = self._groups[ticket.stream], self.rank
-        with self._explaining(ticket):
-            receives = [
-                dist.irecv(received[rank], group=ways.between(rank, mine), group_src=rank, tag=ticket.tag)
-                for rank in reversed(self._others)
-            ]
-            sends = [
-                dist.isend(sent[rank], group=ways.between(mine, rank), group_dst=rank, tag=ticket.tag)
-                for rank in self._others
-            ]
-        return self._checked(ticket, *receives, *sends)
-
-    def _swap(
-        self, sent: Mapping[int, Sequence[Chunk]], received: Mapping[int, torch.Tensor], ticket: Ticket
-    ) -> Handle:
-        """The same where every rank reads what the others have for it."""
-        dtype, group = received[self.rank].dtype, self._groups[ticket.stream].up
-        lent = [swaps.lend(rank, sent[rank], dtype, group) for rank in self._others]
-        borrowed = {rank: received[rank] for rank in reversed(self._others)}
-        with self._explaining(ticket):
-            return self._checked(ticket, self._readers[ticket.stream].swap(lent, borrowed, ticket.tag))
-
-    @property
-    def _others(self) -> list[int]:
-        """Those after this rank first, so that not all turn to the same."""
-        return [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
-
-    @contextlib.contextmanager
-    def _explaining(self, ticket: Ticket) -> Iterator[None]:
-        """What breaks an operation off as it is issued is told as what it is."""
+        ways, mine, tag = self._groups[ticket.stream], self.rank, ticket.tag
+        # Each rank starts with the one after it, so that not all send to the same one.
+        others = [(mine + step) % self.world_size for step in range(1, self.world_size)]
         try:
-            yield
+            receives = [
+                dist.irecv(received[rank], group=ways.between(rank, mine), group_src=rank, tag=tag)
+                for rank in reversed(others)
+            ]
+            sends = [dist.isend(sent[rank], group=ways.between(mine, rank), group_dst=rank, tag=tag) for rank in others]
         except RuntimeError as error:
             if self._agreement is not None:
                 self._agreement.explain(ticket, error)
             raise
+        return self._checked(ticket, *receives, *sends)
 
     def blocks(self, tensor: torch.Tensor, block_numel: int) -> Sequence[torch.Tensor]:
         """A long tensor in parts that are worked on one after the other."""
@@ -284,8 +234,6 @@ class Comm:
         """Give the process groups back."""
         if self._agreement is not None:
             self._agreement.close()
-        for reader in self._readers.values():
-            reader.close()
         for group in self._own:
             if dist.is_initialized():
                 dist.destroy_process_group(group)
@@ -307,8 +255,6 @@ class Comm:
 
     def _break_groups(self) -> None:
         """Wake whoever waits in our groups, here and on the other ranks: nobody can go on."""
-        for reader in self._readers.values():
-            reader.wake()
         for group in {id(group): group for ways in self._groups.values() for group in ways}.values():
             if self._waits_on_device:
                 with contextlib.suppress(RuntimeError):

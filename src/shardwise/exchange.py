@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -13,7 +12,6 @@ from torch import nn
 from shardwise.comm import DONE, Comm, Handle
 from shardwise.layout import Layout, Span
 from shardwise.memory import Buffer, Entry, Kind, Ledger, Tier
-from shardwise.swaps import Chunk
 
 _BLOCK_NUMEL = 1 << 16
 """Elements summed at a time on the CPU: 256 KiB of fp32, so that a block stays in the cache."""
@@ -25,29 +23,12 @@ PLAINLY = torch._C.DisableTorchFunctionSubclass
 """Within it, watched parameters (see `pending`) are plain: their `grad` is looked at without a call into Python."""
 
 
-class Stretch(NamedTuple):
-    """A part of a row: of which parameter's gradient, by number, and which elements of it; None: padding."""
-
-    param: int | None
-    span: Span
-
-
 class Packing:
     """A buffer laid out as the unit is, into which the gradients of its parameters are copied in one operation."""
 
     def __init__(self, buffer: Buffer, layout: Layout) -> None:
         self.buffer = buffer
         self.views = buffer.views(layout)
-        self._layout = layout
-        self._stretches: dict[tuple[int, int], list[list[Stretch]]] = {}
-
-    def stretches(self, start: int, stop: int) -> list[list[Stretch]]:
-        """Of what the columns from `start` to `stop` of each rank's shard consist."""
-        if (start, stop) not in self._stretches:
-            ranks = range(self._layout.world_size)
-            rows = [Span(start, stop).shift(rank * self._layout.shard_numel) for rank in ranks]
-            self._stretches[start, stop] = [list(_stretches(row, self._layout)) for row in rows]
-        return self._stretches[start, stop]
 
     def fill(self, params: Sequence[nn.Parameter]) -> None:
         """Copy every gradient into place; zeros where there is none, and in between."""
@@ -69,13 +50,6 @@ class Packing:
             torch._foreach_add_([view for view, _ in pairs], [grad for _, grad in pairs])
 
 
-def _stretches(row: Span, layout: Layout) -> Iterator[Stretch]:
-    slots = [Stretch(index, slot.span) for index, slot in enumerate(layout.slots)]
-    for param, span in sorted([*slots, *(Stretch(None, gap) for gap in layout.gaps)], key=lambda each: each.span.start):
-        if part := span.intersect(row):
-            yield Stretch(param, part.shift(-span.start))
-
-
 def _grads_of(params: Sequence[nn.Parameter]) -> list[torch.Tensor | None]:
     """As plain values: a backward that makes a graph of its own leaves gradients with a history."""
     with PLAINLY():
@@ -86,9 +60,7 @@ def _grads_of(params: Sequence[nn.Parameter]) -> list[torch.Tensor | None]:
 
 
 class Source(Protocol):
-    """Gradients to send, seen as [W, shard]. Rows of `lent_from_bytes` on can be lent; None: none can."""
-
-    lent_from_bytes: int | None
+    """Gradients to send, seen as [W, shard]."""
 
     def whole(self, dtype: torch.dtype) -> torch.Tensor | None:
         """All of them in one tensor, if they can be had so."""
@@ -96,20 +68,15 @@ class Source(Protocol):
     def pack(self, sent: torch.Tensor, start: int, stop: int) -> None:
         """Copy the columns from `start` to `stop` of every shard."""
 
-    def lend(self, start: int, stop: int) -> Sequence[Sequence[Chunk]]:
-        """The columns from `start` to `stop` of every shard where they lie."""
-
     def packed(self) -> None:
-        """Everything is in buffers, or lent: let go of what is not needed any more."""
+        """Everything is in buffers: let go of what is not needed any more."""
 
     def sent(self) -> None:
-        """What was given so far is sent: free what `whole` gave, and what was lent."""
+        """Everything is sent: free what `whole` gave."""
 
 
 class Flat:
     """Gradients in the unit's flat buffer."""
-
-    lent_from_bytes: int | None = None
 
     def __init__(self, shards: torch.Tensor) -> None:
         self._shards = shards
@@ -120,9 +87,6 @@ class Flat:
     def pack(self, sent: torch.Tensor, start: int, stop: int) -> None:
         sent.copy_(self._shards[:, start:stop])
 
-    def lend(self, start: int, stop: int) -> Sequence[Sequence[Chunk]]:
-        raise NotImplementedError("its rows need not be brought together")
-
     def packed(self) -> None:
         pass
 
@@ -131,29 +95,15 @@ class Flat:
 
 
 class Strays:
-    """Gradients as autograd keeps them, each in its parameter's `grad`; `packing` is where they are laid out.
-
-    Where ranks read each other's memory, each is read where it lies, instead. `let_go` takes them from the parameters;
-    `gone` is called when they are not in use any more.
-    """
+    """Gradients as autograd keeps them, each in its parameter's `grad`; `packing` is where they are laid out."""
 
     def __init__(
-        self,
-        params: Sequence[nn.Parameter],
-        layout: Layout,
-        packing: Packing,
-        lent_from_bytes: int | None,
-        let_go: Callable[[], None],
-        gone: Callable[[], None],
+        self, params: Sequence[nn.Parameter], layout: Layout, packing: Packing, let_go: Callable[[], None]
     ) -> None:
-        self.lent_from_bytes = lent_from_bytes
         self._params = params
         self._layout = layout
         self._packing = packing
-        self._let_go = let_go
-        self._gone = gone
-        self._lent: list[torch.Tensor | None] = []
-        self._is_packed = False
+        self.packed = let_go
 
     def whole(self, dtype: torch.dtype) -> torch.Tensor | None:
         flat = self._packing.buffer.allocate()
@@ -164,52 +114,8 @@ class Strays:
         for rank, row in enumerate(sent):
             _lay_out(row, Span(start, stop).shift(rank * self._layout.shard_numel), self._params, self._layout)
 
-    def lend(self, start: int, stop: int) -> Sequence[Sequence[Chunk]]:
-        dtype = self._packing.buffer.tensor.dtype
-        grads = _grads_of(self._params)
-        claims = [0 if grad is None else _claims(grad) for grad in grads]
-        self._lent = [grad if grad is None else _lendable(grad, n) for grad, n in zip(grads, claims, strict=True)]
-        return [[_chunk(self._lent, part, dtype) for part in row] for row in self._packing.stretches(start, stop)]
-
-    def packed(self) -> None:
-        self._let_go()
-        self._is_packed = True
-        if not self._lent:
-            self._gone()
-
     def sent(self) -> None:
         self._packing.buffer.free()
-        self._lent = []
-        if self._is_packed:
-            self._gone()
-
-
-def _lendable(grad: torch.Tensor, claims: int) -> torch.Tensor:
-    """Its elements side by side, and in nobody else's hands: whoever has a gradient besides may write to it, or let
-    the next one take its place, before the others have read it."""
-    if claims > _SOLE_CLAIMS:
-        grad = grad.clone(memory_format=torch.contiguous_format)
-    return grad.resolve_neg().contiguous().view(-1)
-
-
-def _claims(grad: torch.Tensor) -> int:
-    """How many hold a tensor, in Python, or its storage."""
-    return sys.getrefcount(grad) + int(torch._C._storage_Use_Count(grad.untyped_storage()._cdata))
-
-
-def _claims_on_fresh_gradient() -> int:
-    param = nn.Parameter(torch.zeros(1, device="cpu"))
-    param.grad = torch.zeros(1, device="cpu")
-    grads = [param.grad]
-    return max([_claims(grad) for grad in grads])
-
-
-_SOLE_CLAIMS = _claims_on_fresh_gradient()
-
-
-def _chunk(grads: Sequence[torch.Tensor | None], part: Stretch, dtype: torch.dtype) -> Chunk:
-    grad = None if part.param is None else grads[part.param]
-    return Chunk(None if grad is None else grad[part.span.slice], part.span.numel * dtype.itemsize)
 
 
 def _lay_out(target: torch.Tensor, wanted: Span, params: Sequence[nn.Parameter], layout: Layout) -> None:
@@ -225,7 +131,7 @@ def _lay_out(target: torch.Tensor, wanted: Span, params: Sequence[nn.Parameter],
 class Exchange:
     """One reduction in flight: parts out to their owners, parts in from every rank, added up in rank order.
 
-    Gradients that lie in one flat buffer are sent from there; others are lent, or packed first, at once or in pieces.
+    Gradients that lie in one flat buffer are sent from there; others are packed first, all at once or in pieces.
     """
 
     def __init__(
@@ -239,7 +145,7 @@ class Exchange:
         self._handle: Handle = DONE
         self._sent: Buffer | None = None
         self._received: Buffer | None = None
-        self._sums: list[Sum] = []
+        self._rows: Sequence[torch.Tensor] = ()
         step = max(1, -(-layout.shard_numel // pieces))
         self._cuts = [(start, min(start + step, layout.shard_numel)) for start in range(0, layout.shard_numel, step)]
 
@@ -273,42 +179,30 @@ class Exchange:
         block = block_numel(piece.numel(), comm.kernels)
         block_bytes = _sum_bytes(piece, block) if self._dtype != torch.float32 else 0
         with self._ledger.passing("exchange", Tier.DEVICE, block_bytes):
-            for part in self._sums:
-                _mean_in_rank_order(part, piece[part.span.slice], adds, partial(comm.blocks, block_numel=block))
+            _mean_in_rank_order(self._rows, piece, adds, partial(comm.blocks, block_numel=block))
 
     def abandon(self) -> None:
         """Wait, and free the buffers."""
         self._handle.wait()
         self._handle = DONE
-        self._sums = []
+        self._rows = ()
         self._drop_sent()
         if self._received is not None:
             self._received.free()
             self._received = None
 
     def _issue(self, comm: Comm, start: int, stop: int) -> None:
-        least_bytes = self._source.lent_from_bytes
-        is_lent = least_bytes is not None and (stop - start) * self._dtype.itemsize >= least_bytes
-        lent = self._source.lend(start, stop) if is_lent else None
-        parts = self._pack(comm, start, stop) if lent is None else None
+        parts = self._pack(comm, start, stop)
+        self._rows = list(parts)
         if stop == self._cuts[-1][1]:
             self._source.packed()
-        everything = Span(0, stop - start)
-        if self._world_size == 1:
-            assert parts is not None
-            self._sums = [Sum(everything, list(parts))]
-            return
-        shape = (comm.rows_received, stop - start)
-        self._received = self._buffer(comm, shape)
-        received = self._received.allocate().view(shape)
-        # Pieces have names of their own: what follows what must be the same in every step (`agreement`).
-        name = self._name if len(self._cuts) == 1 else f"{self._name} from {start}"
-        if lent is not None:
-            self._handle = comm.lend(received, lent, "reduce", name)
-            self._sums = list(_sums(received, lent[comm.rank], comm))
-        elif parts is not None:
-            self._handle, rows = comm.exchange(received, parts, "reduce", name)
-            self._sums = [Sum(everything, rows)]
+        if self._world_size > 1:
+            shape = (comm.rows_received, stop - start)
+            self._received = self._buffer(comm, shape)
+            received = self._received.allocate().view(shape)
+            # Pieces have names of their own: what follows what must be the same in every step (`agreement`).
+            name = self._name if len(self._cuts) == 1 else f"{self._name} from {start}"
+            self._handle, self._rows = comm.exchange(received, parts, "reduce", name)
 
     def _pack(self, comm: Comm, start: int, stop: int) -> torch.Tensor:
         parts = self._source.whole(self._dtype) if len(self._cuts) == 1 else None
@@ -330,53 +224,33 @@ class Exchange:
             self._sent = None
 
 
-class Sum(NamedTuple):
-    """Rows of all ranks, in rank order, for these elements; `own` is one of them that must stay as it is."""
-
-    span: Span
-    rows: Sequence[torch.Tensor]
-    own: torch.Tensor | None = None
-
-
-def _sums(received: torch.Tensor, own: Sequence[Chunk], comm: Comm) -> Iterator[Sum]:
-    """One for each piece of our own row."""
-    start, blank = 0, received.new_zeros(())
-    for values, size_bytes in own:
-        span = Span(start, start + size_bytes // received.itemsize)
-        mine = blank.expand(span.numel) if values is None else values
-        yield Sum(span, comm.rows(received[:, span.slice], mine), mine)
-        start = span.stop
-
-
-def _mean_in_rank_order(summed: Sum, target: torch.Tensor, add: bool, cut: Blocks) -> None:
+def _mean_in_rank_order(rows: Sequence[torch.Tensor], target: torch.Tensor, add: bool, cut: Blocks) -> None:
     """target (+)= (rows[0] + rows[1] + ...) / W, in fp32 whatever the dtypes, rounded once; block by block."""
-    scale, whole = 1.0 / len(summed.rows), _sum_place(summed, target, add)
+    scale, whole = 1.0 / len(rows), _sum_place(rows, target, add)
     places = cut(target)
     scratch = target.new_empty(places[0].numel() if places and whole is None else 0, dtype=torch.float32)
     means = cut(whole) if whole is not None else [scratch[: place.numel()] for place in places]
-    for place, mean, *rows in zip(places, means, *map(cut, summed.rows), strict=True):
-        if whole is None or len(rows) == 1:
-            mean.copy_(rows[0])
+    for place, mean, *blocks in zip(places, means, *map(cut, rows), strict=True):
+        if whole is None or len(blocks) == 1:
+            mean.copy_(blocks[0])
         else:
-            torch.add(rows[0], rows[1], out=mean)
-        for row in rows[1:] if whole is None else rows[2:]:
-            mean.add_(row)
+            torch.add(blocks[0], blocks[1], out=mean)
+        for block in blocks[1:] if whole is None else blocks[2:]:
+            mean.add_(block)
         mean.mul_(scale)
         if whole is not target:
             place.add_(mean) if add else place.copy_(mean)
 
 
-def _sum_place(summed: Sum, target: torch.Tensor, add: bool) -> torch.Tensor | None:
-    """Where an fp32 sum grows: where it belongs, else in one of the first two rows, which nobody reads again; None:
-    beside.
+def _sum_place(rows: Sequence[torch.Tensor], target: torch.Tensor, add: bool) -> torch.Tensor | None:
+    """Where an fp32 sum grows: where it belongs, else in the first row, which nobody reads again; None: beside.
 
-    Not where a later row lies.
+    That may be where one of its first two rows lies, not a later one.
     """
-    first, *others = summed.rows
-    if first.dtype != torch.float32:
+    if rows[0].dtype != torch.float32:
         return None
-    is_free = target.dtype == torch.float32 and not add and _place(target) not in map(_place, others[1:])
-    return target if is_free else others[0] if first is summed.own else first
+    is_free = target.dtype == torch.float32 and not add and _place(target) not in map(_place, rows[2:])
+    return target if is_free else rows[0]
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, int]:

@@ -6,7 +6,7 @@ Names, used throughout:
   backward leaves the unit, and `p.grad` is then a view of it, to which later micro-batches add in place, until the
   reduction.
 - *held*: where gradients are sharded, this rank's shard of the reduced gradients. Strays are then packed as they are
-  sent, all at once or in pieces, or lent (see `budget`), and live for one micro-batch.
+  sent, all at once or in pieces (see `budget`), and live for one micro-batch.
   Where gradients rest on the host, it leaves when it is made, and is recalled to add the next micro-batch.
 - *reduced*: the mean over the ranks of this rank's shard, wherever it is: `held`, or its slot in `full`.
 
@@ -31,7 +31,6 @@ from shardwise.layout import Layout
 from shardwise.marks import mark
 from shardwise.memory import Buffer, Entry, Kind, Ledger, Tier
 from shardwise.policy import Policy
-from shardwise.swaps import MOST_CHUNKS
 
 
 class Grads:
@@ -132,16 +131,8 @@ class Grads:
             sent=row * self._comm.world_size,
             received=row * self._comm.rows_received,
             shard_numel=self._layout.shard_numel,
-            lent_from_bytes=self._lent_from_bytes,
             block_numel=0 if is_exact else block_numel(self._layout.shard_numel, self._comm.kernels),
         )
-
-    @property
-    def _lent_from_bytes(self) -> int | None:
-        """From which size on rows are read where autograd left them."""
-        chunks = len(self._layout.slots) + len(self._layout.gaps)
-        is_lendable = self.policy.reduce_dtype == self.policy.grad_dtype and chunks <= MOST_CHUNKS
-        return self._comm.lent_from_bytes if is_lendable else None
 
     @cached_property
     def cast_bytes(self) -> int:
@@ -227,7 +218,7 @@ class Grads:
     def _source(self) -> Source:
         if self._full is not None:
             return Flat(self._full.tensor.view(self._layout.world_size, -1))
-        return Strays(self._params, self._layout, self._packing, self.sizes.lent_from_bytes, self._detach, self._settle)
+        return Strays(self._params, self._layout, self._packing, self._let_go)
 
     def _keep(self) -> None:
         """One rank's gradients are the sum over all ranks."""
@@ -310,15 +301,9 @@ class Grads:
             self._exchange = None
 
     def _let_go(self) -> None:
-        self._detach()
-        self._settle()
-
-    def _detach(self) -> None:
         with PLAINLY():
             for param in self._params:
                 param.grad = None
-
-    def _settle(self) -> None:
         self._ledger.settle(self._strays, 0)
 
     @property

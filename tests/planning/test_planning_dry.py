@@ -4,7 +4,6 @@ import gc
 import json
 import re
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shardwise import swaps
 from shardwise.compare import Settings
 from shardwise.compare.job import Job
 from shardwise.compare.rows import Row
@@ -46,12 +44,9 @@ def scenario(model, preset="zero3", world_size=2):
 
 
 @ranks(2, 3)
-@pytest.mark.parametrize("lent_from_bytes", [1, 2**40])
-def test_the_peak_is_the_measured_one(rank, world_size, lent_from_bytes):
-    """Whether gradients are read where they lie, or packed."""
-    with mock.patch.object(swaps, "LEAST_BYTES", lent_from_bytes):
-        for settings, preset in [case for case in CASES if case[0].world_size == world_size]:
-            check_peak(settings, preset, rank)
+def test_the_peak_is_the_measured_one(rank, world_size):
+    for settings, preset in [case for case in CASES if case[0].world_size == world_size]:
+        check_peak(settings, preset, rank)
 
 
 def check_peak(settings, preset, rank):

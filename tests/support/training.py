@@ -5,11 +5,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import shardwise
-from shardwise import memory, swaps
+from shardwise import memory
 from shardwise.held import MASTER, extras_of, held_by
 from shardwise.models import GPT, MLP
 from shardwise.report import Report
@@ -78,9 +77,6 @@ def start(
     name: str, config: dict[str, Any], optimizer: Callable[[nn.Module], torch.optim.Optimizer] = make_optimizer
 ) -> shardwise.Engine:
     memory.POISON = True
-    # Three ranks use sockets, others read each other's memory. Set each time: a process may serve several tests.
-    uses_sockets = dist.is_initialized() and dist.get_world_size() == 3
-    swaps.LEAST_BYTES = 1 << 40 if uses_sockets else 1
     model = make_model(name)
     return shardwise.initialize(model, optimizer(model), config)
 

@@ -19,7 +19,6 @@ WARM_STEPS = 2
 STEPS = 2
 
 
-_ONE_TO_ONE = ("send", "isend", "lend")
 WIRE_KINDS = {"gather": ("gather",), "reduce": ("reduce", "all_to_all")}
 
 
@@ -68,7 +67,7 @@ def wire_by_kind(wire: WireObserver) -> dict[str, int]:
     """
     totals: Counter[str] = Counter(gather=0, reduce=0, other=wire.control_sent_bytes)
     for record in wire.data:
-        name = (record.group if "reduce" in record.group else "gather") if record.op in _ONE_TO_ONE else record.op
+        name = (record.group if "reduce" in record.group else "gather") if "send" in record.op else record.op
         kinds = (kind for kind, words in WIRE_KINDS.items() if any(word in name for word in words))
         totals[next(kinds, "other")] += record.sent_bytes
     return {**totals, "total": sum(totals.values())}

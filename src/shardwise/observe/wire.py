@@ -12,7 +12,6 @@ With W the size of the group and n the bytes of the whole buffer (of all ranks' 
 | gather | n, the rank's own tensor; nothing on the destination |
 | scatter | the other ranks' parts on the source; nothing elsewhere |
 | send | n; receiving costs nothing |
-| lend (`shardwise.swaps`) | n, which another process reads |
 | barrier | nothing; recorded all the same |
 
 What it cannot see: functions imported by name before it started (`from torch.distributed import all_reduce`),
@@ -29,8 +28,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
-
-from shardwise import swaps
 
 
 @dataclass(frozen=True)
@@ -105,11 +102,6 @@ def _scatter(call: _Call) -> tuple[int, int]:
 
 def _send(call: _Call) -> tuple[int, int]:
     return call.nbytes("tensor"), call.nbytes("tensor")
-
-
-def _lend(call: _Call) -> tuple[int, int]:
-    lent = sum(chunk.size for chunk in call.arguments["chunks"])
-    return lent, lent
 
 
 def _batch(call: _Call) -> tuple[int, int]:
@@ -190,7 +182,6 @@ class WireObserver:
                 self._replace(dist, name, wrapper)
                 if name in CALLED_BY_OBJECT_COLLECTIVES:
                     self._replace(c10d, name, wrapper)
-        self._replace(swaps, "lend", self._wrap("lend", swaps.lend, _lend))
         self._teach_p2p_op()
         return self
 
@@ -253,9 +244,7 @@ def _group_of(arguments: dict[str, Any]) -> Any:
 
 
 def _dtype_of(arguments: dict[str, Any]) -> torch.dtype | None:
-    """As said, or of the first tensor among the arguments; None for a barrier."""
-    if isinstance(dtype := arguments.get("dtype"), torch.dtype):
-        return dtype
+    """Of the first tensor among the arguments; None for a barrier."""
     for value in arguments.values():
         first = value[0] if isinstance(value, (list, tuple)) and value else value
         tensor = getattr(first, "tensor", first)

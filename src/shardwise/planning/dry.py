@@ -18,7 +18,6 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from shardwise import neighbours, swaps
 from shardwise.comm import DONE, Comm, Handle
 from shardwise.config import Config
 from shardwise.config.build import build_optimizer
@@ -29,7 +28,6 @@ from shardwise.models import MakeBatch
 from shardwise.observe import StorageObserver
 from shardwise.planning.fakes import Fakes
 from shardwise.planning.kernels import CPU, Kernels, replacing
-from shardwise.swaps import Chunk
 from shardwise.tensors import map_tensors
 
 LOGITS = "logits"
@@ -95,22 +93,11 @@ class DryComm(Comm):
     def exchange(
         self, received: torch.Tensor, sent: torch.Tensor, kind: str, unit: str = ""
     ) -> tuple[Handle, list[torch.Tensor]]:
-        self._count(kind, sent.nbytes)
-        return DONE, self.rows(received, sent[self.rank]) if self._sends_directly else list(received[:2])
-
-    @property
-    def lent_from_bytes(self) -> int | None:
-        """Ranks on CPUs are foreseen on one machine, where they may do what this one may."""
-        is_foreseen = self._sends_directly and self.world_size > 1 and neighbours.are_allowed()
-        return swaps.LEAST_BYTES if is_foreseen else None
-
-    def lend(self, received: torch.Tensor, lent: Sequence[Sequence[Chunk]], kind: str, unit: str = "") -> Handle:
-        self._count(kind, received[0].nbytes * self.world_size)
-        return DONE
-
-    def rows(self, received: torch.Tensor, own: torch.Tensor) -> list[torch.Tensor]:
         """Two rows stand for those of all ranks; our own is among them where it decides how sums are made."""
-        return [*[received[0]] * min(self.rank, 2), own, received[-1]]
+        self._count(kind, sent.nbytes)
+        if not self._sends_directly:
+            return DONE, list(received[:2])
+        return DONE, [*[received[0]] * min(self.rank, 2), sent[self.rank], received[-1]]
 
     def blocks(self, tensor: torch.Tensor, block_numel: int) -> Sequence[torch.Tensor]:
         """One block stands for all: they take the same memory, one after the other."""

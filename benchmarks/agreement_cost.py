@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import shardwise
-from shardwise.agreement import watch
+from shardwise.comm import agreement as watch
 from shardwise.models import BUILT_IN
 
 WARM_STEPS, CALLS, LOOKS = 3, 20_000, 200

@@ -24,8 +24,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import shardwise
-from shardwise import env
 from shardwise.checkpoint.export import export_checkpoint
+from shardwise.machine import env
 
 WIDTH = 1024
 LAYER_BYTES = 4 * WIDTH * (WIDTH + 1)

@@ -34,7 +34,7 @@ import torch._dynamo  # by the parent, once: every engine needs it
 import torch.distributed as dist
 
 import shardwise
-import shardwise.start
+import shardwise.engine.initialize
 from shardwise.checkpoint import blocks, folder
 
 PR_SET_PDEATHSIG = 1

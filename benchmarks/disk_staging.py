@@ -16,12 +16,12 @@ from collections.abc import Iterator
 import torch
 from disk_probe import probe, yardstick_gbs
 
-from shardwise import env
 from shardwise.config import Offload
-from shardwise.lanes import PAST
-from shardwise.layout import Span
-from shardwise.memory import Ledger
-from shardwise.staging import Chunk, Staging
+from shardwise.machine import env
+from shardwise.memory.ledger import Ledger
+from shardwise.offload.staging import Chunk, Staging
+from shardwise.offload.streams import PAST
+from shardwise.partition.layout import Span
 
 UNITS = 16
 

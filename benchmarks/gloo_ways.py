@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from shardwise import env
+from shardwise.machine import env
 
 RESULTS = Path(__file__).parent / "results"
 NUMEL, EXCHANGES, ROUNDS = 1_600_000, 40, 12

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from shardwise import env
+from shardwise.machine import env
 
 HERE = Path(__file__).parent
 PARTS = {

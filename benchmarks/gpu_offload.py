@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise
 from shardwise.compare.job import peer_settings
-from shardwise.models import GPT
+from shardwise.models.built_in import GPT
 
 SIZES = {
     "0.1b": (768, 12, 12),

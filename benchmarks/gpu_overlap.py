@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from shardwise.comm import Comm
+from shardwise.comm.comm import Comm
 from shardwise.config import Config
-from shardwise.engine import Engine
-from shardwise.models import GPT
+from shardwise.engine.engine import Engine
+from shardwise.models.built_in import GPT
 
 LINK_BYTES_PER_S = 400e9 / 8
 LATENCY_S = 20e-6

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 import shardwise
-from shardwise.models import GPT
+from shardwise.models.built_in import GPT
 
 SIZES = {"0.1b": (768, 12, 12), "1.3b": (2048, 24, 16), "7b": (4096, 32, 32)}
 LENGTH, VOCABULARY, WARM_STEPS = 2048, 32000, 3

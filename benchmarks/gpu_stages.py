@@ -20,11 +20,12 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import shardwise
-from shardwise import memory
-from shardwise.compare import Settings, workload
+from shardwise.compare import Settings
 from shardwise.compare.job import SEED, Job
 from shardwise.compare.rows import Row, parse_rows
 from shardwise.compare.systems import make_system
+from shardwise.memory import ledger
+from shardwise.models import loading
 
 WARM_STEPS = 2
 
@@ -41,7 +42,7 @@ def digest(engine: shardwise.Engine) -> str:
 def measure(row: Row, rank: int, args: argparse.Namespace) -> dict:
     settings = Settings(args.model, args.nproc, args.precision, "cuda", args.accumulate, steps=args.steps)
     torch.manual_seed(SEED)
-    model, make_batch = workload.load(args.model, "cuda:0")
+    model, make_batch = loading.load(args.model, "cuda:0")
     system = make_system(Job(settings, row, rank, store="", threads=8), model)
     batches = [
         {key: value.cuda() for key, value in make_batch(rank, index).items()} for index in range(args.accumulate)
@@ -79,7 +80,7 @@ def worker(rank: int, row: Row, args: argparse.Namespace, store: str) -> None:
     torch.cuda.set_device(0)
     dist.init_process_group("gloo", store=dist.FileStore(store, args.nproc), rank=rank, world_size=args.nproc)
     torch.use_deterministic_algorithms(args.bits)
-    memory.POISON = args.bits
+    ledger.POISON = args.bits
     seen = measure(row, rank, args)
     if rank == 0:
         print(json.dumps(seen), flush=True)

@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 
 import shardwise
-from shardwise.engine import Engine
-from shardwise.graph import Visit
-from shardwise.models import GPT
-from shardwise.policy import DTYPES
-from shardwise.schedule import Schedule
+from shardwise.engine.engine import Engine
+from shardwise.models.built_in import GPT
+from shardwise.partition.policy import DTYPES
+from shardwise.schedule.autograd import Visit
+from shardwise.schedule.schedule import Schedule
 
 LAYERS, PASSES, WARM_STEPS = 48, 3, 10
 

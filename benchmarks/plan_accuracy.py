@@ -32,11 +32,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from shardwise import env, launch
 from shardwise.compare import Settings
 from shardwise.compare.job import Job
 from shardwise.compare.rows import Row
 from shardwise.compare.worker import Worker
+from shardwise.machine import env, launch
 from shardwise.planning import Foreseen
 from shardwise.planning.hardware import PAGES_BYTES
 from shardwise.planning.runs import foresee_settings

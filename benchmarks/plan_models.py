@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from shardwise.models import GPT, MLP, MakeBatch, _tokens, _vectors
+from shardwise.models.built_in import GPT, MLP, MakeBatch, _tokens, _vectors
 from shardwise.planning.decoder import Decoder
 from shardwise.planning.dimensions import Dimensions
 

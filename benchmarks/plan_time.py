@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from statistics import median
 
-from shardwise import env
+from shardwise.machine import env
 
 COMMAND = ["plan", "llama3-8b", "--gpus", "8", "--host-memory", "2TB", "--detailed"]
 RUNS = 3

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import shardwise
-from shardwise.models import GPT
+from shardwise.models.built_in import GPT
 
 BATCH, LENGTH, VOCABULARY = 12, 32, 64
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import shardwise
-from shardwise.models import GPT
+from shardwise.models.built_in import GPT
 from support import ranks
 from support.training import digest, start, train_step
 

@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 
 import shardwise
-from shardwise.agreement import judge, watch
-from shardwise.agreement.posts import Post, State
-from shardwise.comm import Comm
+from shardwise.comm.comm import Comm, agreement, judge
+from shardwise.comm.posts import Post, State
 from support import ranks, run_ranks
 from support.nursery import Forked
 from support.training import make_batch, start, train_step
@@ -24,7 +23,7 @@ LIMIT_S = 10.0
 
 
 def begin(preset, model="gpt", **config):
-    watch.LOOK_S = 0.1
+    agreement.LOOK_S = 0.1
     return start(model, {"preset": preset, "runtime": {"min_unit_bytes": 1}, **config})
 
 
@@ -251,7 +250,7 @@ class WithoutTags(Comm):
     [(extra_forward, "zero3"), (lone_full_param, "zero1"), (lone_step, "zero2"), (caught_exception_in_step, "zero1")],
 )
 def test_without_tags_nothing_is_issued_that_others_do_not_issue(rank, world_size, fault, preset):
-    with mock.patch("shardwise.start.Comm", WithoutTags):
+    with mock.patch("shardwise.engine.initialize.Comm", WithoutTags):
         engine = begin(preset)
     train_step(engine, rank, 0)
     with pytest.raises(shardwise.DisagreementError) as caught:
@@ -264,12 +263,12 @@ def test_without_tags_nothing_is_issued_that_others_do_not_issue(rank, world_siz
 @pytest.mark.parametrize(("preset", "pieces"), [("zero1", 1), ("zero3", 1), ("zero2", 6)])
 def test_without_tags_what_is_repeated_is_not_met_over(rank, world_size, preset, pieces):
     bucket = {"gradients": {"reduce_bucket_bytes": 60_000 // pieces}} if pieces > 1 else {}
-    with mock.patch("shardwise.start.Comm", WithoutTags):
+    with mock.patch("shardwise.engine.initialize.Comm", WithoutTags):
         engine = begin(preset, batch={"accumulation": 2}, **bucket)
     assert max(unit.grads.flight.pieces for unit in engine.units) >= pieces
     for index in range(2):
         train_step(engine, rank, index)
-    with mock.patch.object(watch.Agreement, "_meet", side_effect=AssertionError("met over what is known")):
+    with mock.patch.object(agreement.Agreement, "_meet", side_effect=AssertionError("met over what is known")):
         for index in range(2, 4):
             train_step(engine, rank, index)
     engine.destroy()
@@ -310,7 +309,7 @@ def test_a_rank_that_dies_is_named(how):
 
 SCRIPT = """
 import sys, torch, shardwise
-from shardwise.models import MLP
+from shardwise.models.built_in import MLP
 model = MLP(width=8, depth=3)
 engine = shardwise.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "zero3")
 rank = torch.distributed.get_rank()
@@ -380,7 +379,7 @@ def test_a_rank_that_waits_outside_the_engine_is_named(rank, world_size):
 @pytest.mark.parametrize("preset", ["zero1", "zero3"])
 def test_a_slow_rank_is_waited_for(rank, world_size, preset):
     engine = begin(preset)
-    watch.LOOK_S = 0.02  # a second is then as long as half a minute
+    agreement.LOOK_S = 0.02  # a second is then as long as half a minute
     for index in range(3):
         if rank == 1:
             time.sleep(1.2)
@@ -391,7 +390,7 @@ def test_a_slow_rank_is_waited_for(rank, world_size, preset):
 @ranks(2, timeout=60)
 def test_ranks_slow_in_turn_and_outside_are_waited_for(rank, world_size):
     engine = begin("zero3")
-    watch.LOOK_S = 0.02
+    agreement.LOOK_S = 0.02
     for index in range(4):
         if rank == index % 2:
             time.sleep(0.5)
@@ -435,7 +434,7 @@ def test_a_rank_that_sends_does_not_wait_outside(name, waits):
 
     def look():
         time.sleep(0.05)
-        found.append(watch._outside_call())
+        found.append(agreement._outside_call())
         busy.release()
 
     busy.acquire()

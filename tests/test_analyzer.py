@@ -5,9 +5,9 @@ import torch
 
 import shardwise
 from shardwise import MemoryAnalyzer
-from shardwise.labelling import KINDS
-from shardwise.models import MLP
-from shardwise.timeline import draw
+from shardwise.models.built_in import MLP
+from shardwise.observe.labels import KINDS
+from shardwise.observe.timeline import draw
 
 WEIGHTS = 4 * (64 * 64 + 64) * 4  # bytes of MLP(64, 4)
 

@@ -8,7 +8,7 @@ import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import shardwise
-from shardwise import averages
+from shardwise.engine import ema as ema_module
 from support import matrix, ranks
 from support.training import digest, make_batch, make_model, make_optimizer, start, train_step
 
@@ -189,6 +189,6 @@ def test_a_decay_outside_of_its_range_is_refused():
 
 
 def test_the_examples_run():
-    result = doctest.testmod(averages)  # imports the module before anyone asks for `shardwise.ema`
+    result = doctest.testmod(ema_module)  # imports the module before anyone asks for `shardwise.ema`
     assert result.attempted > 5
     assert not result.failed

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import shardwise
-from shardwise import memory
+from shardwise.memory import ledger
 from support import ranks
 from support.awkward import CASES, WIDTH
 from support.training import digest, make_sgd
@@ -25,7 +25,7 @@ def build(name):
 
 def train(name, preset, rank):
     """Train under an engine; the hash of everything, and the weights."""
-    memory.POISON = True
+    ledger.POISON = True
     model, loss = build(name), CASES[name].loss
     engine = shardwise.initialize(model, make_sgd(model), {"preset": preset, "gradients": {"order": "sharded"}})
     for step in range(STEPS):

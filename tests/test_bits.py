@@ -197,8 +197,8 @@ def pad(tensor):
 
 @ranks(2, 3)
 def test_exact_norm_depends_on_the_values_alone(rank, world_size):
-    from shardwise.comm import Comm
-    from shardwise.norm import global_norm
+    from shardwise.comm.comm import Comm
+    from shardwise.unit.norm import global_norm
 
     torch.manual_seed(3)
     values = torch.randn(world_size * 4096) * torch.logspace(-12, 6, world_size * 4096)

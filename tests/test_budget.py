@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardwise.budget import (
+from shardwise.memory.reduce_plan import (
     GradSizes,
     UpdateSizes,
     choose_flight,

@@ -19,7 +19,7 @@ from shardwise.checkpoint.manifest import Manifest, ParamInfo, Stored, StoredFil
 from shardwise.checkpoint.plain import from_plain, to_plain
 from shardwise.checkpoint.ranges import Piece, fetches, gap
 from shardwise.errors import CheckpointError, DamagedError
-from shardwise.layout import Span
+from shardwise.partition.layout import Span
 
 # Ranges
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import shardwise
-from shardwise.overrides import Overrides
+from shardwise.engine.module_guard import Overrides
 from support import ranks
 from support.awkward import COLLECTED, WIDTH, Chain, Gated, Recurrent, linear, square, with_collected
 from support.conduct import conduct

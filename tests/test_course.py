@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 import shardwise
-from shardwise.agreement import watch
+from shardwise.comm import agreement
 from shardwise.observe import WireObserver
-from shardwise.order import merged
+from shardwise.schedule.order import merged
 from support import matrix, ranks
 from support.training import digest
 
@@ -143,7 +143,7 @@ def enter_twice_on_one_rank(engine, rank):
 
 @ranks(2, timeout=30)
 def test_a_gather_out_of_turn_on_one_rank_is_named(rank, world_size):
-    watch.LOOK_S = 0.1
+    agreement.LOOK_S = 0.1
     engine = begin("zero3")
     for step in range(2):
         engine.backward(engine(batch(rank, step), [0, 1, 2]))

@@ -15,16 +15,16 @@ import pytest
 import torch
 
 import shardwise
-from shardwise import disk
 from shardwise.config import Offload
-from shardwise.disk import ALIGN_BYTES, SUFFIX, DiskFile, remove_leftovers
 from shardwise.errors import ConfigError, DiskError
-from shardwise.host import page_aligned
-from shardwise.lanes import PAST
-from shardwise.layout import Span
-from shardwise.memory import Ledger
-from shardwise.routine import Routine
-from shardwise.staging import Buffers, Staging, staging_bytes
+from shardwise.memory.ledger import Ledger
+from shardwise.offload import disk_file
+from shardwise.offload.disk_file import ALIGN_BYTES, SUFFIX, DiskFile, remove_leftovers
+from shardwise.offload.pinned import page_aligned
+from shardwise.offload.read_ahead import Routine
+from shardwise.offload.staging import Buffers, Staging, staging_bytes
+from shardwise.offload.streams import PAST
+from shardwise.partition.layout import Span
 from support import matrix, ranks
 from support.training import digest, make_batch, start, train_step, trained
 
@@ -125,7 +125,7 @@ def test_a_full_disk_says_what_is_needed_and_free(file, monkeypatch, finds_out):
     def fail(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(disk, "_free_bytes", lambda _: 5 * 10**9 if finds_out == "free space" else 10**13)
+    monkeypatch.setattr(disk_file, "_free_bytes", lambda _: 5 * 10**9 if finds_out == "free space" else 10**13)
     monkeypatch.setattr(os, "posix_fallocate", fail)
     with pytest.raises(DiskError, match=r"needs 60GB, of which it has 0B, and (5GB|10TB) are free.*No space left"):
         file.reserve(60 * 10**9)
@@ -159,7 +159,7 @@ OWNER = """
 import sys, time
 from pathlib import Path
 from shardwise.config import Offload
-from shardwise.disk import DiskFile
+from shardwise.offload.disk_file import DiskFile
 file = DiskFile(Path(sys.argv[1]), "other", Offload(nvme_path=sys.argv[1]))
 file.reserve(1 << 20)
 print(file.path, flush=True)
@@ -576,8 +576,8 @@ def test_a_damaged_file_stops_training(rank, world_size, placement, tmp_path):
 @ranks(2)
 def test_a_rank_without_room_stops_all_before_the_first_step(rank, world_size, tmp_path):
     if rank == 1:
-        disk._free_bytes, real = lambda _: 100, disk._free_bytes
+        disk_file._free_bytes, real = lambda _: 100, disk_file._free_bytes
     with pytest.raises(DiskError, match=r"this rank needs .* and 100B are free"):
         start("gpt", config("zero3_nvme", tmp_path))
     if rank == 1:
-        disk._free_bytes = real
+        disk_file._free_bytes = real

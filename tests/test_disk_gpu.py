@@ -5,7 +5,7 @@ import tempfile
 import pytest
 import torch
 
-from shardwise import memory
+from shardwise.memory import ledger
 from support import run_ranks
 from test_offload_gpu import PLACEMENTS, PRECISIONS, pytestmark, train
 
@@ -23,7 +23,7 @@ def same_bits(rank, world_size, precision, accumulation):
     """Units of 12 M elements in parcels of 4 M and chunks of 2 M, with few and with many slots on the device."""
     torch.cuda.set_device(0)
     torch.use_deterministic_algorithms(True)
-    memory.POISON = True
+    ledger.POISON = True
     PLACEMENTS.update(ON_DISK)
     expected = {}
     with tempfile.TemporaryDirectory() as folder:

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from shardwise import division
-from shardwise.division import describe_units, divide
+from shardwise.partition import units as units_module
+from shardwise.partition.units import describe_units, divide
 
 BIG = 10**9
 
@@ -510,6 +510,6 @@ def test_any_model_is_divided_soundly(model, min_bytes):
 
 
 def test_examples_in_docstrings():
-    result = doctest.testmod(division)
+    result = doctest.testmod(units_module)
     assert result.attempted >= 3
     assert result.failed == 0

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise
-from shardwise.held import MASTER
 from shardwise.observe import StorageObserver
+from shardwise.optim.states import MASTER
 from support import ranks, run_ranks
 from support.training import digest, make_batch, make_model, make_sgd, start, train, train_step, whole_values
 
@@ -559,7 +559,7 @@ def test_an_update_that_breaks_off_leaves_nothing_behind(rank, world_size, prese
     engine = start("mlp", {"preset": preset, "precision": {"compute": "bf16"}})
     train_step(engine, rank, 0)
     engine.backward(engine(make_batch(engine.module, rank, 1)))
-    with mock.patch("shardwise.optim.scaled", side_effect=MemoryError), pytest.raises(MemoryError):
+    with mock.patch("shardwise.optim.updater.scaled", side_effect=MemoryError), pytest.raises(MemoryError):
         engine.step()
     assert "work" not in engine.report().memory_bytes
     assert all(piece.grad is None for unit in engine.units for _, piece in unit.weights.pieces)

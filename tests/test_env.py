@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from shardwise import bandwidth, env, launch
 from shardwise.errors import ConfigError
+from shardwise.machine import bandwidth, env, launch
 
 
 def test_the_command_prints_json_with_versions_and_hardware(cli):

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 import shardwise
-from shardwise import memory
-from shardwise.models import GPT, MLP
+from shardwise.memory import ledger
+from shardwise.models.built_in import GPT, MLP
 from support import run_ranks
 from support.training import digest, make_optimizer
 
@@ -58,7 +58,7 @@ def train_step(engine, rank, step):
 def same_bits(rank, world_size, precision, accumulation, presets):
     torch.cuda.set_device(0)
     torch.use_deterministic_algorithms(True)
-    memory.POISON = True
+    ledger.POISON = True
     hashes = {}
     for preset, prefetch in presets:
         engine = make_engine(
@@ -161,7 +161,7 @@ def test_reserved_memory_stays_close_to_allocated_and_does_not_grow(preset):
 
 BUILT_BEFORE = """
 import torch, shardwise
-from shardwise.models import MLP
+from shardwise.models.built_in import MLP
 with torch.device("cuda"):
     model = MLP(4096, 8)
 config = {"preset": "PRESET", "precision": {"compute": "bf16"}}

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import shardwise
-from shardwise import hosted
-from shardwise.balance import balanced
+from shardwise.optim.host_share import balanced
+from shardwise.optim.updater import host_update
 from support import matrix, ranks
 from support.training import digest, make_batch, make_sgd, start, train_step
 from test_offload import SMALL, config, train
@@ -31,7 +31,7 @@ def test_the_same_bits_as_on_the_device(rank, world_size, placement, precision, 
     """On the CPU the host's kernels are the device's. `beside`: in a thread, as it is with a device of its own."""
     common = {"precision": precision, "accumulation": accumulation, "clip": 0.05}
     expected = train("gpt", config(placement, **common), rank, looks)
-    with mock.patch.object(hosted, "_works_beside", return_value=beside):
+    with mock.patch.object(host_update, "_works_beside", return_value=beside):
         offload = {"buffer_bytes": SMALL, "update": update}
         assert train("gpt", config(placement, offload=offload, **common), rank, looks) == expected
 
@@ -54,7 +54,7 @@ def test_what_is_written_reaches_the_next_step(rank, world_size, placement):
         engine.destroy()
         return found
 
-    with mock.patch.object(hosted, "_works_beside", return_value=True):
+    with mock.patch.object(host_update, "_works_beside", return_value=True):
         assert run({"update": "host"}) == run({})
 
 
@@ -82,10 +82,10 @@ def test_an_engine_is_destroyed_while_the_host_updates(rank, world_size, placeme
         time.sleep(0.05)
         work(update)
 
-    work = hosted.HostedUpdate._work
+    work = host_update.HostedUpdate._work
     with (
-        mock.patch.object(hosted, "_works_beside", return_value=True),
-        mock.patch.object(hosted.HostedUpdate, "_work", work_slowly),
+        mock.patch.object(host_update, "_works_beside", return_value=True),
+        mock.patch.object(host_update.HostedUpdate, "_work", work_slowly),
     ):
         engine = start("gpt", config(placement, "bf16", offload={"update": "host"}))
         for step in range(2):
@@ -95,7 +95,7 @@ def test_an_engine_is_destroyed_while_the_host_updates(rank, world_size, placeme
 
 @ranks(2)
 def test_an_overflow_leaves_no_trace(rank, world_size):
-    with mock.patch.object(hosted, "_works_beside", return_value=True):
+    with mock.patch.object(host_update, "_works_beside", return_value=True):
         engine = start("gpt", config("zero2_offload", "fp16", offload={"update": "host"}))
         for step in range(3):
             train_step(engine, rank, step)
@@ -146,12 +146,12 @@ def test_what_the_host_updates_sends_its_weights_alone(rank, world_size):
 
 @ranks(1)
 def test_an_error_on_the_host_is_raised_where_the_weights_are_used(rank, world_size):
-    with mock.patch.object(hosted, "_works_beside", return_value=True):
+    with mock.patch.object(host_update, "_works_beside", return_value=True):
         engine = start("gpt", config("zero2_offload", "bf16", offload={"update": "host"}))
         for step in range(2):
             train_step(engine, rank, step)
         digest(engine)  # nothing is under way
-        with mock.patch.object(hosted.HostedUpdate, "_update", side_effect=ArithmeticError("broken on purpose")):
+        with mock.patch.object(host_update.HostedUpdate, "_update", side_effect=ArithmeticError("broken on purpose")):
             train_step(engine, rank, 2)
             with pytest.raises(ArithmeticError, match="broken on purpose"):
                 engine(make_batch(engine.module, rank, 3))
@@ -167,12 +167,12 @@ def test_the_share_that_is_asked_for(rank, world_size):
 
 
 def test_units_are_spread_over_the_order():
-    chosen = hosted.hosted([7] * 100, 0.35)
+    chosen = host_update.hosted([7] * 100, 0.35)
     assert sum(chosen) == 35
     for stop in range(1, 101):
         assert abs(sum(chosen[:stop]) - 0.35 * stop) <= 1
-    assert all(hosted.hosted([1, 100, 1], 1.0))
-    assert not any(hosted.hosted([1, 100, 1], 0.0))
+    assert all(host_update.hosted([1, 100, 1], 1.0))
+    assert not any(host_update.hosted([1, 100, 1], 0.0))
     assert balanced(1.0, 1.0) == 0.5
 
 
@@ -198,7 +198,7 @@ def test_an_overflow_just_before_the_host_takes_over(rank, world_size):
         engine.destroy()
         return result
 
-    with mock.patch.object(hosted, "_works_beside", return_value=True):
+    with mock.patch.object(host_update, "_works_beside", return_value=True):
         expected, seen = run("device"), run("host")
     assert seen[2]
     assert not expected[2]
@@ -219,7 +219,7 @@ def test_loaded_states_reach_the_host(rank, world_size):
         engine.destroy()
         return result
 
-    with mock.patch.object(hosted, "_works_beside", return_value=True):
+    with mock.patch.object(host_update, "_works_beside", return_value=True):
         assert run("host") == run("device")
 
 
@@ -234,7 +234,7 @@ def two_groups(model):
 def test_groups_without_state(rank, world_size):
     settings = config("zero2_offload", "bf16")
     expected = train("gpt", settings, rank, False, two_groups)
-    with mock.patch.object(hosted, "_works_beside", return_value=True):
+    with mock.patch.object(host_update, "_works_beside", return_value=True):
         for _ in range(3):
             seen = train("gpt", {**settings, "offload": {"update": "host"}}, rank, False, two_groups)
             assert seen == expected
@@ -255,5 +255,5 @@ def test_gradients_zeroed_meanwhile_have_been_used(rank, world_size):
         return result
 
     expected = run("device", 0)
-    with mock.patch.object(hosted, "_works_beside", return_value=True):
+    with mock.patch.object(host_update, "_works_beside", return_value=True):
         assert [run("host", delay_s) for delay_s in (0, 0.0005, 0.001, 0.002)] == [expected] * 4

@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from shardwise import launch
 from shardwise.errors import ConfigError
+from shardwise.machine import launch
 from support import run_command
 
 CLI = [sys.executable, "-c", "from shardwise.cli import main; main()"]

@@ -10,8 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise import layout as layout_module
-from shardwise.layout import ALIGN_BYTES, Cut, GroupRun, Layout, Piece, Span, TensorSpec, relayout, relayout_units
+from shardwise.partition import layout as layout_module
+from shardwise.partition.layout import (
+    ALIGN_BYTES,
+    Cut,
+    GroupRun,
+    Layout,
+    Piece,
+    Span,
+    TensorSpec,
+    relayout,
+    relayout_units,
+)
 
 WORLDS = st.integers(1, 9)
 ITEMSIZES = st.sampled_from([1, 2, 4, 8])

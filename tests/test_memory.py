@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise
-from shardwise import memory
-from shardwise.models import GPT, MLP
+from shardwise.memory import ledger
+from shardwise.models.built_in import GPT, MLP
 from shardwise.observe import StorageObserver
 from support import ranks
 
@@ -65,7 +65,7 @@ MODELS = {
 
 def measure(name, preset, precision, accumulation, steps=2):
     """Bytes of the last step, as the observer sees them beside what was there before, and the engine's ledger."""
-    memory.POISON = True
+    ledger.POISON = True
     build, batch = MODELS[name]
     torch.manual_seed(0)
     data = batch(dist.get_rank())

@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 import shardwise
-from shardwise import memory
-from shardwise.home import _parcels
-from shardwise.lanes import Lanes
-from shardwise.layout import Span
-from shardwise.memory import Ledger
-from shardwise.ring import Ring
+from shardwise.memory import ledger
+from shardwise.memory.ledger import Ledger
+from shardwise.offload.buffer_pool import Ring
+from shardwise.offload.streams import Lanes
+from shardwise.offload.unit_states import _parcels
+from shardwise.partition.layout import Span
 from support import matrix, ranks
 from support.training import digest, make_batch, make_sgd, start, train_step, trained
 
@@ -357,7 +357,7 @@ def test_parcels_hold_every_element_once():
 
 
 def test_slots_are_cut_without_overlap():
-    memory.POISON = False
+    ledger.POISON = False
     ring = Ring(Ledger(), Lanes(torch.device("cpu")))
     ring.fit(4096)
     views = ring.take().cut(100, {"a": torch.float32, "b": torch.bfloat16, "c": torch.float32})

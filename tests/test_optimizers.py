@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import shardwise
-from shardwise.optimizers import Joint
+from shardwise.optim.optimizers import Joint
 from support import matrix, ranks
 from support.training import digest, make_batch, make_model, start, train_step
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise import recording
-from shardwise.recording import Recording, random_operations, store_of, value
+from shardwise.deferred import recording
+from shardwise.deferred.recording import Recording, random_operations, store_of, value
 
 
 @pytest.fixture(params=[0, recording.SMALL_BYTES], ids=["all deferred", "large deferred"])

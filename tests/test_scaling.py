@@ -7,7 +7,7 @@ import torch
 
 import shardwise
 from shardwise.config import LossScale
-from shardwise.scaling import Scaler
+from shardwise.optim.loss_scale import Scaler
 from support import ranks
 from support.training import digest, make_batch, make_model, make_optimizer, make_sgd, start, train_step
 

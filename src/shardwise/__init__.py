@@ -6,33 +6,33 @@ from typing import TYPE_CHECKING, Any
 from shardwise._version import __version__
 
 if TYPE_CHECKING:
-    from shardwise.access import gathered
-    from shardwise.analyzer import MemoryAnalyzer
-    from shardwise.averages import ema
     from shardwise.config import Config
-    from shardwise.deferred import deferred_init
-    from shardwise.division import describe_units
-    from shardwise.engine import Engine
+    from shardwise.deferred.deferred import deferred_init
+    from shardwise.engine.access import gathered
+    from shardwise.engine.ema import ema
+    from shardwise.engine.engine import Engine
+    from shardwise.engine.initialize import initialize
     from shardwise.errors import ConfigError, DisagreementError, DiskError, ShardwiseError
+    from shardwise.observe.analyzer import MemoryAnalyzer
+    from shardwise.partition.units import describe_units
     from shardwise.planning import plan
     from shardwise.planning.runs import foresee
-    from shardwise.start import initialize
 
 # Loaded at first use: `import shardwise` then costs little more than `import torch`.
-_HOMES = {
+_MODULES = {
     "Config": "config",
     "ConfigError": "errors",
     "DisagreementError": "errors",
     "DiskError": "errors",
-    "Engine": "engine",
-    "MemoryAnalyzer": "analyzer",
+    "Engine": "engine.engine",
+    "MemoryAnalyzer": "observe.analyzer",
     "ShardwiseError": "errors",
-    "deferred_init": "deferred",
-    "describe_units": "division",
-    "ema": "averages",
+    "deferred_init": "deferred.deferred",
+    "describe_units": "partition.units",
+    "ema": "engine.ema",
     "foresee": "planning",
-    "gathered": "access",
-    "initialize": "start",
+    "gathered": "engine.access",
+    "initialize": "engine.initialize",
     "plan": "planning",
 }
 
@@ -56,9 +56,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
-    value = getattr(import_module(f"shardwise.{_HOMES[name]}"), name)
+    value = getattr(import_module(f"shardwise.{_MODULES[name]}"), name)
     globals()[name] = value
     return value
 

@@ -135,7 +135,7 @@ def env(
     debug: Debug = False,
 ) -> None:
     """Show versions, devices, links and bandwidths of this machine, and what is missing."""
-    from shardwise.env import inspect
+    from shardwise.machine.env import inspect
 
     found = inspect(disk, measure)
     typer.echo(found.to_json() if json else str(found))
@@ -154,7 +154,7 @@ def run(
 
     shardwise run -n 4 train.py --lr 1e-4
     """
-    from shardwise import launch
+    from shardwise.machine import launch
 
     launch.run(nproc, context.args, threads)
 

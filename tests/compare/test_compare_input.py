@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from shardwise.compare import rows, workload
+from shardwise.compare import rows
 from shardwise.errors import ConfigError
+from shardwise.models import loading
 from support import run_command
 
 
@@ -64,18 +65,18 @@ def test_without_matplotlib_plots_are_refused_at_once(monkeypatch, tmp_path):
 def test_a_file_that_does_not_give_a_model(text, message, tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(text)
-    with pytest.raises(workload.WorkloadError, match=re.escape(message)):
-        workload.load(f"{path}:build", "cpu")
+    with pytest.raises(loading.WorkloadError, match=re.escape(message)):
+        loading.load(f"{path}:build", "cpu")
 
 
 def test_what_a_model_returns_and_is_given():
-    with pytest.raises(workload.WorkloadError, match=r"make_batch\(0, 1\) returned list"):
-        workload.arguments(lambda rank, step: [], 0, 1)
-    with pytest.raises(workload.WorkloadError, match=r"a tensor of shape \(2,\)"):
-        workload.loss_of(torch.ones(2))
-    with pytest.raises(workload.WorkloadError, match="returned int"):
-        workload.loss_of(3)
-    assert workload.loss_of(SimpleNamespace(loss=torch.tensor(2.0))).item() == 2.0
+    with pytest.raises(loading.WorkloadError, match=r"make_batch\(0, 1\) returned list"):
+        loading.arguments(lambda rank, step: [], 0, 1)
+    with pytest.raises(loading.WorkloadError, match=r"a tensor of shape \(2,\)"):
+        loading.loss_of(torch.ones(2))
+    with pytest.raises(loading.WorkloadError, match="returned int"):
+        loading.loss_of(3)
+    assert loading.loss_of(SimpleNamespace(loss=torch.tensor(2.0))).item() == 2.0
 
 
 def test_list_names_every_model(cli):

@@ -103,7 +103,7 @@ def test_what_cannot_be_started_never_fits(monkeypatch):
         if config.placement.optim.tier == "disk":
             raise ConfigError("this version keeps nothing there")
 
-    monkeypatch.setattr("shardwise.start.check_supported", refuse)
+    monkeypatch.setattr("shardwise.engine.initialize.check_supported", refuse)
     foreseen = shardwise.plan("llama3-8b", hardware=Hardware(8, 80 * 10**9, 10**13, 10**13))
     for row in foreseen.rows:
         is_refused = "nvme" in row.preset

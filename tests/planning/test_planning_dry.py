@@ -16,8 +16,8 @@ from shardwise.compare.job import Job
 from shardwise.compare.rows import Row
 from shardwise.compare.worker import Worker
 from shardwise.config import Config
-from shardwise.engine import Engine
-from shardwise.models import BUILT_IN, GPT
+from shardwise.engine.engine import Engine
+from shardwise.models.built_in import BUILT_IN, GPT
 from shardwise.planning.dry import DryComm, Scenario, Untraceable, dry_run
 from shardwise.planning.runs import foresee, foresee_settings
 from support import ranks

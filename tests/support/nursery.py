@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-IMPORTS = ("torch", "torch._dynamo", "torch.distributed", "numpy", "pytest", "shardwise", "shardwise.engine")
+IMPORTS = ("torch", "torch._dynamo", "torch.distributed", "numpy", "pytest", "shardwise", "shardwise.engine.engine")
 START = "from support.nursery import main; main()"
 MESSAGE_BYTES = 1 << 17
 PR_SET_PDEATHSIG = 1

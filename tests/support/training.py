@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 import shardwise
-from shardwise import memory
-from shardwise.held import MASTER, extras_of, held_by
-from shardwise.models import GPT, MLP
-from shardwise.report import Report
-from shardwise.unit import Unit
+from shardwise.engine.report import Report
+from shardwise.memory import ledger
+from shardwise.models.built_in import GPT, MLP
+from shardwise.optim.states import MASTER, extras_of, held_by
+from shardwise.unit.unit import Unit
 
 
 class Odd(nn.Module):
@@ -76,7 +76,7 @@ def make_sgd(model: nn.Module) -> torch.optim.Optimizer:
 def start(
     name: str, config: dict[str, Any], optimizer: Callable[[nn.Module], torch.optim.Optimizer] = make_optimizer
 ) -> shardwise.Engine:
-    memory.POISON = True
+    ledger.POISON = True
     model = make_model(name)
     return shardwise.initialize(model, optimizer(model), config)
 

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from shardwise.comm import Comm
+from shardwise.comm.comm import Comm
 from shardwise.errors import ConfigError
 from shardwise.train.folder import Folder
 from shardwise.train.job import prepare

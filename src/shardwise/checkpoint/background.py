@@ -15,7 +15,7 @@ from concurrent.futures import Future
 
 from shardwise.checkpoint.saving import Job
 from shardwise.checkpoint.together import first, together
-from shardwise.comm import Comm
+from shardwise.comm.comm import Comm
 from shardwise.errors import CheckpointError
 
 _LOG = logging.getLogger("shardwise")

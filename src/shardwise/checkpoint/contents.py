@@ -18,13 +18,13 @@ from torch import nn
 from shardwise._version import __version__
 from shardwise.checkpoint import rng
 from shardwise.checkpoint.plain import dtype_name, to_plain
-from shardwise.held import Held, extras_of, held_by
-from shardwise.layout import Slot, Span
-from shardwise.optimizers import members
-from shardwise.unit import Unit
+from shardwise.optim.optimizers import members
+from shardwise.optim.states import Held, extras_of, held_by
+from shardwise.partition.layout import Slot, Span
+from shardwise.unit.unit import Unit
 
 if TYPE_CHECKING:
-    from shardwise.engine import Engine
+    from shardwise.engine.engine import Engine
 
 # How a group's kernel is run is this machine's affair; the rest of its options is part of the training.
 _NOT_SAVED = ("params", "fused", "foreach", "capturable", "differentiable")

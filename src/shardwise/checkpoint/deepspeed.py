@@ -15,7 +15,7 @@ from shardwise.checkpoint.folder import Draft, writing
 from shardwise.checkpoint.plain import dtype_name, to_plain
 from shardwise.checkpoint.saving import Job
 from shardwise.errors import CheckpointError, ShardwiseError
-from shardwise.layout import Span
+from shardwise.partition.layout import Span
 
 # What DeepSpeed itself puts beside the user's `client_state`.
 _OWN_KEYS = {

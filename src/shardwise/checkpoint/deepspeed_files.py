@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import torch
 
 from shardwise.errors import CheckpointError
-from shardwise.held import MASTER
-from shardwise.layout import Span
+from shardwise.optim.states import MASTER
+from shardwise.partition.layout import Span
 
 _RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)")
 _NOT_DATA_PARALLEL = "is tensor-parallel or has no model states: only data-parallel ones are read"

@@ -24,13 +24,13 @@ from shardwise.checkpoint.manifest import read_manifest
 from shardwise.checkpoint.plain import dtype_named
 from shardwise.checkpoint.together import first, together
 from shardwise.errors import CheckpointError, ConfigError
-from shardwise.held import MASTER, held_by
-from shardwise.layout import Span
-from shardwise.policy import DTYPES
+from shardwise.optim.states import MASTER, held_by
+from shardwise.partition.layout import Span
+from shardwise.partition.policy import DTYPES
 from shardwise.sizes import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from shardwise.engine import Engine
+    from shardwise.engine.engine import Engine
 
 MAX_FILE_BYTES = 5_000_000_000
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -17,7 +17,7 @@ from shardwise.checkpoint.contents import Item
 from shardwise.checkpoint.manifest import Manifest, Stored
 from shardwise.checkpoint.ranges import fetches
 from shardwise.errors import CheckpointError
-from shardwise.layout import Span
+from shardwise.partition.layout import Span
 
 CHUNK_BYTES = 4 << 20
 _NAMES = {

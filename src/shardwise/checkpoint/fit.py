@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from shardwise.checkpoint.contents import optimizer_name, persistent_buffers
 from shardwise.checkpoint.manifest import Manifest
 from shardwise.errors import CheckpointError
-from shardwise.held import MASTER
+from shardwise.optim.states import MASTER
 
 if TYPE_CHECKING:
-    from shardwise.engine import Engine
+    from shardwise.engine.engine import Engine
 
 
 def check_fit(engine: Engine, manifest: Manifest, path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from shardwise.checkpoint.folder import list_checkpoints, missing_files, verify
 from shardwise.checkpoint.manifest import FILE_NAME, Manifest, read_manifest
 from shardwise.errors import CheckpointError
-from shardwise.held import MASTER
+from shardwise.optim.states import MASTER
 from shardwise.sizes import format_bytes, format_count
 
 

@@ -18,11 +18,11 @@ from shardwise.checkpoint.manifest import Manifest, Stored, read_manifest
 from shardwise.checkpoint.plain import from_plain
 from shardwise.checkpoint.together import first, together
 from shardwise.errors import CheckpointError, DamagedError
-from shardwise.held import held_by, piece_spans, prepare, set_extra
-from shardwise.unit import Unit
+from shardwise.optim.states import held_by, piece_spans, prepare, set_extra
+from shardwise.unit.unit import Unit
 
 if TYPE_CHECKING:
-    from shardwise.engine import Engine
+    from shardwise.engine.engine import Engine
 
 _LOG = logging.getLogger("shardwise")
 

@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from shardwise.layout import Span
+from shardwise.partition.layout import Span
 
 
 class Piece(NamedTuple):

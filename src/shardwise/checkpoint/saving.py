@@ -14,12 +14,12 @@ from shardwise.checkpoint.manifest import Manifest, ParamInfo, Stored, StoredFil
 from shardwise.checkpoint.plain import dtype_name
 from shardwise.checkpoint.ranges import Piece
 from shardwise.checkpoint.together import first, together
-from shardwise.comm import Comm
+from shardwise.comm.comm import Comm
 from shardwise.errors import CheckpointError
-from shardwise.held import MASTER
+from shardwise.optim.states import MASTER
 
 if TYPE_CHECKING:
-    from shardwise.engine import Engine
+    from shardwise.engine.engine import Engine
 
 
 def prepare(engine: Engine, root: Path, tag: str | None, state: Any, keep: int | None, staged: bool) -> Job:

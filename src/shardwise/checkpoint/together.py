@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar, cast
 
-from shardwise.comm import Comm
+from shardwise.comm.comm import Comm
 from shardwise.errors import CheckpointError, DamagedError
 
 T = TypeVar("T")

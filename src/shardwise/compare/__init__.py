@@ -11,6 +11,6 @@ result    the figures and their JSON; `verdict` judges them; `table` and `plot` 
 
 from shardwise.compare.job import Settings
 from shardwise.compare.result import Comparison, Run
-from shardwise.compare.session import compare
+from shardwise.compare.session import compare, five_ways
 
-__all__ = ["Comparison", "Run", "Settings", "compare"]
+__all__ = ["Comparison", "Run", "Settings", "compare", "five_ways"]

@@ -12,7 +12,7 @@ from shardwise.compare.job import Settings
 from shardwise.compare.rows import parse_rows
 from shardwise.compare.session import compare
 from shardwise.errors import ConfigError
-from shardwise.models import BUILT_IN
+from shardwise.models.built_in import BUILT_IN
 
 WIDTH = 100
 
@@ -28,7 +28,7 @@ def run(settings: Settings, presets: str, peers: str, json: Path | None, plot: P
     if json is not None and not json.absolute().parent.is_dir():
         raise ConfigError(f"--json {json}: there is no folder {json.absolute().parent}")
     if plot is not None:
-        from shardwise.compare.plot import check_path
+        from shardwise.plotting import check_path
 
         check_path(plot)
     with _progress() as progress:

@@ -13,10 +13,10 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from shardwise import launch
 from shardwise.compare.job import Job, Settings
 from shardwise.compare.rows import Row, interpreter
-from shardwise.compare.workload import WorkloadError
+from shardwise.machine import launch
+from shardwise.models.loading import WorkloadError
 
 TIMEOUT_S = 600.0
 GRACE_S = 2.0

@@ -11,7 +11,7 @@ from torch import nn
 
 from shardwise.compare.job import LEARNING_RATE, WEIGHT_DECAY, peer_settings
 from shardwise.compare.systems import System
-from shardwise.compare.workload import loss_of
+from shardwise.models.loading import loss_of
 from shardwise.tensors import map_tensors
 
 

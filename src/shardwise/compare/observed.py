@@ -11,8 +11,8 @@ import torch
 
 from shardwise.compare.job import Job
 from shardwise.compare.systems import System, whole_numel
-from shardwise.labelling import Labelling, by_kind
 from shardwise.observe import StorageObserver, WireObserver, WireRecord
+from shardwise.observe.labels import Labelling, by_kind
 
 WARM_STEPS = 2
 """The first creates the optimizer's state, and DDP arranges its buckets anew in the second."""

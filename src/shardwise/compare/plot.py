@@ -10,6 +10,7 @@ from typing import Any
 from shardwise.compare.result import Comparison, Run
 from shardwise.compare.table import title
 from shardwise.errors import ConfigError
+from shardwise.plotting import pyplot
 
 COLORS = {
     "weights": "#3b6fb6",
@@ -20,32 +21,6 @@ COLORS = {
 }
 WIRE_COLORS = {"gather": "#3b6fb6", "reduce": "#e08a2e", "other": "#b9b9b9"}
 OURS, THEIRS = "#2f4b6e", "#a8b3c2"
-
-
-def pyplot() -> Any:
-    """matplotlib without a display, or one clear message."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise ConfigError("plots need matplotlib: pip install 'shardwise[plot]'") from None
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt
-
-
-def check_path(path: str | Path) -> None:
-    """Refuse a path that cannot be written, before hours of measuring."""
-    plt = pyplot()
-    kinds = plt.figure().canvas.get_supported_filetypes()
-    plt.close("all")
-    suffix = Path(path).suffix.lstrip(".").lower()
-    if suffix not in kinds:
-        raise ConfigError(
-            f"--plot {path}: the name must end in one of {', '.join('.' + kind for kind in sorted(kinds))}"
-        )
-    if not Path(path).absolute().parent.is_dir():
-        raise ConfigError(f"--plot {path}: there is no folder {Path(path).absolute().parent}")
 
 
 def plot(comparison: Comparison, path: str | Path) -> None:

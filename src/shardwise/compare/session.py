@@ -14,14 +14,15 @@ from collections.abc import Iterator, Sequence
 from statistics import fmean, median
 from typing import Any, Protocol
 
-from shardwise import env
-from shardwise.compare import stats, verdict, workload
+from shardwise.compare import stats, verdict
 from shardwise.compare.crew import Crew, CrewFailed
 from shardwise.compare.job import DTYPES, Settings
 from shardwise.compare.result import Comparison, Run
 from shardwise.compare.rows import ALONE, Row, interpreter
 from shardwise.errors import ConfigError
-from shardwise.launch import cores
+from shardwise.machine import env
+from shardwise.machine.launch import cores
+from shardwise.models import loading
 
 TURN_STEPS = 4
 WARM_STEPS = 2
@@ -55,7 +56,7 @@ def compare(settings: Settings, rows: Sequence[Row], progress: Progress = quiet)
 
 def check(settings: Settings, rows: Sequence[Row]) -> None:
     """Refuse what cannot run, before anything is started."""
-    workload.check_name(settings.model)
+    loading.check_name(settings.model)
     if settings.precision not in DTYPES:
         raise ConfigError(f"unknown precision {settings.precision!r}: choose from {', '.join(DTYPES)}")
     if settings.accumulate < 1 or settings.steps < 1:
@@ -238,3 +239,12 @@ def rotated(rows: Sequence[Row], number: int) -> list[Row]:
     """Every round begins with another row, so that none always follows the same."""
     start = number % len(rows) if rows else 0
     return [*rows[start:], *rows[:start]]
+
+
+def five_ways(model: str = "mlp-33m", world_size: int = 2, precision: str = "fp32", device: str = "cpu") -> Comparison:
+    """The classic experiment: plain training, zero1, zero2, zero3 and CPU offload, each in processes of its own.
+
+    `print(five_ways())` shows the two tables of `shardwise compare`, with what each saves.
+    """
+    rows = [ALONE, Row("zero1"), Row("zero2"), Row("zero3"), Row("zero2_offload")]
+    return compare(Settings(model, world_size, precision, device, steps=8), rows)

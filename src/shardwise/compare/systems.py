@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shardwise
 from shardwise.compare.job import LEARNING_RATE, WEIGHT_DECAY, Job, config_for, peer_settings
-from shardwise.compare.workload import loss_of
-from shardwise.division import divide
+from shardwise.models.loading import loss_of
+from shardwise.partition.units import divide
 
 
 class System:

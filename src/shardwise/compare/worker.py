@@ -23,11 +23,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
-from shardwise import env
-from shardwise.compare import workload
 from shardwise.compare.job import SEED, Job
 from shardwise.compare.observed import observe
 from shardwise.compare.systems import System, make_system
+from shardwise.machine import env
+from shardwise.models import loading
 from shardwise.tensors import map_tensors
 
 
@@ -77,7 +77,7 @@ class Worker:
 
     def _make(self) -> System:
         torch.manual_seed(SEED)
-        model, self._make_batch = workload.load(self.job.settings.model, str(self.job.device))
+        model, self._make_batch = loading.load(self.job.settings.model, str(self.job.device))
         return make_system(self.job, model)
 
     def _train_step(self, system: System, step: int) -> torch.Tensor:
@@ -94,7 +94,7 @@ class Worker:
         return total
 
     def _batch(self, number: int) -> dict[str, Any]:
-        batch = workload.arguments(self._make_batch, self.job.rank, number)
+        batch = loading.arguments(self._make_batch, self.job.rank, number)
         moved: dict[str, Any] = map_tensors(batch, lambda tensor: tensor.to(self.job.device))
         return moved
 
@@ -183,7 +183,7 @@ def main() -> None:
         serve(connection, job)
     except Exception as error:
         traceback.print_exc()
-        is_input = isinstance(error, workload.WorkloadError)
+        is_input = isinstance(error, loading.WorkloadError)
         text = str(error) if is_input else f"{type(error).__name__}: {error}"
         with contextlib.suppress(OSError):
             connection.send({"error": text, "is_input": is_input})

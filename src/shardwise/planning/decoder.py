@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from shardwise.models import Batch, MakeBatch
+from shardwise.models.built_in import Batch, MakeBatch
 from shardwise.planning.dimensions import Dimensions, Experts, Latent
 
 

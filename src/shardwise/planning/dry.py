@@ -18,14 +18,14 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from shardwise.comm import DONE, Comm, Handle
+from shardwise.comm.comm import DONE, Comm, Handle
 from shardwise.config import Config
 from shardwise.config.build import build_optimizer
-from shardwise.engine import Engine
-from shardwise.host import is_making
-from shardwise.labelling import KINDS, Labelling, by_kind
-from shardwise.models import MakeBatch
+from shardwise.engine.engine import Engine
+from shardwise.models.built_in import MakeBatch
 from shardwise.observe import StorageObserver
+from shardwise.observe.labels import KINDS, Labelling, by_kind
+from shardwise.offload.pinned import is_making
 from shardwise.planning.fakes import Fakes
 from shardwise.planning.kernels import CPU, Kernels, replacing
 from shardwise.tensors import map_tensors
@@ -224,7 +224,7 @@ class _Step:
         self._count = scenario.config.batch.accumulation
 
     def step(self, number: int) -> None:
-        from shardwise.compare.workload import loss_of
+        from shardwise.models.loading import loss_of
 
         total = torch.zeros(())
         for micro in range(self._count):
@@ -240,7 +240,7 @@ class _Step:
         self._observer.is_engine_at_work = False
 
     def _batch(self, number: int) -> dict[str, Any]:
-        from shardwise.compare.workload import arguments
+        from shardwise.models.loading import arguments
 
         batch = arguments(self._make_batch, self._rank, number)
         moved: dict[str, Any] = map_tensors(

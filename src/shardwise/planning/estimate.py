@@ -17,8 +17,8 @@ import torch
 
 from shardwise.config import Config
 from shardwise.config.costs import Resting, resting
-from shardwise.ferry import Ferry
-from shardwise.memory import Ledger
+from shardwise.memory.ledger import Ledger
+from shardwise.offload.context import Ferry
 from shardwise.planning.dimensions import Dimensions
 from shardwise.planning.workload import Model, Workload
 

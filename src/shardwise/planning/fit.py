@@ -36,7 +36,7 @@ def is_supported(config: Config) -> bool:
 
 
 def _refusal(config: Config) -> str:
-    from shardwise.start import check_supported
+    from shardwise.engine.initialize import check_supported
 
     try:
         check_supported(config)

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 from shardwise.errors import ConfigError
-from shardwise.memory import PAGE_BYTES
+from shardwise.memory.ledger import PAGE_BYTES
 from shardwise.sizes import format_bytes
 
 CONTEXT_BYTES = 800 * 10**6
@@ -103,7 +103,7 @@ def here() -> Hardware:
 
     import torch
 
-    from shardwise import bandwidth, env
+    from shardwise.machine import bandwidth, env
 
     if not torch.cuda.is_available():
         raise ConfigError("--here: torch finds no CUDA device on this machine; say --gpus and --gpu-memory instead")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from shardwise.config.files import read_file
 from shardwise.errors import ConfigError
-from shardwise.models import BUILT_IN
+from shardwise.models.built_in import BUILT_IN
 from shardwise.planning.catalog import find
 from shardwise.planning.dimensions import Dimensions, from_config
 from shardwise.planning.workload import Model, Workload, from_dimensions, from_parameters
@@ -46,7 +46,7 @@ def _from_function(name: str, workload: Workload) -> Model:
     """The user's own model, built without values to count its parameters."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from shardwise.compare import workload as loading
+    from shardwise.models import loading
 
     if workload.lora is not None:
         raise ConfigError("--lora with file.py:function: put the adapters on the model in the function itself")

@@ -194,7 +194,7 @@ def _dry_runs(
     model: Model, workload: Workload, world_size: int, presets: Sequence[str]
 ) -> tuple[dict[str, Any], str | None]:
     """The dry run of each preset, two at a time where there are cores for it; or why there is none."""
-    from shardwise.launch import cores
+    from shardwise.machine.launch import cores
     from shardwise.planning.runs import foresee_workload
 
     if cores() < 2 or len(presets) < 2:

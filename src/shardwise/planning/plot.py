@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardwise.compare.plot import check_path, pyplot
 from shardwise.planning.estimate import CATEGORIES
+from shardwise.plotting import check_path, pyplot
 from shardwise.sizes import format_bytes
 
 if TYPE_CHECKING:

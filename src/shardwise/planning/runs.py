@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.compare import workload
 from shardwise.compare.job import Settings, config_for
 from shardwise.config import Config
-from shardwise.models import MakeBatch
+from shardwise.models import loading
+from shardwise.models.built_in import MakeBatch
 from shardwise.planning.decoder import adapt, decoder
 from shardwise.planning.dry import Foreseen, Scenario, Untraceable, dry_run
 from shardwise.planning.kernels import CPU, cuda
@@ -54,7 +54,7 @@ def foresee_settings(settings: Settings, preset: str) -> Foreseen:
     """One preset of a comparison. Raises `Untraceable`, or a ConfigError as the comparison itself would."""
 
     def build() -> tuple[nn.Module, MakeBatch]:
-        return workload.load(settings.model, "cpu")
+        return loading.load(settings.model, "cpu")
 
     config = Config.load(config_for(settings, preset)).for_world_size(settings.world_size)
     _check_no_disk(config)

@@ -12,13 +12,13 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from shardwise.engine.residency import stay
 from shardwise.planning.cost import Moved, cost_s, moved_bytes, sent_bytes
 from shardwise.planning.estimate import away_bytes, estimate
 from shardwise.planning.fit import device_budget, judge
 from shardwise.planning.hardware import Hardware
 from shardwise.planning.recommend import ORDER
 from shardwise.planning.workload import Model, Workload
-from shardwise.residency import stay
 from shardwise.sizes import format_bytes
 
 MOST = 64

@@ -13,7 +13,7 @@ from shardwise.planning.dimensions import Dimensions
 if TYPE_CHECKING:
     from torch import nn
 
-    from shardwise.models import MakeBatch
+    from shardwise.models.built_in import MakeBatch
 
     Build = Callable[[], tuple[nn.Module, MakeBatch]]
 

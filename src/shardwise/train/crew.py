@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from shardwise import launch
+from shardwise.machine import launch
 from shardwise.train.options import Options
 
 FOLDER = "SHARDWISE_TRAIN_CREW"

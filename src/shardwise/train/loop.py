@@ -14,8 +14,8 @@ from typing import Protocol
 
 import torch
 
-from shardwise.comm import Comm
-from shardwise.engine import Engine
+from shardwise.comm.comm import Comm
+from shardwise.engine.engine import Engine
 from shardwise.train.data import Loader, validation_batches
 from shardwise.train.folder import Folder
 from shardwise.train.job import Job

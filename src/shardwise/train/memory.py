@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from shardwise.analyzer import MemoryAnalyzer
-from shardwise.engine import Engine
+from shardwise.engine.engine import Engine
+from shardwise.observe.analyzer import MemoryAnalyzer
 
 
 def held(device: torch.device) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from shardwise.comm import Comm
+from shardwise.comm.comm import Comm
 from shardwise.errors import ConfigError
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shardwise.compare.plot import pyplot
+from shardwise.plotting import pyplot
 from shardwise.train.memory import Trace
 from shardwise.train.metrics import Row
 

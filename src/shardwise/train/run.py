@@ -13,9 +13,9 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 import shardwise
-from shardwise.comm import Comm
+from shardwise.comm.comm import Comm
 from shardwise.config.build import build_scheduler
-from shardwise.engine import Engine
+from shardwise.engine.engine import Engine
 from shardwise.errors import ConfigError
 from shardwise.train import finish
 from shardwise.train.data import Loader

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from shardwise.engine import Engine
+from shardwise.engine.engine import Engine
 
 TEMPERATURE = 0.85
 """Less, and a small model repeats itself; more, and it stammers."""

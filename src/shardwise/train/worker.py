@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from shardwise.comm import Comm
+from shardwise.comm.comm import Comm
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.train import crew
 from shardwise.train.folder import Folder

@@ -1,0 +1,5 @@
+"""Collectives over one data-parallel group, counted, and checked for agreement between ranks."""
+
+from shardwise.comm.comm import DONE, Comm, Handle
+
+__all__ = ["DONE", "Comm", "Handle"]

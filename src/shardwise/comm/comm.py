@@ -1,0 +1,290 @@
+"""The only place that calls collectives.
+
+Gathers and reductions run on process groups of their own, so that a gather issued ahead never queues behind a
+reduction. Bytes sent are counted by kind as they are issued. At W = 1 nothing is sent and the same code runs.
+
+A reduction is an exchange: every rank sends to each other rank the part of its gradients that this rank owns, and
+adds up what it received itself, in rank order. So the sum depends on nothing but the values (Gloo's reduce-scatter
+is an all-reduce in disguise: twice the bytes, and from W = 3 on its bits depend on where buffers are cut).
+
+Every operation is checked (see `agreement`): over Gloo on the CPU all of them are sends and receives, whose tags tell
+operations apart; elsewhere ranks meet over what is new.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed import distributed_c10d as c10d
+
+from shardwise.comm.agreement import Agreement, Ticket
+
+# Renamed in torch 2.13, where the old name warns.
+_ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+_GATHER, _REDUCE = "gather", "reduce"  # the streams of operations, each in one order on all ranks
+_STREAMS = (_GATHER, _REDUCE)
+_WAKING_TAG = 0x7FFFFFFF
+
+
+class Handle(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> Any: ...
+
+
+class _Ways(NamedTuple):
+    """The groups of one stream: what goes to higher ranks, and what comes from them.
+
+    A connection of Gloo's is for both directions, and while a send fills it, its thread asks again and again for what
+    has arrived there. On busy cores an exchange of 6 MB takes an eighth less over two (benchmarks/gloo_ways.py); the
+    price is twice the sockets and threads.
+    """
+
+    up: Any
+    down: Any
+
+    def between(self, source: int, target: int) -> Any:
+        return self.up if source < target else self.down
+
+
+class _Done:
+    def wait(self) -> None:
+        pass
+
+
+class _Checked:
+    """An operation of one or several works. Gloo would wait for ever on a send it has waited for: each once."""
+
+    def __init__(self, agreement: Agreement, ticket: Ticket, works: list[Any]) -> None:
+        self._agreement = agreement
+        self._ticket = ticket
+        self._works = works
+
+    def wait(self) -> None:
+        if self._works:
+            self._agreement.wait(self._ticket, self._works)
+
+
+DONE: Handle = _Done()
+
+
+class Comm:
+    """Collectives over one data-parallel group, asynchronous, counted and checked.
+
+    `device` is where its tensors lie, `kernels` the kind of device that work is cut for: the same, but in a dry run.
+    `unit` names whose values an operation is about. `micro_step` is the number of the micro-batch in its step:
+    reductions of different ones are different operations.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self.device = device
+        self.kernels = device.type
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        self.sent_bytes: Counter[str] = Counter()
+        self.micro_step = 0
+        ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+        # Ranks that are part of the world cannot make groups without the others, and those they can make by themselves
+        # cannot be made twice: they share the group they were given.
+        is_world = len(ranks) == dist.get_world_size()
+        backend = _backend(None if is_world else group, device)
+        self._sends_directly = device.type == "cpu" and "gloo" in backend
+        self._waits_on_device = device.type == "cuda" and "nccl" in backend
+        self._own: list[Any] = []
+        self._groups = {stream: self._ways(stream, ranks, None if is_world else group) for stream in _STREAMS}
+        # Without tags, what runs in one group is one stream.
+        self._streams = {stream: stream for stream in _STREAMS}
+        if not self._own and not self._sends_directly:
+            self._streams[_REDUCE] = _GATHER
+        self._agreement: Agreement | None = None
+        if self.world_size > 1 and "fake" not in backend:
+            store = _store(self._groups[_GATHER].up)
+            self._agreement = Agreement(store, self.rank, self.world_size, is_world)
+            self._agreement.wake = self._break_groups
+
+    def _ways(self, stream: str, ranks: list[int], given: Any) -> _Ways:
+        """The groups of a stream: made here, unless one was `given`; two if ranks send to each other directly."""
+        if given is not None:
+            return _Ways(given, given)
+        made = [dist.new_group(ranks, group_desc=stream) for _ in range(1 + self._sends_directly)]
+        self._own += made
+        return _Ways(made[0], made[-1])
+
+    def gather(self, full: torch.Tensor, kind: str, unit: str = "") -> Handle:
+        """Fill `full` from all ranks; each brings its own W-th part of it, in place."""
+        if self.world_size == 1 or not full.numel():
+            return DONE
+        self._count(kind, full.nbytes)
+        ticket = self._issue(_GATHER, f"{'gather' if kind == 'gather' else f'gather ({kind})'} {unit}", full.numel())
+        return self._gather(ticket, full)
+
+    def _gather(self, ticket: Ticket, full: torch.Tensor) -> Handle:
+        """Directly, every rank sends its part to each other, into place. Gloo's own all-gather does so through a second
+        buffer of the whole size, which no ledger sees, and takes twice as long."""
+        parts = full.view(self.world_size, -1)
+        if self._sends_directly:
+            mine = dict.fromkeys(range(self.world_size), parts[self.rank])
+            return self._send_directly(mine, dict(enumerate(parts)), ticket)
+        group = self._groups[ticket.stream].up
+        return self._checked(
+            ticket, getattr(dist, _ALL_GATHER)(full.view(-1), parts[self.rank], group=group, async_op=True)
+        )
+
+    @property
+    def rows_received(self) -> int:
+        """How many parts `exchange` receives: those of all ranks, or of all others."""
+        return self.world_size - self._sends_directly
+
+    def exchange(
+        self, received: torch.Tensor, sent: torch.Tensor, kind: str, unit: str = ""
+    ) -> tuple[Handle, list[torch.Tensor]]:
+        """Send the w-th row of `sent` to rank w; every rank's row for us, in rank order, once the handle is done.
+
+        `received` has `rows_received` rows. Where it is one less than ranks, our own row is that of `sent`.
+        """
+        self._count(kind, sent.nbytes)
+        ticket = self._issue(_REDUCE, f"{kind} {unit}", sent.numel())
+        if not self._sends_directly:
+            group = self._groups[_REDUCE].up
+            work = dist.all_to_all_single(received.view(-1), sent.view(-1), group=group, async_op=True)
+            return self._checked(ticket, work), list(received)
+        rows = [*received[: self.rank], sent[self.rank], *received[self.rank :]]
+        return self._send_directly(dict(enumerate(sent)), dict(enumerate(rows)), ticket), rows
+
+    def _send_directly(
+        self, sent: Mapping[int, torch.Tensor], received: Mapping[int, torch.Tensor], ticket: Ticket
+    ) -> Handle:
+        """`sent[w]` to each other rank w, and from it into `received[w]`, under a tag that no other operation has."""
+        ways, mine, tag = self._groups[ticket.stream], self.rank, ticket.tag
+        # Each rank starts with the one after it, so that not all send to the same one.
+        others = [(mine + step) % self.world_size for step in range(1, self.world_size)]
+        try:
+            receives = [
+                dist.irecv(received[rank], group=ways.between(rank, mine), group_src=rank, tag=tag)
+                for rank in reversed(others)
+            ]
+            sends = [dist.isend(sent[rank], group=ways.between(mine, rank), group_dst=rank, tag=tag) for rank in others]
+        except RuntimeError as error:
+            if self._agreement is not None:
+                self._agreement.explain(ticket, error)
+            raise
+        return self._checked(ticket, *receives, *sends)
+
+    def blocks(self, tensor: torch.Tensor, block_numel: int) -> Sequence[torch.Tensor]:
+        """A long tensor in parts that are worked on one after the other."""
+        return tensor.split(block_numel) if tensor.numel() else ()
+
+    def share(self, values: torch.Tensor, name: str = "norm", stream: str = _REDUCE) -> torch.Tensor:
+        """A few values of every rank, on every rank: shape [W, *values.shape]. A control message, among the operations
+        of one stream."""
+        if self.world_size == 1:
+            return values.unsqueeze(0)
+        everyone = values.new_empty(self.world_size, *values.shape)
+        self._count("control", everyone.nbytes)
+        everyone[self.rank] = values
+        self._gather(self._issue(stream, f"share {name}", everyone.numel()), everyone).wait()
+        return everyone
+
+    def share_object(self, value: Any, name: str = "object") -> list[Any]:
+        """A small picklable value of every rank, on every rank. For looks inside, not in a step."""
+        if self.world_size == 1:
+            return [value]
+        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self.device)
+        sizes = self.share(torch.tensor([mine.numel()], device=self.device), f"{name} (size)").flatten().tolist()
+        padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self.device)
+        padded[: mine.numel()] = mine
+        rows = self.share(padded, name).cpu()
+        return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0, unit: str = "") -> None:
+        """Rank `source`'s values for everyone, at once. Used at start-up and by writes, not in a step."""
+        if self.world_size == 1 or not tensor.numel():
+            return
+        if self._sends_directly:
+            # Gloo's broadcast has no tag of ours: first see that everyone is here.
+            self.share(torch.zeros(1), f"broadcast {unit}, {tensor.numel()} elements")
+        else:
+            self._issue(_GATHER, f"broadcast {unit}", tensor.numel())
+        dist.broadcast(tensor, group=self._groups[_GATHER].up, group_src=source)
+
+    def note(self, what: str) -> None:
+        """Something that sends nothing, but that either all ranks meet with or none: a pass broken off."""
+        if self._agreement is not None:
+            self._agreement.note((_GATHER, _REDUCE), what)
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether there are others to agree with."""
+        return self._agreement is not None
+
+    def begin_close(self) -> None:
+        """From here on, an operation that cannot be finished is given up without a word."""
+        if self._agreement is not None:
+            self._agreement.is_ending = True
+
+    def close(self) -> None:
+        """Give the process groups back."""
+        if self._agreement is not None:
+            self._agreement.close()
+        for group in self._own:
+            if dist.is_initialized():
+                dist.destroy_process_group(group)
+
+    def _issue(self, stream: str, text: str, numel: int) -> Ticket:
+        place = f" of micro-batch {self.micro_step}" if self.micro_step and stream == _REDUCE else ""
+        stream = self._streams[stream]
+        if self._agreement is None:
+            return Ticket(stream, 0, text, 0)
+        return self._agreement.issue(stream, f"{text}{place}, {numel} elements", self._sends_directly)
+
+    def _checked(self, ticket: Ticket, *works: Any) -> Handle:
+        if self._agreement is None:
+            return works[0] if works else DONE
+        if self._waits_on_device:
+            for work in works:
+                self._agreement.follow(ticket, work)
+        return _Checked(self._agreement, ticket, [work for work in works if work is not None])
+
+    def _break_groups(self) -> None:
+        """Wake whoever waits in our groups, here and on the other ranks: nobody can go on."""
+        for group in {id(group): group for ways in self._groups.values() for group in ways}.values():
+            if self._waits_on_device:
+                with contextlib.suppress(RuntimeError):
+                    group.abort()
+                continue
+            # A receive that times out ends all that wait on Gloo's connections; one over a connection that another
+            # rank has closed already ends nothing.
+            for step in range(1, self.world_size):
+                other = (self.rank + step) % self.world_size
+                with contextlib.suppress(RuntimeError):
+                    receive = dist.irecv(torch.empty(1), group=group, group_src=other, tag=_WAKING_TAG)
+                    assert receive is not None
+                    receive.wait(timedelta(milliseconds=1))
+
+    def _count(self, kind: str, size_bytes: int) -> None:
+        self.sent_bytes[kind] += size_bytes * (self.world_size - 1) // self.world_size
+
+
+def _backend(group: Any, device: torch.device) -> str:
+    """What carries this device's tensors: a group may have several backends, also where the user named none."""
+    pairs = (pair.split(":") for pair in dist.get_backend_config(group).split(",") if ":" in pair)
+    return dict(pairs).get(device.type) or str(dist.get_backend(group))
+
+
+_ENGINES: Counter[str] = Counter()
+"""How many engines each group has had: all its ranks make them in the same order."""
+
+
+def _store(group: Any) -> PrefixStore:
+    """The part of the store that is for one engine of a group."""
+    name = group.group_name
+    _ENGINES[name] += 1
+    return PrefixStore(f"shardwise/{name}/{_ENGINES[name]}", c10d._get_default_store())

@@ -1,0 +1,1 @@
+"""Models that are built without values, larger than the memory of one device."""

@@ -1,0 +1,133 @@
+"""Pretrained weights in safetensors files, in Hugging Face's layout: read a parameter, or a part of one, at a time."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from shardwise.partition.layout import Span
+
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+class Pretrained:
+    """The tensors of one file, or of all files of a folder or an index, by name.
+
+    `strict`: names that the model does not have are an error. Those it has and the files lack always are.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], strict: bool = True) -> None:
+        self.path = Path(path)
+        self._strict = strict
+        self._files = _files(self.path)
+        self.names = list(self._files)
+
+    def match(self, model: nn.Module) -> dict[str, Stored]:
+        """Where the values of each parameter and each buffer of the model lie, by its first name."""
+        tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(
+            model.named_buffers(remove_duplicate=False)
+        )
+        if self._strict and (unexpected := [name for name in self.names if name not in tensors]):
+            raise ValueError(
+                f"{self.path} has {_listing(unexpected, tensors)}, which the model does not have: give a checkpoint of "
+                "this model, or pass strict=False to pass over what it has besides"
+            )
+        first: dict[int, str] = {}
+        found: dict[str, Stored] = {}
+        for name, tensor in tensors.items():
+            home = first.setdefault(id(tensor), name)  # a tied parameter may be stored under any of its names
+            if home not in found and name in self._files:
+                found[home] = self._stored(name, tensor)
+        if missing := [name for name, _ in model.named_parameters() if name not in found]:
+            raise ValueError(f"{self.path} lacks {_listing(missing, self.names)}, which the model needs")
+        return found
+
+    def _stored(self, name: str, tensor: torch.Tensor) -> Stored:
+        stored = Stored(str(self._files[name]), name, tuple(tensor.shape))
+        if stored.shape != (seen := stored.shape_in_file()):
+            raise ValueError(f"{name!r} has shape {seen} in {stored.file}, but {stored.shape} in the model")
+        return stored
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor in a file."""
+
+    file: str
+    name: str
+    shape: tuple[int, ...]
+
+    def shape_in_file(self) -> tuple[int, ...]:
+        return tuple(_opened(self.file).get_slice(self.name).get_shape())
+
+    def read(self, part: Span) -> torch.Tensor:
+        """The rows in which `part` of the flat elements lies are read, nothing else."""
+        if not self.shape:
+            return self.whole().reshape(-1)[part.slice]
+        row = max(1, torch.Size(self.shape[1:]).numel())
+        first, end = part.start // row, -(-part.stop // row)
+        rows: torch.Tensor = _opened(self.file).get_slice(self.name)[first:end]
+        return rows.reshape(-1)[part.shift(-first * row).slice]
+
+    def whole(self) -> torch.Tensor:
+        tensor: torch.Tensor = _opened(self.file).get_tensor(self.name)
+        return tensor
+
+
+@cache
+def _opened(file: str) -> Any:
+    """A mapped file stays open for the next tensor; `close_files` ends that."""
+    try:
+        return safe_open(file, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{file} cannot be read as safetensors: {error}") from error
+
+
+def close_files() -> None:
+    """Let go of the files that were read."""
+    _opened.cache_clear()
+
+
+def _files(path: Path) -> dict[str, Path]:
+    """The file of each tensor."""
+    if path.is_dir():
+        inside = [path / name for name in (_INDEX, _SINGLE) if (path / name).is_file()] or sorted(
+            path.glob("*.safetensors")
+        )
+        if not inside:
+            raise ValueError(f"{path} holds neither {_INDEX} nor a .safetensors file")
+        chosen = inside[:1] if inside[0].name in (_INDEX, _SINGLE) else inside
+        return {name: file for one in chosen for name, file in _files(one).items()}
+    if not path.is_file():
+        raise ValueError(f"there is no {path}: give a .safetensors file, its index, or the folder of either")
+    if path.suffix == ".json":
+        return _indexed(path)
+    return dict.fromkeys(_opened(str(path)).keys(), path)
+
+
+def _indexed(index: Path) -> dict[str, Path]:
+    try:
+        names = json.loads(index.read_text())["weight_map"]
+        files = {str(name): index.parent / str(file) for name, file in names.items()}
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ValueError(f"{index} is no index of safetensors files (a JSON object with a weight_map)") from error
+    for file in set(files.values()):
+        if file.parent != index.parent or not file.is_file():
+            raise ValueError(f"{index} names {str(file.name)!r}, which is no file beside it")
+    return files
+
+
+def _listing(names: list[str], valid: Iterable[str]) -> str:
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    near = difflib.get_close_matches(names[0], list(valid), n=1, cutoff=0.4)
+    return f"{names[0]!r}{more}" + (f" (nearest: {near[0]!r})" if near else "")

@@ -1,0 +1,215 @@
+"""Looking at whole values and writing them: `gathered`, `full_*`, and state_dict over sharded weights.
+
+Everything here is a collective unless the weights are replicated, and `full_state` always: all ranks call it, with the
+same parameters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterable, Iterator, MutableMapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from shardwise.optim.states import extras_of, held_by
+from shardwise.schedule.hooks import ours
+from shardwise.unit.unit import Unit
+
+if TYPE_CHECKING:
+    from shardwise.engine.engine import Engine
+
+# Beside the parameters and not on them, so that they pickle as they are.
+_UNITS: MutableMapping[torch.Tensor, weakref.ref[Unit]] = WeakTensorKeyDictionary()
+
+
+@contextlib.contextmanager
+def gathered(
+    params: torch.Tensor | Iterable[torch.Tensor | None] | None, write: bool = False, source: int | None = None
+) -> Iterator[None]:
+    """Within it, `params` hold their whole values, whatever the placement.
+
+    `params` is one tensor or any iterable of tensors and None, in any order, with duplicates; what no engine manages
+    (buffers, other tensors) is passed over. With `write`, what was written into them is kept, master copy included:
+    all ranks must have written the same, or `source` names the rank whose values everyone takes. Without it, do not
+    write: whether the values stay depends on the precision.
+
+    >>> import torch, shardwise
+    >>> model = torch.nn.Linear(4, 2)
+    >>> engine = shardwise.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "zero3")
+    >>> with shardwise.gathered(model.weight, write=True), torch.no_grad():
+    ...     _ = model.weight.fill_(1.0)
+    >>> engine.full_param("weight").sum().item()
+    8.0
+    """
+    units = _units_of(params)
+    for unit in units:
+        unit.weights.pin()
+    try:
+        yield
+        if write:
+            for unit in units:
+                unit.weights.take_back(source)
+    finally:
+        for unit in units:
+            unit.weights.unpin()
+
+
+def full_param(engine: Engine, name: str) -> torch.Tensor:
+    unit = _find(engine, name)
+    unit.settle()
+    return unit.view(unit.weights.whole(unit.weights.master), name).clone()
+
+
+def full_grad(engine: Engine, name: str) -> torch.Tensor:
+    unit = _find(engine, name)
+    if unit.grads is None:
+        raise ValueError(f"parameter {name!r} is frozen and has no gradient")
+    if not unit.grads.is_reduced:
+        raise RuntimeError(
+            f"the gradient of {name!r} is not reduced yet: ask for it after the last backward of a step and before "
+            'engine.step(); with gradients.reduce_at = "step", read the local p.grad instead'
+        )
+    return unit.view(unit.grads.full_copy(), name).clone()
+
+
+def full_state(engine: Engine, name: str) -> dict[str, torch.Tensor]:
+    unit = _find(engine, name)
+    if engine.optimizer is None or unit.grads is None:
+        raise ValueError(f"parameter {name!r} is not trained by this engine and has no optimizer state")
+    unit.quiet()
+    mine, others = _owned_state(engine.optimizer, unit, name)
+    # Ranks own different parts, some of them none: what there is to gather is agreed upon first.
+    told = {key: value.dtype for key, value in mine.items()} | others
+    tellings = unit.comm.share_object(told, f"state of {name}")
+    everyone = {key: kind for one in reversed(tellings) for key, kind in one.items()}
+    state: dict[str, torch.Tensor] = {}
+    for key, kind in sorted(everyone.items()):
+        if isinstance(kind, torch.Tensor):
+            state[key] = kind.clone()
+            continue
+        flat = torch.zeros(unit.weights.owned.numel, dtype=kind, device=unit.comm.device)
+        state[key] = unit.view(unit.weights.whole(mine.get(key, flat)), name).clone()
+    return state
+
+
+def is_managed(param: torch.Tensor) -> bool:
+    """Whether an engine has this parameter."""
+    return param in _UNITS
+
+
+class Access:
+    """Lets parameters find their units, and state_dict see through sharded weights."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._units = engine.units
+        model, reference = engine.module, weakref.ref(engine)
+        for unit in self._units:
+            for param in unit.params:
+                _UNITS[param] = weakref.ref(unit)
+        self._handles = [
+            model.register_state_dict_post_hook(ours(_StateDictHook(reference))),
+            model.register_load_state_dict_pre_hook(ours(_LoadHook(reference, begins=True))),
+            model.register_load_state_dict_post_hook(ours(_LoadHook(reference, begins=False))),
+        ]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        for unit in self._units:
+            for param in unit.params:
+                del _UNITS[param]
+
+
+class _StateDictHook:
+    """Puts whole values in the place of stand-ins, one unit at a time."""
+
+    def __init__(self, engine: weakref.ref[Engine]) -> None:
+        self._engine = engine
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        engine = self._engine()
+        if engine is None:
+            return
+        names = _aliases(module)
+        for unit in engine.units:
+            if not unit.weights.policy.weights_sharded:
+                continue
+            with gathered(unit.params):
+                for name, param in zip(unit.names, unit.params, strict=True):
+                    value = param.detach().clone()
+                    state.update({prefix + alias: value for alias in names[name] if prefix + alias in state})
+
+
+class _LoadHook:
+    """Gathers all weights before load_state_dict writes them, and takes the values back afterwards."""
+
+    def __init__(self, engine: weakref.ref[Engine], begins: bool) -> None:
+        self._engine = engine
+        self._begins = begins
+
+    def __call__(self, module: nn.Module, *details: Any) -> None:
+        engine = self._engine()
+        if self._begins and details[2].get("assign_to_params_buffers"):
+            raise ValueError(
+                "load_state_dict(assign=True) would take the parameters out of the engine: leave assign out, and the "
+                "values are copied"
+            )
+        for unit in engine.units if engine is not None else ():
+            if self._begins:
+                unit.weights.pin()
+            else:
+                unit.weights.take_back()
+                unit.weights.unpin()
+
+
+def _aliases(module: nn.Module) -> dict[str, list[str]]:
+    """All names of each parameter, by its first."""
+    first: dict[int, str] = {}
+    names: dict[str, list[str]] = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        names.setdefault(first.setdefault(id(param), name), []).append(name)
+    return names
+
+
+def _units_of(params: torch.Tensor | Iterable[torch.Tensor | None] | None) -> list[Unit]:
+    given = [params] if isinstance(params, torch.Tensor) or params is None else list(params)
+    found: dict[tuple[int, str], Unit] = {}
+    for param in given:
+        reference = _UNITS.get(param) if param is not None else None
+        unit = reference() if reference is not None else None
+        if unit is not None:
+            found[unit.number, unit.name] = unit
+    # Callers may pass sets, whose order differs between ranks: gather in the engine's order.
+    return [found[key] for key in sorted(found)]
+
+
+def _find(engine: Engine, name: str) -> Unit:
+    for unit in engine.units:
+        if name in unit.names:
+            return unit
+    raise KeyError(f"the model has no parameter {name!r}; names are those of model.named_parameters()")
+
+
+def _owned_state(
+    optimizer: torch.optim.Optimizer, unit: Unit, name: str
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The optimizer state of the pieces that hold some of a parameter: what has a value for each element, flat over
+    what is owned, and what has not (steps, a matrix optimizer's rows and columns), as it is."""
+    owned, slot = unit.weights.owned, unit.layout.slot(name).span
+    state: dict[str, torch.Tensor] = {}
+    others: dict[str, torch.Tensor] = {}
+    for held in held_by(unit, optimizer):
+        kind, _, key = held.key.partition("/")
+        if kind == "optim" and slot.intersect(held.span):
+            values = held.read(held.span)
+            flat = state.setdefault(key, values.new_zeros(owned.numel))
+            flat[held.span.shift(-owned.start).slice] = values
+    for extra in extras_of(unit, optimizer):
+        value = torch.as_tensor(extra.value) if extra.value is not None else torch.empty(0)
+        if slot.intersect(extra.span) and (value.ndim == 0 or value.numel()):
+            others[extra.key] = value.cpu()
+    return state, others

@@ -1,0 +1,91 @@
+"""Methods of the model's modules that would go round the engine: what copies, pickles or converts them.
+
+- A copy (`copy.deepcopy`, `pickle`, `torch.save`) is a plain module: whole values, and nothing of the engine. Where
+  weights are sharded it is made from gathered values, so all ranks make it.
+- A conversion (`to`, `half`, `cuda`, ...) that changes nothing is done; any other is refused, because the parameters
+  are views of the engine's buffers.
+- cuDNN's recurrent networks would put their weights into one buffer of their own (`flatten_parameters`); ours serves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.schedule.hooks import is_ours
+
+
+class Overrides:
+    """Stands in for methods of every module of a model, on the instances, until removed."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = list(model.modules())
+        for module in self._modules:
+            methods: dict[str, Callable[..., Any]] = {"__reduce_ex__": _reduce_ex, "_apply": _apply}
+            if isinstance(module, nn.RNNBase):
+                methods["flatten_parameters"] = _do_nothing
+            vars(module).update({name: partial(method, module) for name, method in methods.items()})
+
+    def remove(self) -> None:
+        for module in self._modules:
+            _strip(vars(module))
+
+
+def _reduce_ex(module: nn.Module, protocol: Any) -> Any:
+    """How copies are made: `copy` and `pickle` both ask the instance."""
+    reduced: Any = type(module).__reduce_ex__(module, protocol)
+    make, args, state, *rest = reduced
+    if isinstance(state, dict):
+        state = _strip(_without_hooks(state))
+    return make, args, state, *rest
+
+
+def _strip(attributes: dict[str, Any]) -> dict[str, Any]:
+    for name in ("__reduce_ex__", "_apply", "flatten_parameters"):
+        if isinstance(attributes.get(name), partial):
+            del attributes[name]
+    return attributes
+
+
+def _without_hooks(state: dict[str, Any]) -> dict[str, Any]:
+    """The same attributes, the tables of hooks without the engine's. A hook has one number in all of them."""
+    tables = {name: table for name, table in state.items() if "hooks" in name and isinstance(table, dict)}
+    numbers = {key for table in tables.values() for key, hook in table.items() if is_ours(hook)}
+    cleared = {
+        name: type(table)((key, hook) for key, hook in table.items() if key not in numbers)
+        for name, table in tables.items()
+    }
+    return {**state, **cleared}
+
+
+def _apply(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+    """As torch's own, for buffers and for the modules inside; parameters stay."""
+    if recurse:
+        for child in module.children():
+            child._apply(fn)
+    for name, param in module._parameters.items():
+        if param is not None:
+            _check_unchanged(type(module).__name__, name, param, fn)
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            module._buffers[name] = fn(buffer)
+    return module
+
+
+def _check_unchanged(kind: str, name: str, param: torch.Tensor, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    probe = fn(torch.empty(0, dtype=param.dtype, device=param.device))
+    if (probe.dtype, probe.device) != (param.dtype, param.device):
+        was, wanted = (f"{str(t.dtype).removeprefix('torch.')} on {t.device}" for t in (param, probe))
+        raise RuntimeError(
+            f"{name!r} of {kind} is {was} under an engine and cannot become {wanted}: convert the model before "
+            "shardwise.initialize, or choose precision.compute in the configuration; copy.deepcopy(engine.module) "
+            "gives a plain model to convert"
+        )
+
+
+def _do_nothing(module: nn.Module) -> None:
+    pass

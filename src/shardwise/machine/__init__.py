@@ -1,0 +1,1 @@
+"""This machine: what it is and how fast, and ranks launched on it."""

@@ -1,0 +1,169 @@
+"""What this machine offers: versions, devices, links, measured bandwidths, and what is missing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise._version import __version__
+from shardwise.errors import ConfigError
+from shardwise.machine.bandwidth import device_links_gbs, disk_gbs, host_copy_gbs, host_device_gbs
+from shardwise.machine.launch import SAFE_ISA, bf16_products_work, cores
+from shardwise.sizes import format_bytes
+
+PACKAGES = {
+    "matplotlib": "plots: pip install 'shardwise[plot]'",
+    "transformers": "Hugging Face models: pip install 'shardwise[hf]'",
+    "accelerate": "Hugging Face trainers: pip install 'shardwise[hf]'",
+    "peft": "adapters: pip install 'shardwise[hf]'",
+    "deepspeed": "only as a peer in comparisons: make bench-env",
+}
+
+
+@dataclass
+class Environment:
+    """Everything `shardwise env` prints; `to_dict` for machines."""
+
+    versions: dict[str, str]
+    hardware: dict[str, Any]
+    bandwidth_gbs: dict[str, float] = field(default_factory=dict)
+    links_gbs: dict[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def to_json(self) -> str:
+        return json.dumps(self.__dict__, indent=1)
+
+    def __str__(self) -> str:
+        lines = ["versions", *(f"  {name:<36}{value}" for name, value in self.versions.items())]
+        lines += ["hardware", *(f"  {name:<36}{_shown(value)}" for name, value in self.hardware.items())]
+        for title, rates in (("bandwidth, GB/s", self.bandwidth_gbs), ("links between GPUs, GB/s", self.links_gbs)):
+            if rates:
+                lines += [title, *(f"  {name:<36}{rate:.1f}" for name, rate in rates.items())]
+        return "\n".join([*lines, "notes", *(f"  {note}" for note in self.notes or ["nothing is missing"])])
+
+
+def inspect(disk: Path | None = None, measure: bool = True) -> Environment:
+    """Look at this machine; with `measure`, time its memory, its devices and the disk below `disk`."""
+    found = Environment(versions(), hardware(), notes=notes())
+    if disk is not None and not disk.is_dir():
+        raise ConfigError(f"--disk {disk}: there is no such folder")
+    if measure:
+        found.bandwidth_gbs = {"host memory copy": host_copy_gbs(), **host_device_gbs()}
+        found.links_gbs = device_links_gbs()
+        if disk is not None:
+            found.bandwidth_gbs |= disk_gbs(disk)
+    if disk is None:
+        found.notes.append("the disk was not measured: name a folder on it with --disk")
+    return found
+
+
+def versions() -> dict[str, str]:
+    """Of everything that matters to a result, as far as it is installed."""
+    found = {"shardwise": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    if torch.cuda.is_available():
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found | {name: version for name in PACKAGES if (version := _version(name))}
+
+
+def hardware() -> dict[str, Any]:
+    """Processor, memory and accelerators."""
+    found: dict[str, Any] = {"cpu": _cpu_name(), "cores": cores(), "memory_bytes": _meminfo("MemTotal")}
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        found[f"cuda:{index}"] = f"{properties.name}, {format_bytes(properties.total_memory)}"
+    return found
+
+
+def made() -> dict[str, Any]:
+    """When, from which commit and on what a result was made."""
+    return {"date": datetime.now(UTC).strftime("%Y-%m-%d"), "commit": _commit(), "hardware": hardware()}
+
+
+def notes() -> list[str]:
+    """What is missing or amiss, and what to do about it."""
+    found = [f"{name} is not installed ({use})" for name, use in PACKAGES.items() if _version(name) is None]
+    if not bf16_products_work() and not set(SAFE_ISA) & set(os.environ):
+        setting = next(f"{name}={value}" for name, value in SAFE_ISA.items())
+        found.append(f"bf16 matrix products crash here: set {setting} (`shardwise run` and `compare` do it)")
+    if not torch.cuda.is_available():
+        why = "torch was built without CUDA" if torch.version.cuda is None else "no driver or no GPU answers"
+        found.append(f"no CUDA device: {why}")
+    if os.environ.get("OMP_NUM_THREADS") == "1" and cores() > 1:
+        found.append(f"OMP_NUM_THREADS=1 leaves {cores() - 1} of {cores()} cores idle in host updates")
+    return found
+
+
+def check_device(name: str) -> None:
+    """A ConfigError if there is no such device here."""
+    if name not in ("cpu", "cuda"):
+        raise ConfigError(f"unknown device {name!r}: choose cpu or cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device cuda: torch finds no CUDA device here (`shardwise env` says more)")
+
+
+def free_host_bytes() -> int:
+    return _meminfo("MemAvailable")
+
+
+def free_device_bytes() -> int:
+    """Free memory of all GPUs together."""
+    return sum(torch.cuda.mem_get_info(index)[0] for index in range(torch.cuda.device_count()))
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _meminfo(key: str) -> int:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or sys.platform
+
+
+def _commit() -> str | None:
+    """Of the checkout that this package lies in, with a plus where files differ from it.
+
+    SHARDWISE_COMMIT names it for a copy that has no history.
+    """
+    if named := os.environ.get("SHARDWISE_COMMIT"):
+        return named
+    folder = Path(__file__).parent
+    try:
+        text = subprocess.check_output(
+            ["git", "describe", "--always", "--dirty=+", "--abbrev=10"],
+            cwd=folder,
+            text=True,
+            stderr=subprocess.DEVNULL,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return text.strip()
+
+
+def _shown(value: Any) -> str:
+    return format_bytes(value) if isinstance(value, int) and value > 2**20 else str(value)

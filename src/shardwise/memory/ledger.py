@@ -1,0 +1,185 @@
+"""Buffers whose storage comes and goes, and the ledger that accounts for every byte of them.
+
+A `Buffer` is one flat tensor that keeps its identity while its storage is freed and allocated again. That identity
+matters: autograd saves views of weights (`weight.t()`), and a view made in the forward must see the refilled storage
+in the backward. A freed storage must never be read (torch would segfault), so whoever frees a buffer first points
+its readers elsewhere.
+
+The `Ledger` holds what is live now and what was live at the peak, by kind, unit and tier. Every allocation of the
+engine goes through it; tests compare it with an observer outside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+
+from shardwise.partition.layout import Layout, Span
+
+POISON = False
+"""Fill fresh buffers with NaN, so that a read before the first write shows up in the results. Tests set it."""
+
+PAGE_BYTES = 20 * 2**20
+"""What torch's allocator maps of a GPU's memory, and gives back, at a time, for all but small tensors."""
+
+
+class Kind(enum.Enum):
+    """What a buffer is for. WORK is in flight: receive buffers and casts, gone within a phase."""
+
+    WEIGHTS = "weights"
+    GRADS = "grads"
+    OPTIM = "optim"
+    WORK = "work"
+
+    __hash__ = object.__hash__  # members are one object each; Enum's own hash is in Python, and the ledger asks often
+
+
+class Tier(enum.Enum):
+    """Where a buffer rests."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+
+    __hash__ = object.__hash__
+
+
+class Entry(NamedTuple):
+    """One line of the ledger: which kind of which unit, on which tier."""
+
+    kind: Kind
+    unit: str
+    tier: Tier
+
+
+class Ledger:
+    """Live bytes by entry, and the same at the highest total so far.
+
+    >>> ledger = Ledger()
+    >>> ledger.add(Entry(Kind.WEIGHTS, "head", Tier.DEVICE), 1024)
+    >>> ledger.total_bytes, ledger.by_kind()
+    (1024, {'weights': 1024})
+    """
+
+    def __init__(self) -> None:
+        self.live: Counter[Entry] = Counter()
+        self.total_bytes = 0
+        self.peak_bytes = 0
+        self._tiers: Counter[Tier] = Counter()
+        self._tier_peaks: Counter[Tier] = Counter()
+        self._at_peak: Counter[Entry] = Counter()
+
+    def add(self, entry: Entry, size_bytes: int) -> None:
+        if not size_bytes:
+            return
+        self.live[entry] += size_bytes
+        self.total_bytes += size_bytes
+        tier = entry.tier
+        self._tiers[tier] += size_bytes
+        if self._tiers[tier] > self._tier_peaks[tier]:
+            self._tier_peaks[tier] = self._tiers[tier]
+        if self.total_bytes > self.peak_bytes:
+            self.peak_bytes = self.total_bytes
+            self._at_peak = self.live.copy()
+
+    def remove(self, entry: Entry, size_bytes: int) -> None:
+        if not size_bytes:
+            return
+        left = self.live[entry] = self.live[entry] - size_bytes
+        self._tiers[entry.tier] -= size_bytes
+        self.total_bytes -= size_bytes
+        assert left >= 0, f"more of {entry} freed than was allocated"
+
+    @contextlib.contextmanager
+    def passing(self, unit: str, tier: Tier, size_bytes: int) -> Iterator[None]:
+        """Within it, `size_bytes` of work: for what torch's operations allocate for us."""
+        entry = Entry(Kind.WORK, unit, tier)
+        self.add(entry, size_bytes)
+        try:
+            yield
+        finally:
+            self.remove(entry, size_bytes)
+
+    def settle(self, entry: Entry, size_bytes: int) -> None:
+        """Bring an entry to `size_bytes`: for state that torch's optimizers allocate themselves."""
+        change = size_bytes - self.live[entry]
+        if change:
+            (self.add if change > 0 else self.remove)(entry, abs(change))
+
+    def by_kind(self, at_peak: bool = False) -> dict[str, int]:
+        """Bytes by kind, now or at the peak."""
+        totals: Counter[str] = Counter()
+        for entry, size_bytes in (self._at_peak if at_peak else self.live).items():
+            totals[entry.kind.value] += size_bytes
+        return {kind: size_bytes for kind, size_bytes in totals.items() if size_bytes}
+
+    def by_tier(self, at_peak: bool = False) -> dict[str, int]:
+        """Live bytes by tier, or the most that each tier has held."""
+        totals = self._tier_peaks if at_peak else self._tiers
+        return {tier.value: size_bytes for tier, size_bytes in totals.items() if size_bytes}
+
+
+class Buffer:
+    """One flat tensor, absent at first, whose storage is allocated and freed by name in the ledger."""
+
+    def __init__(self, ledger: Ledger, entry: Entry, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.tensor = torch.empty(numel, dtype=dtype, device=device)
+        self.size_bytes = numel * dtype.itemsize
+        self.live = False
+        self._ledger = ledger
+        self._entry = entry
+        self.gaps: list[torch.Tensor] = []
+        self._views: list[torch.Tensor] = []
+        self._storage = self.tensor.untyped_storage()
+        self._storage.resize_(0)
+
+    def views(self, layout: Layout) -> list[torch.Tensor]:
+        """The tensors of a layout as views that stay valid from one `allocate` to the next; `gaps` are the rest."""
+        self.gaps = self._keep((gap, (gap.numel,)) for gap in layout.gaps)
+        return self._keep((slot.span, slot.spec.shape) for slot in layout.slots)
+
+    def view(self, span: Span) -> torch.Tensor:
+        """A part as a view that stays valid just so."""
+        return self._keep([(span, (span.numel,))])[0]
+
+    def _keep(self, places: Iterable[tuple[Span, tuple[int, ...]]]) -> list[torch.Tensor]:
+        # torch refuses to make a view beyond its storage, so there must be one for a moment.
+        if not self.live:
+            self._storage.resize_(self.size_bytes)
+        views = [self.tensor[span.slice].view(shape) for span, shape in places]
+        self._views += views
+        if not self.live:
+            self._storage.resize_(0)
+        return views
+
+    def allocate(self) -> torch.Tensor:
+        """Give the tensor its storage; its content is undefined."""
+        assert not self.live, f"{self._entry} is allocated already"
+        self._storage.resize_(self.size_bytes)
+        self._ledger.add(self._entry, self.size_bytes)
+        self.live = True
+        if POISON:
+            self.tensor.fill_(float("nan"))
+        return self.tensor
+
+    def free(self) -> None:
+        """Take the storage away. No view of the tensor may be read until the next `allocate`."""
+        if self.live:
+            if not self._storage.resizable():
+                self._renew()
+            self._storage.resize_(0)
+            self._ledger.remove(self._entry, self.size_bytes)
+            self.live = False
+
+    def _renew(self) -> None:
+        """Leave the storage to a numpy array of the user's, which shares it and forbids to free it; take another."""
+        fresh = torch.empty_like(self.tensor)
+        for view in self._views:
+            view.data = fresh.as_strided(view.shape, view.stride(), view.storage_offset())
+        self.tensor.data = fresh
+        self._storage = fresh.untyped_storage()

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import shardwise
 from shardwise.comm import agreement as watch
-from shardwise.models import BUILT_IN
+from shardwise.models.built_in import BUILT_IN
 
 WARM_STEPS, CALLS, LOOKS = 3, 20_000, 200
 
@@ -87,7 +87,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     checked = build(args.model, args.preset)
-    with mock.patch("shardwise.comm.Agreement", Unchecked):
+    with mock.patch("shardwise.comm.comm.Agreement", Unchecked):
         plain = build(args.model, args.preset)
     agreement = checked._comm._agreement
     assert agreement is not None

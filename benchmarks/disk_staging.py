@@ -30,7 +30,7 @@ class Unit:
     """A unit's states, and the way they take in a step."""
 
     def __init__(self, staging: Staging, numel: int) -> None:
-        self.home = self
+        self.states = self
         self._chunks = staging.allocate([Span(0, numel)], torch.float32, is_weights=False)
 
     def chunks(self) -> Iterator[Chunk]:

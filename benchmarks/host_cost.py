@@ -23,7 +23,7 @@ import shardwise
 from shardwise.engine.engine import Engine
 from shardwise.models.built_in import GPT
 from shardwise.partition.policy import DTYPES
-from shardwise.schedule.autograd import Visit
+from shardwise.schedule.autograd import OncePerBackward
 from shardwise.schedule.schedule import Schedule
 
 LAYERS, PASSES, WARM_STEPS = 48, 3, 10
@@ -113,7 +113,7 @@ def main() -> None:
     data = torch.randint(64, (1, 9), device=args.device)
     meter = Meter()
     meter.watch(Schedule, "_enter", "_exit", "begin_backward", "end_backward")
-    meter.watch(Visit, "__call__")
+    meter.watch(OncePerBackward, "__call__")
     meter.watch(Engine, "step")
     made = {"plain": plain(args.device, data, args.precision)}
     made |= {preset: ours(args.device, data, args.precision, preset) for preset in args.presets.split(",")}

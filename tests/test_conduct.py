@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import shardwise
-from shardwise.engine.module_guard import Overrides
+from shardwise.engine.module_guard import ModuleGuard
 from support import ranks
 from support.awkward import COLLECTED, WIDTH, Chain, Gated, Recurrent, linear, square, with_collected
 from support.conduct import conduct
@@ -119,7 +119,7 @@ def test_recurrent_networks_do_not_move_their_weights():
     model = Recurrent()
     calls = []
     model.lstm.__class__ = type("Counted", (nn.LSTM,), {"flatten_parameters": lambda self: calls.append(1)})
-    overrides = Overrides(model)
+    overrides = ModuleGuard(model)
     model.lstm.flatten_parameters()
     assert not calls
     overrides.remove()

@@ -21,8 +21,8 @@ from shardwise.memory.ledger import Ledger
 from shardwise.offload import disk_file
 from shardwise.offload.disk_file import ALIGN_BYTES, SUFFIX, DiskFile, remove_leftovers
 from shardwise.offload.pinned import page_aligned
-from shardwise.offload.read_ahead import Routine
-from shardwise.offload.staging import Buffers, Staging, staging_bytes
+from shardwise.offload.read_ahead import AccessHistory
+from shardwise.offload.staging import Staging, StagingBuffers, staging_bytes
 from shardwise.offload.streams import PAST
 from shardwise.partition.layout import Span
 from support import matrix, ranks
@@ -192,19 +192,22 @@ def test_only_what_the_dead_left_is_removed(tmp_path):
 def test_the_routine_foretells_the_same_step_and_nothing_else():
     source = random.Random(0)
     for _ in range(50):
-        routine, steps = Routine[int](), [[source.randrange(3) for _ in range(source.randrange(6))] for _ in range(2)]
-        foretold: dict[int, int] = {}
+        routine, steps = (
+            AccessHistory[int](),
+            [[source.randrange(3) for _ in range(source.randrange(6))] for _ in range(2)],
+        )
+        predicted: dict[int, int] = {}
         for step in [steps[source.randrange(2)] for _ in range(8)]:
             for item in step:
-                foretold |= dict(iter(routine.foretell, None))
+                predicted |= dict(iter(routine.predict, None))
                 number = routine.entered
                 is_kept = routine.enter(item)
                 if is_kept:
-                    assert foretold[number] == item
+                    assert predicted[number] == item
                 else:
-                    foretold.clear()
+                    predicted.clear()
             if not routine.turn():
-                foretold.clear()
+                predicted.clear()
     assert routine.entered > 0
 
 
@@ -222,13 +225,13 @@ class Unit:
 
 class Delivery:
     def __init__(self, unit, is_update):
-        self.home, self.is_update = unit, is_update
+        self.states, self.is_update = unit, is_update
 
     def __eq__(self, other):
-        return (self.home, self.is_update) == (other.home, other.is_update)
+        return (self.states, self.is_update) == (other.states, other.is_update)
 
     def chunks(self):
-        return iter(self.home.chunks if self.is_update else self.home.chunks[::2])
+        return iter(self.states.chunks if self.is_update else self.states.chunks[::2])
 
 
 def deliver(staging, delivery):
@@ -236,14 +239,14 @@ def deliver(staging, delivery):
     fetched = []
     for chunk in delivery.chunks():
         buffer = staging.fetch(chunk)
-        assert set(buffer.bytes(chunk)) == {delivery.home.updates % 256}, "read before it was written"
+        assert set(buffer.bytes(chunk)) == {delivery.states.updates % 256}, "read before it was written"
         staging.incoming.give_after_copy(buffer, PAST)
         fetched.append(chunk)
     if delivery.is_update:
-        delivery.home.updates += 1
+        delivery.states.updates += 1
         for chunk in fetched:
             buffer = staging.outgoing.need()
-            buffer.tensor.fill_(delivery.home.updates % 256)
+            buffer.tensor.fill_(delivery.states.updates % 256)
             staging.send(chunk, buffer, PAST)
     staging.end()
 
@@ -326,7 +329,7 @@ class Copying:
 
 
 def test_a_buffer_waits_for_the_copy_that_reads_it(tmp_path):
-    buffers, copying = Buffers(Ledger(), ALIGN_BYTES, 2, False), Copying()
+    buffers, copying = StagingBuffers(Ledger(), ALIGN_BYTES, 2, False), Copying()
     first, second = buffers.need(), buffers.need()
     buffers.give_after_copy(first, copying)
     assert buffers.take(at_once=True) is None
@@ -385,7 +388,7 @@ PLACEMENTS = {
     "zero3, weights": ("zero3", {"weights": {"tier": "disk"}, "optim": {"tier": "host"}}),
 }
 SMALL = 16 * 1024 * 4
-"""Buffers so small that the models here travel in several parcels a unit."""
+"""StagingBuffers so small that the models here travel in several buckets a unit."""
 
 
 def config(placement, folder, precision="fp32", accumulation=1, offload=None, **more):
@@ -458,7 +461,7 @@ def test_traffic_equals_the_formula(rank, world_size, placement, accumulation, t
     for unit in engine.units:
         unit.quiet()
     os.pwritev = real
-    runs = sum(3 * len(unit.home.parcels) for unit in engine.units)
+    runs = sum(3 * len(unit.states.buckets) for unit in engine.units)
     at_least = 4 * owned + 5 * 12 * owned
     assert at_least <= written[0] <= at_least + 6 * runs * ALIGN_BYTES, "whole pages, and nothing twice"
     engine.destroy()
@@ -473,8 +476,8 @@ def test_the_disk_holds_what_the_table_says(rank, world_size, precision, tmp_pat
         engine(make_batch(engine.module, rank, 9))
     held = engine.report().tier_bytes["disk"]
     numel = sum(unit.layout.numel for unit in engine.units)
-    parcels = sum(len(unit.home.parcels) for unit in engine.units)
-    assert 12 * numel <= held <= 12 * numel + 3 * parcels * ALIGN_BYTES
+    buckets = sum(len(unit.states.buckets) for unit in engine.units)
+    assert 12 * numel <= held <= 12 * numel + 3 * buckets * ALIGN_BYTES
     (path,) = tmp_path.glob(f"*{SUFFIX}")
     assert path.stat().st_size == held
     engine.destroy()

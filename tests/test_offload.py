@@ -9,9 +9,9 @@ from torch import nn
 import shardwise
 from shardwise.memory import ledger
 from shardwise.memory.ledger import Ledger
-from shardwise.offload.buffer_pool import Ring
-from shardwise.offload.streams import Lanes
-from shardwise.offload.unit_states import _parcels
+from shardwise.offload.buffer_pool import DeviceBufferPool
+from shardwise.offload.streams import Streams
+from shardwise.offload.unit_states import _buckets
 from shardwise.partition.layout import Span
 from support import matrix, ranks
 from support.training import digest, make_batch, make_sgd, start, train_step, trained
@@ -32,7 +32,7 @@ PLACEMENTS = {
     "zero3, optim, grads": ("zero3", {"optim": {"tier": "host"}, "grads": {"tier": "host"}}),
 }
 SMALL = 16 * 1024 * 4
-"""Buffers so small that the models here travel in several parcels a unit."""
+"""Buffers so small that the models here travel in several buckets a unit."""
 
 
 def config(placement, precision="fp32", accumulation=1, clip=None, **more):
@@ -268,12 +268,12 @@ def test_each_tier_holds_what_the_table_says(rank, world_size, precision):
         for step in range(2):
             train_step(engine, rank, step)
         with torch.no_grad():
-            engine(make_batch(engine.module, rank, 9))  # does what is due, and gives the ring back
+            engine(make_batch(engine.module, rank, 9))  # does what is due, and gives the pool back
         whole = sum(unit.layout.numel for unit in engine.units)
         owned = whole // world_size
         held = engine.report().tier_bytes
-        slabs = [slab for unit in engine.units for slab in unit.home.slabs.values()]
-        assert held["host"] == sum(slab.tensor.untyped_storage().nbytes() for slab in slabs)
+        storages = [storage for unit in engine.units for storage in unit.states.storages.values()]
+        assert held["host"] == sum(storage.tensor.untyped_storage().nbytes() for storage in storages)
         expected = owned * (size["states"] + size["grads"] * (placement != "zero1_offload"))
         if placement == "zero3_offload" and precision == "fp32":
             expected += owned * 4  # the weights are their own master
@@ -312,7 +312,7 @@ def test_what_fits_moves_to_the_device_and_keeps_its_bits(rank, world_size, pres
         for step in range(6):
             train_step(engine, rank, step)
         result = digest(engine)
-        report, away = engine.report(), [unit.name for unit in engine.units if unit.home is not None]
+        report, away = engine.report(), [unit.name for unit in engine.units if unit.states is not None]
         engine.destroy()
         return result, report, away
 
@@ -337,7 +337,7 @@ def test_a_ratio_of_the_states_leaves(rank, world_size):
     for ratio, expected in ((0.0, 0.0), (0.5, 0.5), (1.0, 1.0)):
         engine = start("mlp", config("zero2_offload", "bf16", offload={"ratio": ratio}))
         train_step(engine, rank, 0)
-        away = sum(unit.layout.numel for unit in engine.units if unit.home is not None)
+        away = sum(unit.layout.numel for unit in engine.units if unit.states is not None)
         assert away / sum(unit.layout.numel for unit in engine.units) == pytest.approx(expected, abs=0.21)
         assert away <= ratio * sum(unit.layout.numel for unit in engine.units)
         engine.destroy()
@@ -348,19 +348,19 @@ def test_parcels_hold_every_element_once():
         for most in (1024, 4096):
             for pieces in ([], [Span(0, 1000)], [Span(0, 4096), Span(4096, 9000), Span(9100, 9900)]):
                 fitting = [span for span in pieces if span.stop <= numel]
-                parcels = list(_parcels(numel, fitting, most))
-                assert [i for p in parcels for i in p.pieces] == list(range(len(fitting)))
-                assert sum(parcel.span.numel for parcel in parcels) == numel
-                borders = [parcel.span for parcel in parcels]
+                buckets = list(_buckets(numel, fitting, most))
+                assert [i for p in buckets for i in p.pieces] == list(range(len(fitting)))
+                assert sum(bucket.span.numel for bucket in buckets) == numel
+                borders = [bucket.span for bucket in buckets]
                 assert all(first.stop == second.start for first, second in pairwise(borders))
-                assert all(p.span.start <= fitting[i].start for p in parcels for i in p.pieces)
+                assert all(p.span.start <= fitting[i].start for p in buckets for i in p.pieces)
 
 
 def test_slots_are_cut_without_overlap():
     ledger.POISON = False
-    ring = Ring(Ledger(), Lanes(torch.device("cpu")))
-    ring.fit(4096)
-    views = ring.take().cut(100, {"a": torch.float32, "b": torch.bfloat16, "c": torch.float32})
+    pool = DeviceBufferPool(Ledger(), Streams(torch.device("cpu")))
+    pool.fit(4096)
+    views = pool.take().cut(100, {"a": torch.float32, "b": torch.bfloat16, "c": torch.float32})
     for number, view in enumerate(views.values()):
         view.fill_(number)
     assert [view.unique().tolist() for view in views.values()] == [[0], [1], [2]]

@@ -65,7 +65,7 @@ def train_step(engine, rank, step):
 
 
 def train(placement, precision, accumulation, rank, looks, **more):
-    """Units of 12 M elements in parcels of 4 M, so that transfers and kernels truly run beside each other."""
+    """Units of 12 M elements in buckets of 4 M, so that transfers and kernels truly run beside each other."""
     more = {"checkpointing": {"enabled": True}, "layers": 3, **more}
     engine = make_engine(placement, precision, batch={"accumulation": accumulation}, **more)
     hashes = []
@@ -136,8 +136,8 @@ def test_host_memory_is_right_sized(pin_memory):
         train_step(engine, 0, step)
     numel = sum(unit.layout.numel for unit in engine.units)
     assert engine.report().tier_bytes["host"] == 14 * numel
-    slabs = [slab for unit in engine.units for slab in unit.home.slabs.values()]
-    assert {slab.tensor.is_pinned() for slab in slabs} == {pin_memory}
+    storages = [storage for unit in engine.units for storage in unit.states.storages.values()]
+    assert {storage.tensor.is_pinned() for storage in storages} == {pin_memory}
     engine.destroy()
     assert engine.report().tier_bytes.get("host", 0) == 0
 
@@ -187,7 +187,7 @@ def test_the_host_updates_as_the_device_does(placement, precision):
             unit.quiet()
             masters.append(unit.weights.master.float().cpu().clone())
         losses += [train_step(engine, 0, step).item() for step in range(1, 6)]
-        hosted = [unit.home.is_hosted for unit in engine.units]
+        hosted = [unit.states.is_hosted for unit in engine.units]
         engine.destroy()
         return losses, masters, hosted
 

@@ -11,7 +11,7 @@ import shardwise
 from shardwise.engine.report import Report
 from shardwise.memory import ledger
 from shardwise.models.built_in import GPT, MLP
-from shardwise.optim.states import MASTER, extras_of, held_by
+from shardwise.optim.states import MASTER, extras_of, state_views
 from shardwise.unit.unit import Unit
 
 
@@ -182,7 +182,7 @@ def _owned_values(unit: Unit, optimizer: torch.optim.Optimizer | None) -> dict[s
     """What this rank holds of a unit, each key flat over what it owns."""
     unit.weights.settle()
     flats: dict[str, torch.Tensor] = {}
-    for held in held_by(unit, optimizer):
+    for held in state_views(unit, optimizer):
         part = held.read(held.span)
         flat = flats.setdefault(held.key, part.new_zeros(unit.weights.owned.numel))
         flat[held.span.shift(-unit.weights.owned.start).slice] = part

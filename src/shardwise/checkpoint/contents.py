@@ -19,7 +19,7 @@ from shardwise._version import __version__
 from shardwise.checkpoint import rng
 from shardwise.checkpoint.plain import dtype_name, to_plain
 from shardwise.optim.optimizers import members
-from shardwise.optim.states import Held, extras_of, held_by
+from shardwise.optim.states import StateView, extras_of, state_views
 from shardwise.partition.layout import Slot, Span
 from shardwise.unit.unit import Unit
 
@@ -124,7 +124,7 @@ def overlaps(unit: Unit, span: Span) -> Iterator[tuple[Slot, Span]]:
 
 def _items(unit: Unit, engine: Engine) -> Iterator[Item]:
     mine = unit.layout.shard(engine.comm.rank)
-    for held in held_by(unit, engine.optimizer):
+    for held in state_views(unit, engine.optimizer):
         for slot, part in overlaps(unit, held.span.intersect(mine)):
             elements = part.shift(-slot.span.start)
             key = f"{held.key}/{slot.spec.name}"
@@ -192,7 +192,7 @@ def _reader(flat: torch.Tensor) -> Callable[[Span], torch.Tensor]:
     return lambda part: flat[part.slice]
 
 
-def _shifted(held: Held, start: int) -> Callable[[Span], torch.Tensor]:
+def _shifted(held: StateView, start: int) -> Callable[[Span], torch.Tensor]:
     return lambda part: held.read(part.shift(start))
 
 

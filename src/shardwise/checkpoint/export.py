@@ -24,7 +24,7 @@ from shardwise.checkpoint.manifest import read_manifest
 from shardwise.checkpoint.plain import dtype_named
 from shardwise.checkpoint.together import first, together
 from shardwise.errors import CheckpointError, ConfigError
-from shardwise.optim.states import MASTER, held_by
+from shardwise.optim.states import MASTER, state_views
 from shardwise.partition.layout import Span
 from shardwise.partition.policy import DTYPES
 from shardwise.sizes import format_bytes, parse_bytes
@@ -209,7 +209,7 @@ def _owned(engine: Engine) -> Iterator[tuple[str, Span, torch.Tensor]]:
     """The weights that this rank owns in the layout, a few MB at a time."""
     for unit in engine.units:
         mine = unit.layout.shard(engine.comm.rank)
-        for held in held_by(unit, None):
+        for held in state_views(unit, None):
             for slot, part in overlaps(unit, held.span.intersect(mine)):
                 for chunk in chunks(part, held.dtype.itemsize):
                     yield slot.spec.name, chunk.shift(-slot.span.start), held.read(chunk)

@@ -18,7 +18,7 @@ from shardwise.checkpoint.manifest import Manifest, Stored, read_manifest
 from shardwise.checkpoint.plain import from_plain
 from shardwise.checkpoint.together import first, together
 from shardwise.errors import CheckpointError, DamagedError
-from shardwise.optim.states import held_by, piece_spans, prepare, set_extra
+from shardwise.optim.states import piece_spans, prepare, set_extra, state_views
 from shardwise.unit.unit import Unit
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def _restore(engine: Engine, reader: Reader) -> Any:
     for unit in engine.units:
         if engine.optimizer is not None and unit.grads is not None:
             _prepare_states(unit, engine.optimizer, reader, states)
-        for held in held_by(unit, engine.optimizer):
+        for held in state_views(unit, engine.optimizer):
             for slot, part in overlaps(unit, held.span):
                 stored = manifest.tensors.get(f"{held.key}/{slot.spec.name}")
                 if stored is None:

@@ -33,7 +33,7 @@ MEMORY_PART = 0.8
 
 
 class Progress(Protocol):
-    """Told what is being done, and how far the whole is."""
+    """StepScalars what is being done, and how far the whole is."""
 
     def __call__(self, text: str, done: int, total: int) -> None: ...
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from shardwise.optim.states import extras_of, held_by
+from shardwise.optim.states import extras_of, state_views
 from shardwise.schedule.hooks import ours
 from shardwise.unit.unit import Unit
 
@@ -202,7 +202,7 @@ def _owned_state(
     owned, slot = unit.weights.owned, unit.layout.slot(name).span
     state: dict[str, torch.Tensor] = {}
     others: dict[str, torch.Tensor] = {}
-    for held in held_by(unit, optimizer):
+    for held in state_views(unit, optimizer):
         kind, _, key = held.key.partition("/")
         if kind == "optim" and slot.intersect(held.span):
             values = held.read(held.span)

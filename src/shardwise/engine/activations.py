@@ -12,8 +12,8 @@ from contextlib import AbstractContextManager
 import torch
 
 from shardwise.memory.ledger import Entry, Kind, Tier
-from shardwise.offload.context import Ferry
-from shardwise.offload.pinned import HostSlab
+from shardwise.offload.context import OffloadContext
+from shardwise.offload.pinned import HostStorage
 from shardwise.offload.streams import PAST, Event
 
 _ENTRY = Entry(Kind.WORK, "checkpoints", Tier.HOST)
@@ -21,12 +21,12 @@ _LEAST_BYTES = 1 << 12
 """What is smaller stays: it costs more to send than to keep."""
 
 
-class Shelf:
+class ActivationStore:
     """The host memory for what checkpoints keep, used again from step to step."""
 
-    def __init__(self, ferry: Ferry) -> None:
-        self.ferry = ferry
-        self._idle: list[tuple[HostSlab, Event]] = []
+    def __init__(self, offload: OffloadContext) -> None:
+        self.offload = offload
+        self._idle: list[tuple[HostStorage, Event]] = []
         self._is_closed = False
         self._last: Callable[[], Kept | None] = lambda: None
 
@@ -36,7 +36,7 @@ class Shelf:
 
     def _keep(self, tensor: torch.Tensor) -> torch.Tensor | Kept:
         leaves = tensor.requires_grad and not tensor.is_leaf and tensor.is_contiguous()
-        if not leaves or tensor.nbytes < _LEAST_BYTES or tensor.device != self.ferry.lanes.device:
+        if not leaves or tensor.nbytes < _LEAST_BYTES or tensor.device != self.offload.streams.device:
             return tensor
         kept = Kept(self, tensor)
         kept.before, self._last = self._last, weakref.ref(kept)
@@ -50,8 +50,8 @@ class Shelf:
             ahead.fetch()
         return tensor
 
-    def take(self, size_bytes: int) -> tuple[HostSlab, Event]:
-        """Room for so much, and when it is free: the smallest idle slab that has it.
+    def take(self, size_bytes: int) -> tuple[HostStorage, Event]:
+        """Room for so much, and when it is free: the smallest idle storage that has it.
 
         Where none has, those that are idle go: inputs of ever new lengths take no more than the longest do.
         """
@@ -61,12 +61,12 @@ class Shelf:
             self._idle.remove(entry)
             return entry
         self._free_idle()
-        ferry = self.ferry
-        return HostSlab(ferry.ledger, _ENTRY, size_bytes, torch.uint8, ferry.is_pinned), PAST
+        offload = self.offload
+        return HostStorage(offload.ledger, _ENTRY, size_bytes, torch.uint8, offload.is_pinned), PAST
 
-    def give(self, slab: HostSlab, ready: Event) -> None:
-        """Take a slab back, which is in use until `ready`."""
-        self._idle.append((slab, ready))
+    def give(self, storage: HostStorage, ready: Event) -> None:
+        """Take a storage back, which is in use until `ready`."""
+        self._idle.append((storage, ready))
         if self._is_closed:
             self._free_idle()
 
@@ -76,9 +76,9 @@ class Shelf:
         self._free_idle()
 
     def _free_idle(self) -> None:
-        for slab, ready in self._idle:
+        for storage, ready in self._idle:
             ready.synchronize()
-            slab.free()
+            storage.free()
         self._idle.clear()
 
 
@@ -87,17 +87,17 @@ class Kept:
 
     before: Callable[[], Kept | None]
 
-    def __init__(self, shelf: Shelf, tensor: torch.Tensor) -> None:
+    def __init__(self, shelf: ActivationStore, tensor: torch.Tensor) -> None:
         self._shelf = shelf
         self._shape, self._dtype = tensor.shape, tensor.dtype
         self._here: torch.Tensor | None = None
         self._size_bytes = tensor.nbytes
-        lanes = shelf.ferry.lanes
-        self._slab, ready = shelf.take(self._size_bytes)
-        lanes.down.wait(lanes.now(), ready)
-        with lanes.down:
-            lanes.take(self._resting(), tensor.detach())
-        self._left = self._came = lanes.down.mark()
+        streams = shelf.offload.streams
+        self._storage_of, ready = shelf.take(self._size_bytes)
+        streams.d2h.wait(streams.now(), ready)
+        with streams.d2h:
+            streams.take(self._resting(), tensor.detach())
+        self._left = self._came = streams.d2h.mark()
         leaving = [tensor.detach()]
         version = tensor._version
 
@@ -108,31 +108,31 @@ class Kept:
                     "checkpointing.offload it may have been on its way to the host; write `x = x + y`, not `x += y`"
                 )
 
-        lanes.leave(self._left, free)
+        streams.leave(self._left, free)
 
     def fetch(self) -> None:
         """Begin to bring it back."""
         if self._here is None:
-            lanes = self._shelf.ferry.lanes
-            self._here = torch.empty(self._shape, dtype=self._dtype, device=lanes.device)
-            lanes.up.wait(lanes.now(), self._left)
-            with lanes.up:
-                lanes.bring(self._here, self._resting())
-            self._came = lanes.up.mark()
+            streams = self._shelf.offload.streams
+            self._here = torch.empty(self._shape, dtype=self._dtype, device=streams.device)
+            streams.h2d.wait(streams.now(), self._left)
+            with streams.h2d:
+                streams.bring(self._here, self._resting())
+            self._came = streams.h2d.mark()
 
     def take(self) -> torch.Tensor:
         """It, on the device."""
         self.fetch()
         tensor, self._here = self._here, None
         assert tensor is not None
-        self._shelf.ferry.lanes.wait(self._came)
+        self._shelf.offload.streams.wait(self._came)
         return tensor
 
     def __del__(self) -> None:
         if self._here is not None:
             # The copy into it may be under way: whoever gets this memory next comes after it.
-            self._shelf.ferry.lanes.wait(self._came)
-        self._shelf.give(self._slab, self._came)
+            self._shelf.offload.streams.wait(self._came)
+        self._shelf.give(self._storage_of, self._came)
 
     def _resting(self) -> torch.Tensor:
-        return self._slab.tensor[: self._size_bytes].view(self._dtype).view(self._shape)
+        return self._storage_of.tensor[: self._size_bytes].view(self._dtype).view(self._shape)

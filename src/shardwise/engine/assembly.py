@@ -12,8 +12,8 @@ from shardwise.comm.comm import Comm
 from shardwise.config import Config
 from shardwise.engine.residency import Budget, moments_each, open_disk
 from shardwise.memory.ledger import PAGE_BYTES
-from shardwise.memory.reduce_plan import choose_flight
-from shardwise.offload.context import Ferry
+from shardwise.memory.reduce_plan import choose_reduce_plan
+from shardwise.offload.context import OffloadContext
 from shardwise.optim.optimizers import groups_of
 from shardwise.partition.layout import Layout
 from shardwise.partition.policy import Policy, policy_for
@@ -28,7 +28,7 @@ def assemble(
     optimizer: torch.optim.Optimizer | None,
     config: Config,
     comm: Comm,
-    ferry: Ferry,
+    offload: OffloadContext,
     budget: Budget,
 ) -> list[Unit]:
     """The units of a model, with its values. A collective."""
@@ -45,16 +45,19 @@ def assemble(
         plans.append((spec, policy, layout))
     layouts, moments = [layout for _, _, layout in plans], moments_each(optimizer)
     policies = budget.place([policy for _, policy, _ in plans], layouts, moments)
-    open_disk(ferry, comm, config.offload, policies, layouts, moments)
+    open_disk(offload, comm, config.offload, policies, layouts, moments)
     units = _built(
-        [(spec, layout, policy) for (spec, _, layout), policy in zip(plans, policies, strict=True)], params, comm, ferry
+        [(spec, layout, policy) for (spec, _, layout), policy in zip(plans, policies, strict=True)],
+        params,
+        comm,
+        offload,
     )
-    _limit_flight(units, config)
+    _choose_reduce_plan(units, config)
     return units
 
 
 def _built(
-    parts: list[tuple[UnitSpec, Layout, Policy]], params: dict[str, nn.Parameter], comm: Comm, ferry: Ferry
+    parts: list[tuple[UnitSpec, Layout, Policy]], params: dict[str, nn.Parameter], comm: Comm, offload: OffloadContext
 ) -> list[Unit]:
     """The units, one after the other. What the parameters of each lay in goes back to the device at once: torch's
     allocator would cut it up for the next unit's buffers, which are smaller, and the rest of each piece were lost
@@ -62,7 +65,7 @@ def _built(
     units, left_bytes = [], 0
     for spec, layout, policy in parts:
         left_bytes += sum(params[name].nbytes for name in spec.params)
-        units.append(Unit(spec, params, layout, policy, comm, ferry))
+        units.append(Unit(spec, params, layout, policy, comm, offload))
         if comm.device.type == "cuda" and left_bytes >= PAGE_BYTES:
             torch.cuda.empty_cache()
             left_bytes = 0
@@ -98,13 +101,13 @@ def _warn_of_padding(spec: UnitSpec, layout: Layout, world_size: int) -> None:
         )
 
 
-def _limit_flight(units: list[Unit], config: Config) -> None:
+def _choose_reduce_plan(units: list[Unit], config: Config) -> None:
     trainable = [unit.grads for unit in units if unit.grads is not None]
-    flight = choose_flight(
+    reduce_plan = choose_reduce_plan(
         [grads.sizes for grads in trainable],
         is_sharded=config.placement.grads.sharding == "sharded",
         accumulates=config.batch.accumulation > 1,
         bound_bytes=config.gradients.reduce_bucket_bytes,
     )
     for grads in trainable:
-        grads.flight = flight
+        grads.reduce_plan = reduce_plan

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardwise.memory.ledger import Entry, Kind, Tier
-from shardwise.optim.states import InMemory, held_by
+from shardwise.optim.states import TensorView, state_views
 from shardwise.unit.unit import Unit
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Ema:
         self._averages = [_master(unit).clone() for unit in self._units]
         for unit, average in zip(self._units, self._averages, strict=True):
             self._account(unit, average, average.nbytes)
-            unit.kept.append(InMemory(self.key, unit.weights.owned, average))
+            unit.kept.append(TensorView(self.key, unit.weights.owned, average))
         engine.averages.append(self)
         engine.register_update_hook(self._update)
 
@@ -115,10 +115,10 @@ class Ema:
 
     @torch.no_grad()
     def _swap(self) -> None:
-        """Exchange averages and master copies, a unit at a time, and bring the weights up to date."""
+        """ReduceScatter averages and master copies, a unit at a time, and bring the weights up to date."""
         for unit, average in zip(self._units, self._averages, strict=True):
             unit.weights.settle()
-            master = held_by(unit, None)[0]
+            master = state_views(unit, None)[0]
             before = master.read(master.span).clone()
             master.write(master.span, average)
             average.copy_(before)
@@ -126,5 +126,5 @@ class Ema:
 
 
 def _master(unit: Unit) -> torch.Tensor:
-    held = held_by(unit, None)[0]
+    held = state_views(unit, None)[0]
     return held.read(held.span).detach()

@@ -16,15 +16,15 @@ from shardwise import checkpoint
 from shardwise.comm.comm import Comm
 from shardwise.config import Config
 from shardwise.engine import access, oom
-from shardwise.engine.activations import Shelf
+from shardwise.engine.activations import ActivationStore
 from shardwise.engine.assembly import assemble
-from shardwise.engine.module_guard import Overrides
+from shardwise.engine.module_guard import ModuleGuard
 from shardwise.engine.recompute import Recompute
 from shardwise.engine.report import Report
 from shardwise.engine.residency import Budget
 from shardwise.memory.ledger import Entry, Ledger
-from shardwise.offload.context import Ferry
-from shardwise.offload.unit_states import Home
+from shardwise.offload.context import OffloadContext
+from shardwise.offload.unit_states import UnitStates
 from shardwise.optim import clipping
 from shardwise.optim.frozen import check_none_thawed
 from shardwise.optim.loss_scale import Outcome, Scaler
@@ -66,28 +66,28 @@ class Engine(nn.Module):
         self._is_exhausted = False
         self._ledger = Ledger()
         self._expected_bytes: int | None = None
-        self._ferry = Ferry(comm.device, self._ledger, config.offload)
+        self._offload = OffloadContext(comm.device, self._ledger, config.offload)
         self._budget = Budget(config.offload, comm, self._ledger)
         self._clock = Clock(comm.device if config.runtime.timers else None)
-        self._units = assemble(model, optimizer, config, comm, self._ferry, self._budget)
+        self._units = assemble(model, optimizer, config, comm, self._offload, self._budget)
         trainable = [unit for unit in self._units if unit.grads is not None]
         self._updater = Updater(optimizer, trainable, self._ledger) if optimizer is not None else None
         self._budget.begin(self._updater)
-        self._is_offloaded = any(unit.home is not None for unit in self._units)
-        shelf = Shelf(self._ferry) if config.checkpointing.offload else None
+        self._is_offloaded = any(unit.states is not None for unit in self._units)
+        shelf = ActivationStore(self._offload) if config.checkpointing.offload else None
         self._recompute = Recompute(model, self._units if config.checkpointing.enabled else (), shelf)
         self._schedule = Schedule(model, self._units, Ahead.of(config.runtime), self._clock)
         self._schedule.reduces = self._reduces
         self._schedule.on_reduced = self._on_reduced
         self._schedule.on_plain_backward = self._check_plain_backward
         self._schedule.on_broken = self.zero_grad
-        self._schedule.on_last_unit = self._ferry.ring.trim
+        self._schedule.on_last_unit = self._offload.pool.trim
         self._grad_hooks: list[Callable[[str, torch.Tensor], None]] = []
         self._update_hooks: list[Callable[[], None]] = []
         self._pause: str | None = None
         self.averages: list[Ema] = []
         self._access = access.Access(self)
-        self._overrides = Overrides(model)
+        self._overrides = ModuleGuard(model)
 
     # The loop
 
@@ -226,11 +226,11 @@ class Engine(nn.Module):
 
     def account(self, entry: Entry, size_bytes: int) -> None:
         """Enter what an extension holds into the ledger."""
-        self._ledger.settle(entry, size_bytes)
+        self._ledger.set_bytes(entry, size_bytes)
 
     def report(self) -> Report:
         """Memory by kind and tier, bytes sent by kind, time by phase."""
-        return Report.of(self._ledger, self._comm, self._ferry.lanes, self._clock, self.steps, self._expected_bytes)
+        return Report.of(self._ledger, self._comm, self._offload.streams, self._clock, self.steps, self._expected_bytes)
 
     def expect(self, peak_bytes: int) -> None:
         """Have `report()` show what a plan, or `shardwise.foresee`, foresaw as this rank's peak."""
@@ -356,7 +356,7 @@ class Engine(nn.Module):
             unit.free()
         if self._updater is not None:
             self._updater.close()
-        self._ferry.close()
+        self._offload.close()
         self._comm.close()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -388,7 +388,7 @@ class Engine(nn.Module):
     def _on_reduced(self, unit: Unit) -> None:
         """Gradients that are final can be on their way to a replicated optimizer; nobody may edit them any more."""
         if self._is_offloaded and self.is_boundary:
-            self._ferry.load_ahead(self._homes(), self._schedule.reduced_part())
+            self._offload.load_ahead(self._offloaded(), self._schedule.reduced_part())
         final = self.is_boundary and self.config.placement.grads.sharding == "replicated"
         if final and not self._grad_hooks:
             assert unit.grads is not None
@@ -423,11 +423,11 @@ class Engine(nn.Module):
             self.zero_grad()
             raise
 
-    def _homes(self) -> Iterator[Home]:
-        """The homes of what an update will bring to the device, in its order."""
+    def _offloaded(self) -> Iterator[UnitStates]:
+        """The offloaded of what an update will bring to the device, in its order."""
         for unit in self._schedule.forward_order():
-            if unit.home is not None and unit.home.is_updated and not unit.home.is_hosted:
-                yield unit.home
+            if unit.states is not None and unit.states.is_updated and not unit.states.is_hosted:
+                yield unit.states
 
     def _learn_outcome(self) -> None:
         """What the host does once it knows how the last step in fp16 ended: count, and step the LR scheduler."""
@@ -465,22 +465,22 @@ class Engine(nn.Module):
             scaled = clipping.global_norm(grads, self._comm, self.config.gradients.deterministic)
         scale = self._scaler.scale if self._scaler is not None else None
         self.grad_norm, overflow, coefficient = clipping.unscale(scaled, scale, self.config.gradients.clip_norm)
-        self._ferry.turn()
+        self._offload.turn()
         with self._clock.phase("update"), self._all_or_nothing():
             skips = updater.begin(overflow)
-            for units in updater.portions(trainable) if not skips else ():
+            for units in updater.update_batches(trainable) if not skips else ():
                 updater.update(units, coefficient)
                 for unit in units:
                     unit.weights.refresh()
             for each in grads if skips else ():
                 each.clear()
-        self._ferry.lanes.arrive()
+        self._offload.streams.arrive()
         updater.finish()
         for update_hook in self._update_hooks:
             update_hook()
         self.steps += 1
         self._budget.spend(trainable, updater)
-        self._is_offloaded = any(unit.home is not None for unit in self._units)
+        self._is_offloaded = any(unit.states is not None for unit in self._units)
         if self._scaler is not None and overflow is not None:
             self._outcome = Outcome(overflow, self._scaler.update(overflow))
         elif self.lr_scheduler is not None:

@@ -19,7 +19,7 @@ from torch import nn
 from shardwise.schedule.hooks import is_ours
 
 
-class Overrides:
+class ModuleGuard:
     """Stands in for methods of every module of a model, on the instances, until removed."""
 
     def __init__(self, model: nn.Module) -> None:

@@ -14,14 +14,14 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.engine.activations import Shelf
+from shardwise.engine.activations import ActivationStore
 from shardwise.unit.unit import Unit
 
 
 class Recompute:
     """Wraps the forward of each unit's modules, inside the hooks: the recomputation sees the gathered weights."""
 
-    def __init__(self, model: nn.Module, units: Sequence[Unit], shelf: Shelf | None = None) -> None:
+    def __init__(self, model: nn.Module, units: Sequence[Unit], shelf: ActivationStore | None = None) -> None:
         self._shelf = shelf
         self._wrapped: list[nn.Module] = []
         paths = dict.fromkeys(path for unit in units for path in (unit.spec.runs[:1] or ((),))[0])
@@ -37,6 +37,6 @@ class Recompute:
             self._shelf.close()
 
 
-def _forward(inner: Callable[..., Any], shelf: Shelf | None, *args: Any, **kwargs: Any) -> Any:
+def _forward(inner: Callable[..., Any], shelf: ActivationStore | None, *args: Any, **kwargs: Any) -> Any:
     with contextlib.nullcontext() if shelf is None else shelf.keeping():
         return checkpoint(inner, *args, use_reentrant=False, **kwargs)

@@ -8,7 +8,7 @@ import torch
 
 from shardwise.comm.comm import Comm
 from shardwise.memory.ledger import Ledger
-from shardwise.offload.streams import Lanes
+from shardwise.offload.streams import Streams
 from shardwise.profiling import Clock
 
 
@@ -37,7 +37,7 @@ class Report:
         cls,
         ledger: Ledger,
         comm: Comm,
-        lanes: Lanes,
+        streams: Streams,
         clock: Clock,
         steps: int,
         predicted_bytes: int | None = None,
@@ -50,7 +50,7 @@ class Report:
             peak_bytes=ledger.peak_bytes,
             peak_memory_bytes=ledger.by_kind(at_peak=True),
             sent_bytes=dict(comm.sent_bytes),
-            moved_bytes=dict(lanes.moved_bytes),
+            moved_bytes=dict(streams.moved_bytes),
             phase_s=dict(clock.seconds),
             measured_peak_bytes=torch.cuda.max_memory_allocated(comm.device) if comm.device.type == "cuda" else None,
             predicted_peak_bytes=predicted_bytes,

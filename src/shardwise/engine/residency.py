@@ -22,7 +22,7 @@ from shardwise.config import Offload
 from shardwise.config.costs import moments_of
 from shardwise.errors import ConfigError, DiskError, ShardwiseError
 from shardwise.memory.ledger import Ledger
-from shardwise.offload.context import Ferry
+from shardwise.offload.context import OffloadContext
 from shardwise.offload.staging import Staging, staging_bytes
 from shardwise.optim.host_share import host_share
 from shardwise.optim.optimizers import members
@@ -102,8 +102,8 @@ class Budget:
             self._start_measuring()
         if self._steps < _MEASURED_STEPS:
             return
-        away = [unit for unit in units if unit.home is not None and unit.home.is_updated]
-        count = stay([unit.home.size_bytes for unit in away if unit.home is not None], self._room_bytes())
+        away = [unit for unit in units if unit.states is not None and unit.states.is_updated]
+        count = stay([unit.states.size_bytes for unit in away if unit.states is not None], self._room_bytes())
         for unit in away[:count]:
             unit.move_in(updater.optimizer)
         self._leave_disk(away[count:], updater)
@@ -120,10 +120,12 @@ class Budget:
 
     def _leave_disk(self, units: Sequence[Unit], updater: Updater) -> None:
         """Let units rest on the host, where others have made room."""
-        homes = [unit.home for unit in units if unit.home is not None]
-        staging = homes[0].ferry.staging if homes else None
+        offloaded = [unit.states for unit in units if unit.states is not None]
+        staging = offloaded[0].offload.staging if offloaded else None
         if staging is not None:
-            sizes = [Counter(host=home.size_bytes - home.disk_bytes, disk=home.disk_bytes) for home in homes]
+            sizes = [
+                Counter(host=states.size_bytes - states.disk_bytes, disk=states.disk_bytes) for states in offloaded
+            ]
             for unit in units[: self._cached(sizes, staging.most_bytes)]:
                 unit.leave_disk(updater.optimizer)
 
@@ -166,7 +168,12 @@ def resting_bytes(policy: Policy, layout: Layout, moments: int) -> Counter[str]:
 
 
 def open_disk(
-    ferry: Ferry, comm: Comm, settings: Offload, policies: Sequence[Policy], layouts: Sequence[Layout], moments: int
+    offload: OffloadContext,
+    comm: Comm,
+    settings: Offload,
+    policies: Sequence[Policy],
+    layouts: Sequence[Layout],
+    moments: int,
 ) -> None:
     """Make this rank's files and set room aside, if anything rests on the disk. All ranks can, or none goes on."""
     pairs = [(policy, layout) for policy, layout in zip(policies, layouts, strict=True) if policy.uses_disk]
@@ -174,15 +181,15 @@ def open_disk(
         return
     failure: ShardwiseError | None = None
     try:
-        largest = max(4 * min(layout.shard_numel, ferry.parcel_numel) for _, layout in pairs)
+        largest = max(4 * min(layout.shard_numel, offload.bucket_numel) for _, layout in pairs)
         on_disk = [resting_bytes(policy, layout, moments)["disk"] for policy, layout in pairs]
-        ferry.staging = Staging(ferry.ledger, settings, comm.rank, ferry.is_pinned, largest, sum(on_disk))
+        offload.staging = Staging(offload.ledger, settings, comm.rank, offload.is_pinned, largest, sum(on_disk))
         weights = [
             policy.master_dtype.itemsize * layout.shard_numel
             for policy, layout in pairs
             if policy.weight_dtype == policy.master_dtype and policy.master_tier == "disk"
         ]
-        ferry.staging.reserve(sum(weights), sum(on_disk) - sum(weights))
+        offload.staging.reserve(sum(weights), sum(on_disk) - sum(weights))
     except (ConfigError, DiskError) as error:
         failure = error
     told = comm.share_object(None if failure is None else f"rank {comm.rank}: {failure}", "the room on the disk")

@@ -105,7 +105,7 @@ class Ledger:
         finally:
             self.remove(entry, size_bytes)
 
-    def settle(self, entry: Entry, size_bytes: int) -> None:
+    def set_bytes(self, entry: Entry, size_bytes: int) -> None:
         """Bring an entry to `size_bytes`: for state that torch's optimizers allocate themselves."""
         change = size_bytes - self.live[entry]
         if change:

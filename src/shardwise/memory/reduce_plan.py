@@ -8,8 +8,7 @@ Sharded gradients travel in one of two ways:
 Whole is quicker. Piecewise is for models that are one unit, or mostly one: there the buffers and the held shards
 would together take more than replicated gradients do, and the stages would be upside down.
 
-Updates are made in *portions*, of several units where they are small: a call of an optimizer costs the host the same
-for one as for many.
+Small units are updated several at a time: a call of an optimizer costs the host the same for one as for many.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Flight:
+class ReducePlan:
     """How gradients travel: in how many `pieces` a unit is exchanged, and whether the next unit may `overlap` it."""
 
     pieces: int = 1
@@ -60,32 +59,32 @@ class UpdateSizes:
     ready: int
 
 
-_WHOLE = (Flight(1, overlap=True), Flight(1, overlap=False))
-_PIECEWISE = tuple(Flight(2**power, overlap=False) for power in range(2, 11))
+_WHOLE = (ReducePlan(1, overlap=True), ReducePlan(1, overlap=False))
+_PIECEWISE = tuple(ReducePlan(2**power, overlap=False) for power in range(2, 11))
 _SMALL_BYTES = 8 << 10
 """Pieces are not made smaller than this for memory's sake: activations take more, and messages cost time each."""
 
 
-def choose_flight(
+def choose_reduce_plan(
     units: Sequence[GradSizes], is_sharded: bool, accumulates: bool, bound_bytes: int | None = None
-) -> Flight:
-    """The quickest flight with which sharded gradients take no more memory than replicated ones would.
+) -> ReducePlan:
+    """The quickest reduce_plan with which sharded gradients take no more memory than replicated ones would.
 
     `units` are in forward order; `accumulates` says that shards are held from one micro-batch to the next.
     `bound_bytes` is the user's upper bound on the buffers of one exchange.
     """
     limit = replicated_peak(units, accumulates)
-    for flight in (*_WHOLE, *_PIECEWISE):
-        size_bytes = max((exchange_bytes(unit, flight) for unit in units), default=0)
+    for reduce_plan in (*_WHOLE, *_PIECEWISE):
+        size_bytes = max((exchange_bytes(unit, reduce_plan) for unit in units), default=0)
         if bound_bytes is not None and size_bytes > bound_bytes:
             continue
-        is_small = not flight.is_whole and size_bytes <= _SMALL_BYTES
-        if not is_sharded or is_small or sharded_peak(units, accumulates, flight) <= limit:
-            return flight
+        is_small = not reduce_plan.is_whole and size_bytes <= _SMALL_BYTES
+        if not is_sharded or is_small or sharded_peak(units, accumulates, reduce_plan) <= limit:
+            return reduce_plan
     return _PIECEWISE[-1]
 
 
-def portions(units: Sequence[UpdateSizes]) -> list[range]:
+def update_batches(units: Sequence[UpdateSizes]) -> list[range]:
     """How many of the `units`, in this order, are updated together.
 
     Not so many that they took more than one of them alone does, or more than twice as long: the first of their new
@@ -104,9 +103,9 @@ def portions(units: Sequence[UpdateSizes]) -> list[range]:
     return [*found, range(start, len(units))] if units else found
 
 
-def exchange_bytes(unit: GradSizes, flight: Flight) -> int:
+def exchange_bytes(unit: GradSizes, reduce_plan: ReducePlan) -> int:
     """The buffers of one exchange of gradients: one to send from, one to receive into."""
-    return -(-(unit.sent + unit.received) // flight.pieces)
+    return -(-(unit.sent + unit.received) // reduce_plan.pieces)
 
 
 def replicated_peak(units: Sequence[GradSizes], accumulates: bool) -> int:
@@ -123,33 +122,33 @@ def replicated_peak(units: Sequence[GradSizes], accumulates: bool) -> int:
     return peak
 
 
-def sharded_peak(units: Sequence[GradSizes], accumulates: bool, flight: Flight) -> int:
+def sharded_peak(units: Sequence[GradSizes], accumulates: bool, reduce_plan: ReducePlan) -> int:
     """The same where they are sharded. `_backward` pairs each unit with the one reduced before it."""
     held = sum(unit.held for unit in units) if accumulates else 0
     peak = 0
     for unit, later in _backward(units):
-        in_flight = _exchange_peak(later, accumulates, flight) if later and flight.overlap else 0
+        in_flight = _exchange_peak(later, accumulates, reduce_plan) if later and reduce_plan.overlap else 0
         arriving = held + unit.full + in_flight
         if later and not accumulates:
             held += later.held
-        peak = max(peak, arriving, held + _reducing_peak(unit, accumulates, flight))
+        peak = max(peak, arriving, held + _reducing_peak(unit, accumulates, reduce_plan))
     return peak
 
 
-def _reducing_peak(unit: GradSizes, accumulates: bool, flight: Flight) -> int:
+def _reducing_peak(unit: GradSizes, accumulates: bool, reduce_plan: ReducePlan) -> int:
     """An exchange, and the gradients from which it is made."""
-    exchange = _exchange_peak(unit, accumulates, flight)
+    exchange = _exchange_peak(unit, accumulates, reduce_plan)
     # What is packed as a whole is let go when it is, before the receive buffer is there.
-    return max(exchange, unit.full + unit.sent) if flight.is_whole else exchange + unit.full
+    return max(exchange, unit.full + unit.sent) if reduce_plan.is_whole else exchange + unit.full
 
 
-def _exchange_peak(unit: GradSizes, accumulates: bool, flight: Flight) -> int:
+def _exchange_peak(unit: GradSizes, accumulates: bool, reduce_plan: ReducePlan) -> int:
     """The buffers of an exchange, and what it makes."""
-    made = (0 if accumulates else unit.held) + unit.summing(flight.pieces)
-    if flight.is_whole and unit.received == unit.sent:
+    made = (0 if accumulates else unit.held) + unit.summing(reduce_plan.pieces)
+    if reduce_plan.is_whole and unit.received == unit.sent:
         # The send buffer goes before the shard to hold is there.
-        return max(exchange_bytes(unit, flight), unit.received + made)
-    return exchange_bytes(unit, flight) + made
+        return max(exchange_bytes(unit, reduce_plan), unit.received + made)
+    return exchange_bytes(unit, reduce_plan) + made
 
 
 def _backward(units: Sequence[GradSizes]) -> Iterator[tuple[GradSizes, GradSizes | None]]:

@@ -61,7 +61,7 @@ class DiskFile:
         self.is_direct = _make_direct(self._handle, self.path)
         self._end = self._reserved_bytes = 0
         self._failure: BaseException | None = None
-        # Each thread has one request in flight; with libraries for asynchronous I/O, one thread has a queue of them.
+        # Each thread has one request in flight; libraries for asynchronous I/O queue many in one thread.
         threads = min(settings.aio.queue_depth, max(settings.aio.threads, _LEAST_THREADS))
         self._workers = ThreadPoolExecutor(threads, "shardwise-disk")
         self._starter = ThreadPoolExecutor(1, "shardwise-disk-starter")

@@ -1,4 +1,4 @@
-"""A slab on the disk: a field in chunks of the rank's file, which pass through staging buffers on their way."""
+"""A storage on the disk: a field in chunks of the rank's file, which pass through staging buffers on their way."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from functools import cached_property
 import torch
 
 from shardwise.memory.ledger import Entry, Kind, Ledger, Tier
-from shardwise.offload.pinned import HostSlab
+from shardwise.offload.pinned import HostStorage
 from shardwise.offload.staging import Chunk, Staging
 from shardwise.offload.storage import Parts
-from shardwise.offload.streams import PAST, Lanes
+from shardwise.offload.streams import PAST, Streams
 from shardwise.partition.layout import Span
 
 
-class DiskSlab:
-    """A slab whose values rest on the disk. While they do, a NaN stands for each of them in the optimizer."""
+class DiskStorage:
+    """A storage whose values rest on the disk. While they do, a NaN stands for each of them in the optimizer."""
 
     def __init__(
         self, staging: Staging, ledger: Ledger, entry: Entry, cuts: Callable[[], Sequence[Span]], dtype: torch.dtype
@@ -71,18 +71,18 @@ class DiskSlab:
             target[part.shift(-chunk.span.start).slice].copy_(flat[part.shift(-span.start).slice])
             staging.send(chunk, buffer, PAST)
 
-    def bring(self, lanes: Lanes, span: Span, target: torch.Tensor) -> None:
+    def bring(self, streams: Streams, span: Span, target: torch.Tensor) -> None:
         for chunk in self.chunks_in(span):
             place = target[chunk.span.shift(-span.start).slice]
             if not chunk.is_written:
                 place.zero_()
                 continue
             buffer = self._staging.fetch(chunk)
-            lanes.bring(place, buffer.values(chunk, self.dtype))
-            lanes.moved_bytes["disk to host"] += place.numel() * self.dtype.itemsize
-            self._staging.incoming.give_after_copy(buffer, lanes.up.mark())
+            streams.bring(place, buffer.values(chunk, self.dtype))
+            streams.moved_bytes["disk to host"] += place.numel() * self.dtype.itemsize
+            self._staging.incoming.give_after_copy(buffer, streams.h2d.mark())
 
-    def take(self, lanes: Lanes, span: Span, parts: Parts) -> None:
+    def take(self, streams: Streams, span: Span, parts: Parts) -> None:
         for chunk in self.chunks_in(span):
             buffer = self._staging.outgoing.need()
             target = buffer.values(chunk, self.dtype)
@@ -91,17 +91,17 @@ class DiskSlab:
             for part, values in parts:
                 if both := chunk.span.intersect(part):
                     inside, source = both.shift(-chunk.span.start), both.shift(-part.start)
-                    lanes.take(target[inside.slice], values[source.slice])
-            lanes.moved_bytes["host to disk"] += target.numel() * self.dtype.itemsize
-            self._staging.send(chunk, buffer, lanes.down.mark())
+                    streams.take(target[inside.slice], values[source.slice])
+            streams.moved_bytes["host to disk"] += target.numel() * self.dtype.itemsize
+            self._staging.send(chunk, buffer, streams.d2h.mark())
 
-    def to_host(self, pinned: bool) -> HostSlab:
+    def to_host(self, pinned: bool) -> HostStorage:
         """The same values in host memory; the room here is given back."""
         everything = Span(0, self.size_bytes // self.dtype.itemsize)
-        slab = HostSlab(self._ledger, self._entry._replace(tier=Tier.HOST), everything.numel, self.dtype, pinned)
-        slab.write(everything, self.read(everything))
+        storage = HostStorage(self._ledger, self._entry._replace(tier=Tier.HOST), everything.numel, self.dtype, pinned)
+        storage.write(everything, self.read(everything))
         self.free()
-        return slab
+        return storage
 
     def wait(self) -> None:
         """Have the host wait until all values are where they rest."""

@@ -1,7 +1,7 @@
 """Host memory that the device copies from and to: of just the size asked for, page-locked where that helps.
 
-torch's own pinned allocator rounds up to powers of two, which can double what rests on the host. So slabs are asked of
-the CUDA runtime itself, one by one.
+torch's own pinned allocator rounds up to powers of two, which can double what rests on the host. So each storage is
+allocated by the CUDA runtime itself.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import torch
 
 from shardwise.memory.ledger import Entry, Ledger
 from shardwise.offload.storage import Parts
-from shardwise.offload.streams import Lanes
+from shardwise.offload.streams import Streams
 from shardwise.partition.layout import Span
 
 
-class HostSlab:
-    """A slab that is one flat tensor in host memory, zeros at first."""
+class HostStorage:
+    """A storage that is one flat tensor in host memory, zeros at first."""
 
     def __init__(self, ledger: Ledger, entry: Entry, numel: int, dtype: torch.dtype, pinned: bool) -> None:
         self.dtype = dtype
@@ -42,12 +42,12 @@ class HostSlab:
     def write(self, span: Span, values: torch.Tensor) -> None:
         self.tensor[span.slice].copy_(values)
 
-    def bring(self, lanes: Lanes, span: Span, target: torch.Tensor) -> None:
-        lanes.bring(target, self.tensor[span.slice])
+    def bring(self, streams: Streams, span: Span, target: torch.Tensor) -> None:
+        streams.bring(target, self.tensor[span.slice])
 
-    def take(self, lanes: Lanes, span: Span, parts: Parts) -> None:
+    def take(self, streams: Streams, span: Span, parts: Parts) -> None:
         for part, values in parts:
-            lanes.take(self.tensor[part.slice], values)
+            streams.take(self.tensor[part.slice], values)
 
     def wait(self) -> None:
         """What left the device is here."""

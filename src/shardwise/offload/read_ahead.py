@@ -7,15 +7,15 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Routine(Generic[T]):
+class AccessHistory(Generic[T]):
     """Things that happen in the same order in every step, numbered from the first one on.
 
-    >>> routine = Routine[str]()
+    >>> routine = AccessHistory[str]()
     >>> routine.enter("a"), routine.enter("b"), routine.turn()
     (False, False, False)
-    >>> routine.foretell(), routine.foretell(), routine.foretell()
+    >>> routine.predict(), routine.predict(), routine.predict()
     ((2, 'a'), (3, 'b'), None)
-    >>> routine.enter("a"), routine.foretell()
+    >>> routine.enter("a"), routine.predict()
     (True, (4, 'a'))
     """
 
@@ -27,14 +27,14 @@ class Routine(Generic[T]):
         self.entered = 0
 
     def enter(self, item: T) -> bool:
-        """It happens; says whether it was foretold."""
+        """It happens; says whether it was predicted."""
         place = len(self._now)
         self._now.append(item)
         self._is_kept = self._is_kept and place < len(self._last) and self._last[place] == item
-        was_foretold = self._is_kept and self._planned > self.entered
+        was_predicted = self._is_kept and self._planned > self.entered
         self.entered += 1
-        self.forget(keep=was_foretold)
-        return was_foretold
+        self.forget(keep=was_predicted)
+        return was_predicted
 
     def turn(self) -> bool:
         """A step ends; says whether it went as the last one."""
@@ -44,8 +44,8 @@ class Routine(Generic[T]):
         self.forget(keep=was_kept)
         return was_kept
 
-    def foretell(self) -> tuple[int, T] | None:
-        """What happens next after all that was foretold, with its number; nothing beyond one step."""
+    def predict(self) -> tuple[int, T] | None:
+        """What happens next after all that was predicted, with its number; nothing beyond one step."""
         if not self._is_kept or self._planned - self.entered >= len(self._last):
             return None
         number, self._planned = self._planned, self._planned + 1

@@ -24,7 +24,7 @@ from shardwise.config.presets import NVME_FOLDER
 from shardwise.memory.ledger import Entry, Kind, Ledger, Tier
 from shardwise.offload.disk_file import DiskFile, Extent, aligned
 from shardwise.offload.pinned import page_aligned
-from shardwise.offload.read_ahead import Routine
+from shardwise.offload.read_ahead import AccessHistory
 from shardwise.offload.streams import PAST, Event
 from shardwise.partition.layout import Span
 
@@ -51,17 +51,17 @@ class Chunk:
         return self.extent.checksums is not None
 
 
-class Delivery(Protocol):
+class DiskReads(Protocol):
     """A unit's way to the device."""
 
     @property
-    def home(self) -> object: ...
+    def states(self) -> object: ...
 
     def chunks(self) -> Iterator[Chunk]:
         """What it will ask for, in this order."""
 
 
-class Buffer:
+class StagingBuffer:
     """One buffer: its bytes for torch, and for the disk."""
 
     def __init__(self, size_bytes: int, pinned: bool) -> None:
@@ -79,21 +79,21 @@ class Buffer:
         return self.view[: chunk.extent.size_bytes]
 
 
-class Buffers:
+class StagingBuffers:
     """At most `most` buffers, made when they are first needed and used again in the order they were given back."""
 
     def __init__(self, ledger: Ledger, size_bytes: int, most: int, pinned: bool) -> None:
         self.size_bytes = size_bytes
         self._most, self._count, self._pinned = most, 0, pinned
         self._ledger = ledger
-        self._idle: deque[Buffer] = deque()
+        self._idle: deque[StagingBuffer] = deque()
 
     @property
     def most_bytes(self) -> int:
         """What they take when all are there."""
         return self._most * self.size_bytes
 
-    def take(self, at_once: bool = False) -> Buffer | None:
+    def take(self, at_once: bool = False) -> StagingBuffer | None:
         """A buffer; None if that would mean to wait and it should be `at_once`."""
         if self._idle and (self._idle[0].is_free() or self._count == self._most):
             if at_once and not self._idle[0].is_free():
@@ -105,19 +105,19 @@ class Buffers:
             return None
         self._count += 1
         self._ledger.add(_ENTRY, self.size_bytes)
-        return Buffer(self.size_bytes, self._pinned)
+        return StagingBuffer(self.size_bytes, self._pinned)
 
-    def need(self) -> Buffer:
+    def need(self) -> StagingBuffer:
         """A buffer, waited for if need be."""
         buffer = self.take()
         assert buffer is not None, "all buffers are in use"
         return buffer
 
-    def give_after_copy(self, buffer: Buffer, event: Event) -> None:
+    def give_after_copy(self, buffer: StagingBuffer, event: Event) -> None:
         buffer.is_free, buffer.wait = event.query, event.synchronize
         self._idle.append(buffer)
 
-    def give_after_write(self, buffer: Buffer, written: Future[None]) -> None:
+    def give_after_write(self, buffer: StagingBuffer, written: Future[None]) -> None:
         # Not `result`: whoever gets the buffer next is not who should hear of a failure.
         buffer.is_free, buffer.wait = written.done, written.exception
         self._idle.append(buffer)
@@ -132,11 +132,11 @@ class Buffers:
 
 
 @dataclass
-class Reading:
+class PendingRead:
     """A chunk on its way."""
 
     chunk: Chunk
-    buffer: Buffer
+    buffer: StagingBuffer
     done: Future[None]
 
 
@@ -153,10 +153,10 @@ class Staging:
         most_bytes = max(block, min(_BUFFER_BLOCKS * block, _MOST_BYTES // _BUFFER_BLOCKS))
         self.chunk_bytes = min(most_bytes, aligned(largest_bytes))
         most = max(_LEAST_BUFFERS, min(_BUFFERS, _MOST_BYTES // most_bytes, disk_bytes // self.chunk_bytes))
-        self.incoming = Buffers(ledger, self.chunk_bytes, most, pinned)
-        self.outgoing = Buffers(ledger, self.chunk_bytes, most, pinned)
-        self._routine = Routine[Delivery]()
-        self._coming: deque[Reading] = deque()
+        self.incoming = StagingBuffers(ledger, self.chunk_bytes, most, pinned)
+        self.outgoing = StagingBuffers(ledger, self.chunk_bytes, most, pinned)
+        self._history = AccessHistory[DiskReads]()
+        self._coming: deque[PendingRead] = deque()
         self._planned: Iterator[Chunk] = iter(())
         self._planned_for: object = None
         self._planned_number = -1
@@ -175,7 +175,7 @@ class Staging:
         return self._file(own or _folder(self._settings))
 
     def allocate(self, spans: Iterable[Span], dtype: torch.dtype, is_weights: bool) -> list[Chunk]:
-        """Room for a field whose parcels are `spans`: chunks that end where they do."""
+        """Room for a field whose buckets are `spans`: chunks that end where they do."""
         file, most = self.file(is_weights), self.chunk_bytes // dtype.itemsize
         cuts = [
             Span(start, min(start + most, span.stop)) for span in spans for start in range(span.start, span.stop, most)
@@ -191,12 +191,12 @@ class Staging:
         for file, size_bytes in needed.items():
             file.reserve(size_bytes)
 
-    def begin(self, delivery: Delivery) -> None:
+    def begin(self, delivery: DiskReads) -> None:
         """A delivery begins, which will fetch its chunks."""
         self.check()
-        if not self._routine.enter(delivery):
-            self._plan(delivery.chunks(), self._routine.entered - 1)
-        self._delivering, self._is_looking = delivery.home, False
+        if not self._history.enter(delivery):
+            self._plan(delivery.chunks(), self._history.entered - 1)
+        self._delivering, self._is_looking = delivery.states, False
         self._read_ahead()
 
     def end(self) -> None:
@@ -207,10 +207,10 @@ class Staging:
     def turn(self) -> None:
         """A step begins."""
         self.check()
-        if not self._routine.turn():
+        if not self._history.turn():
             self.drop()
 
-    def fetch(self, chunk: Chunk) -> Buffer:
+    def fetch(self, chunk: Chunk) -> StagingBuffer:
         """The buffer with a chunk's bytes; the host waits for them. It is given back to `incoming`."""
         if not self._coming or self._coming[0].chunk is not chunk:
             self.drop()
@@ -226,10 +226,10 @@ class Staging:
             raise
         return reading.buffer
 
-    def look(self, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, Buffer]]:
+    def look(self, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, StagingBuffer]]:
         """Chunks that are written, one after the other; each buffer is the caller's until the next."""
         wanted = list(chunks)
-        self._plan(iter(wanted), self._routine.entered - 1)
+        self._plan(iter(wanted), self._history.entered - 1)
         self._is_looking = True
         try:
             for chunk in wanted:
@@ -239,7 +239,7 @@ class Staging:
         finally:
             self._is_looking = False
 
-    def send(self, chunk: Chunk, buffer: Buffer, copied: Event) -> None:
+    def send(self, chunk: Chunk, buffer: StagingBuffer, copied: Event) -> None:
         """Write a buffer of `outgoing` that holds a chunk after `copied`."""
         written = chunk.file.write(chunk.extent, buffer.bytes(chunk), copied.synchronize)
         self.outgoing.give_after_write(buffer, written)
@@ -251,7 +251,7 @@ class Staging:
             reading.chunk.is_coming = False
             self.incoming.give_after_write(reading.buffer, reading.done)
         self._planned, self._next = iter(()), None
-        self._routine.forget()
+        self._history.forget()
 
     def check(self) -> None:
         """Raise what a write met with."""
@@ -289,17 +289,17 @@ class Staging:
             self._next = next(self._planned, None)
             if self._next is None:
                 # Who looks may look at the next thing at once, and what was read for the next delivery was in vain.
-                if self._is_looking or (foretold := self._routine.foretell()) is None:
+                if self._is_looking or (predicted := self._history.predict()) is None:
                     return None
-                self._planned_number, delivery = foretold
-                self._planned, self._planned_for = delivery.chunks(), delivery.home
-        is_later = self._planned_number >= self._routine.entered
+                self._planned_number, delivery = predicted
+                self._planned, self._planned_for = delivery.chunks(), delivery.states
+        is_later = self._planned_number >= self._history.entered
         is_held_up = self._next.is_coming or self._planned_for is self._delivering
         return None if is_later and is_held_up else self._next
 
-    def _start(self, chunk: Chunk, buffer: Buffer) -> None:
+    def _start(self, chunk: Chunk, buffer: StagingBuffer) -> None:
         chunk.is_coming = True
-        self._coming.append(Reading(chunk, buffer, chunk.file.read(chunk.extent, buffer.bytes(chunk))))
+        self._coming.append(PendingRead(chunk, buffer, chunk.file.read(chunk.extent, buffer.bytes(chunk))))
 
     def _file(self, folder: str) -> DiskFile:
         if folder not in self._files:

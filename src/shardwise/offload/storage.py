@@ -1,4 +1,4 @@
-"""What a field of a unit rests in: a slab, one value for each element that this rank owns, on one tier."""
+"""What a field of a unit rests in: a storage, one value for each element that this rank owns, on one tier."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Protocol
 
 import torch
 
-from shardwise.offload.streams import Lanes
+from shardwise.offload.streams import Streams
 from shardwise.partition.layout import Span
 
 Parts = Sequence[tuple[Span, torch.Tensor]]
-"""Flat values and the elements they are of; later ones count where they overlap."""
+"""FlatGrads values and the elements they are of; later ones count where they overlap."""
 
 
-class Slab(Protocol):
-    """Room for one field, zeros at first. Who calls has waited for what is under way; see `Home.quiet`."""
+class StateStorage(Protocol):
+    """Room for one field, zeros at first. Who calls has waited for what is under way; see `UnitStates.quiet`."""
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -33,11 +33,11 @@ class Slab(Protocol):
     def write(self, span: Span, values: torch.Tensor) -> None:
         """Replace the values of `span`."""
 
-    def bring(self, lanes: Lanes, span: Span, target: torch.Tensor) -> None:
-        """Copy the values of a parcel to the device, in the lane that is current."""
+    def bring(self, streams: Streams, span: Span, target: torch.Tensor) -> None:
+        """Copy the values of a bucket to the device, in the lane that is current."""
 
-    def take(self, lanes: Lanes, span: Span, parts: Parts) -> None:
-        """Replace values of a parcel with what is on the device, in the lane that is current."""
+    def take(self, streams: Streams, span: Span, parts: Parts) -> None:
+        """Replace values of a bucket with what is on the device, in the lane that is current."""
 
     def wait(self) -> None:
         """Have the host wait until what left the device is where it rests."""

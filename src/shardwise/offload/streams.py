@@ -1,4 +1,4 @@
-"""Lanes: work that runs beside the stream that computes, and the events that put it in order.
+"""Streams: work that runs beside the stream that computes, and the events that put it in order.
 
 There are three: *up* copies from the host to the device, *down* copies back, *work* computes on what has arrived. All
 are issued at once and wait for each other on the device; the host waits for none of them. Memory that a lane reads or
@@ -44,7 +44,7 @@ def now(device: torch.device) -> Event:
     return PAST if device.type != "cuda" else torch.cuda.current_stream(device).record_event()
 
 
-class Lane:
+class Stream:
     """Work in order. `with lane:` issues to it."""
 
     def __init__(self, device: torch.device) -> None:
@@ -70,12 +70,12 @@ class Lane:
         return PAST if self._stream is None else self._stream.record_event()
 
 
-class Lanes:
-    """The lanes of one device, what they carried, and what waits to be given back."""
+class Streams:
+    """The streams of one device, what they carried, and what waits to be given back."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.up, self.work, self.down = Lane(device), Lane(device), Lane(device)
+        self.h2d, self.update, self.d2h = Stream(device), Stream(device), Stream(device)
         self.moved_bytes: Counter[str] = Counter()
         self._leaving: deque[tuple[Event, Callable[[], None]]] = deque()
 

@@ -2,12 +2,12 @@
 
 Names, used throughout:
 - *field*: one value for each element that this rank owns: the `master`, each moment of the optimizer's (under the
-  optimizer's own word), the reduced `grads`. A field rests in a *slab* on its tier.
-- *parcel*: a run of a unit's elements that travels at once, its fields side by side in a slot of the ring.
-- *job*: what is due to happen to a unit's parcels while they are on the device: the update. It is issued with the
+  optimizer's own word), the reduced `grads`. A field rests in a *storage* on its tier.
+- *bucket*: a run of a unit's elements that travels at once, its fields side by side in a slot of the pool.
+- *job*: what is due to happen to a unit's buckets while they are on the device: the update. It is issued with the
   unit's next delivery, or at once by whoever looks at the states before.
 
-A parcel goes up the one lane, is worked on in the second and goes down the third; see `lanes`.
+A bucket goes up the one lane, is worked on in the second and goes down the third; see `streams`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from typing import NamedTuple, Protocol
 import torch
 
 from shardwise.memory.ledger import Entry, Kind, Tier
-from shardwise.offload.buffer_pool import Slot, room_bytes
-from shardwise.offload.context import Ferry
-from shardwise.offload.disk_storage import DiskSlab
-from shardwise.offload.pinned import HostSlab
+from shardwise.offload.buffer_pool import PoolBuffer, room_bytes
+from shardwise.offload.context import OffloadContext
+from shardwise.offload.disk_storage import DiskStorage
+from shardwise.offload.pinned import HostStorage
 from shardwise.offload.staging import Chunk
-from shardwise.offload.storage import Slab
-from shardwise.offload.streams import PAST, Event, Lanes
+from shardwise.offload.storage import StateStorage
+from shardwise.offload.streams import PAST, Event, Streams
 from shardwise.partition.layout import Span
 from shardwise.partition.policy import Policy
 
@@ -41,7 +41,7 @@ _DELIVERY_SLOTS = 3
 """What passes through without being updated needs no more to keep a lane busy."""
 
 
-class Parcel(NamedTuple):
+class Bucket(NamedTuple):
     """Elements `span` of those that a rank owns, and the optimizer's pieces in them, by number."""
 
     span: Span
@@ -49,10 +49,10 @@ class Parcel(NamedTuple):
 
 
 class Job(Protocol):
-    """Work on parcels."""
+    """Work on buckets."""
 
-    def __call__(self, parcel: Parcel, views: Views) -> Made:
-        """Work on a parcel's fields on the device; what was made there and shall rest."""
+    def __call__(self, bucket: Bucket, views: Views) -> Made:
+        """Work on a bucket's fields on the device; what was made there and shall rest."""
 
     def done(self) -> None:
         """The computing stream has come after it: free what it read."""
@@ -78,50 +78,50 @@ class Hosting(Protocol):
         """Have the host wait until it is made; when the last delivery has read it."""
 
 
-class Home:
+class UnitStates:
     """One unit's fields off the device."""
 
-    def __init__(self, name: str, policy: Policy, numel: int, ferry: Ferry) -> None:
+    def __init__(self, name: str, policy: Policy, numel: int, offload: OffloadContext) -> None:
         self.name = name
-        self.ferry = ferry
+        self.offload = offload
         self.holds_states = policy.trainable and policy.optim_tier != "device"
         self.is_updated = self.holds_states or (policy.trainable and _master_leaves(policy))
         self.numel = numel
         self._states_tier = policy.optim_tier
-        self.slabs: dict[str, Slab] = {}
-        self.parcels: list[Parcel] = []
+        self.storages: dict[str, StateStorage] = {}
+        self.buckets: list[Bucket] = []
         self.job: Job | None = None
         self.is_hosted = False
         self.hosted: Hosting | None = None
         self._rested: Event = PAST
-        self._parcels_rested: dict[Span, Event] = {}
+        self._buckets_rested: dict[Span, Event] = {}
         self._grads_rested: Event = PAST
         self._fetched: Event = PAST
         self._loaded: dict[Span, Views] = {}
-        self._slots: dict[Span, Slot] = {}
+        self._slots: dict[Span, PoolBuffer] = {}
         if _master_leaves(policy):
             kind = Kind.WEIGHTS if policy.weight_dtype == policy.master_dtype else Kind.OPTIM
             self.add(MASTER, policy.master_dtype, kind, policy.master_tier)
         if policy.trainable and policy.grads_tier != "device":
             self.add(GRADS, policy.accumulate_dtype, Kind.GRADS, policy.grads_tier)
 
-    def add(self, field: str, dtype: torch.dtype, kind: Kind = Kind.OPTIM, tier: str | None = None) -> Slab:
+    def add(self, field: str, dtype: torch.dtype, kind: Kind = Kind.OPTIM, tier: str | None = None) -> StateStorage:
         """Room for one more field, by default where the optimizer's states rest."""
-        ferry, tier = self.ferry, tier or self._states_tier
+        offload, tier = self.offload, tier or self._states_tier
         entry = Entry(kind, self.name if kind is not Kind.OPTIM else f"{self.name} ({field})", Tier(tier))
-        if ferry.staging is not None and tier == "disk":
-            self.slabs[field] = DiskSlab(ferry.staging, ferry.ledger, entry, self._cuts, dtype)
+        if offload.staging is not None and tier == "disk":
+            self.storages[field] = DiskStorage(offload.staging, offload.ledger, entry, self._cuts, dtype)
         else:
-            self.slabs[field] = HostSlab(ferry.ledger, entry, self.numel, dtype, ferry.is_pinned)
-        return self.slabs[field]
+            self.storages[field] = HostStorage(offload.ledger, entry, self.numel, dtype, offload.is_pinned)
+        return self.storages[field]
 
     def _cuts(self) -> list[Span]:
-        return [parcel.span for parcel in self.parcels]
+        return [bucket.span for bucket in self.buckets]
 
     def divide(self, pieces: Sequence[Span]) -> None:
-        """Cut the elements into parcels, at the borders of the optimizer's pieces."""
-        self.parcels = list(_parcels(self.numel, pieces, self.ferry.parcel_numel))
-        self.ferry.expect(len(self.parcels))
+        """Cut the elements into buckets, at the borders of the optimizer's pieces."""
+        self.buckets = list(_buckets(self.numel, pieces, self.offload.bucket_numel))
+        self.offload.expect(len(self.buckets))
 
     @property
     def everything(self) -> Span:
@@ -131,28 +131,28 @@ class Home:
     @property
     def is_on_disk(self) -> bool:
         """Whether a field rests on the disk."""
-        return any(isinstance(slab, DiskSlab) for slab in self.slabs.values())
+        return any(isinstance(storage, DiskStorage) for storage in self.storages.values())
 
     @property
     def size_bytes(self) -> int:
         """What rests here."""
-        return sum(slab.size_bytes for slab in self.slabs.values())
+        return sum(storage.size_bytes for storage in self.storages.values())
 
     @property
     def disk_bytes(self) -> int:
         """What of it rests on the disk."""
-        return sum(slab.size_bytes for slab in self.slabs.values() if isinstance(slab, DiskSlab))
+        return sum(storage.size_bytes for storage in self.storages.values() if isinstance(storage, DiskStorage))
 
     def leave_disk(self) -> None:
         """Let everything rest on the host from here on."""
         self.quiet()
-        for field, slab in self.slabs.items():
-            if isinstance(slab, DiskSlab):
-                self.slabs[field] = slab.to_host(self.ferry.is_pinned)
+        for field, storage in self.storages.items():
+            if isinstance(storage, DiskStorage):
+                self.storages[field] = storage.to_host(self.offload.is_pinned)
         self._states_tier = "host"
 
     def __contains__(self, field: str) -> bool:
-        return field in self.slabs
+        return field in self.storages
 
     @property
     def at_rest(self) -> tuple[Event, ...]:
@@ -161,15 +161,15 @@ class Home:
 
     def fresh(self, dtype: torch.dtype) -> torch.Tensor:
         """Where new weights rest that were made on the host: the master, or where the gradients were."""
-        if dtype == self.slabs[MASTER].dtype:
+        if dtype == self.storages[MASTER].dtype:
             return self.on_host(MASTER)
         return self.on_host(GRADS).view(torch.uint8)[: self.numel * dtype.itemsize].view(dtype)
 
     def on_host(self, field: str) -> torch.Tensor:
         """The host memory that a field rests in."""
-        slab = self.slabs[field]
-        assert isinstance(slab, HostSlab), f"{field} of {self.name} does not rest on the host"
-        return slab.tensor
+        storage = self.storages[field]
+        assert isinstance(storage, HostStorage), f"{field} of {self.name} does not rest on the host"
+        return storage.tensor
 
     def deliver(self, target: torch.Tensor | None) -> Delivery:
         """Do what is due, and bring the master to `target`, in its dtype. Whoever reads `target` waits for the arrival.
@@ -179,47 +179,47 @@ class Home:
         if self.hosted is not None:
             return self.hosted.deliver(target)
         job, self.job = self.job, None
-        lanes = self.ferry.lanes
-        lanes.work.wait(lanes.now())
+        streams = self.offload.streams
+        streams.update.wait(streams.now())
         if job or target is not None:
             with self._fetching(is_update=job is not None):
-                for parcel in self.parcels:
-                    self._carry(parcel, job, target if MASTER in self else None)
-        return Arrival(lanes, lanes.work.mark(), job)
+                for bucket in self.buckets:
+                    self._carry(bucket, job, target if MASTER in self else None)
+        return Arrival(streams, streams.update.mark(), job)
 
-    def load(self, parcel: Parcel) -> None:
-        """Bring a parcel's states up ahead of the job; its gradients may still be on their way down."""
-        if parcel.span not in self._loaded:
-            self._open(parcel)
-            self._bring(parcel, [field for field in self.slabs if field != GRADS])
+    def load(self, bucket: Bucket) -> None:
+        """Bring a bucket's states up ahead of the job; its gradients may still be on their way down."""
+        if bucket.span not in self._loaded:
+            self._open(bucket)
+            self._bring(bucket, [field for field in self.storages if field != GRADS])
 
     def rest(self, field: str, source: torch.Tensor, free: Callable[[], None]) -> None:
         """Take a whole field down from memory of the computing stream's, and `free` that when it is done."""
-        lanes = self.ferry.lanes
-        lanes.down.wait(lanes.now(), self._rested, self._finish_hosted())
-        with lanes.down:
-            self.slabs[field].take(lanes, self.everything, [(self.everything, source)])
-        self._grads_rested = lanes.down.mark()
-        lanes.leave(self._grads_rested, free)
+        streams = self.offload.streams
+        streams.d2h.wait(streams.now(), self._rested, self._finish_hosted())
+        with streams.d2h:
+            self.storages[field].take(streams, self.everything, [(self.everything, source)])
+        self._grads_rested = streams.d2h.mark()
+        streams.leave(self._grads_rested, free)
 
     def recall(self, field: str, target: torch.Tensor) -> Event:
         """Bring a whole field up to memory of the computing stream's."""
-        lanes = self.ferry.lanes
-        lanes.up.wait(lanes.now(), self._rested, self._grads_rested)
-        with lanes.up:
-            self.slabs[field].bring(lanes, self.everything, target)
-        self._fetched = lanes.up.mark()
+        streams = self.offload.streams
+        streams.h2d.wait(streams.now(), self._rested, self._grads_rested)
+        with streams.h2d:
+            self.storages[field].bring(streams, self.everything, target)
+        self._fetched = streams.h2d.mark()
         return self._fetched
 
     def read(self, field: str, span: Span) -> torch.Tensor:
         """Values of a field as they rest, on the host, to look at."""
         self.quiet()
-        return self.slabs[field].read(span)
+        return self.storages[field].read(span)
 
     def write(self, field: str, span: Span, values: torch.Tensor) -> None:
         """Replace values of a field where it rests."""
         self.quiet()
-        self.slabs[field].write(span, values)
+        self.storages[field].write(span, values)
 
     def quiet(self) -> None:
         """Do what is due, let go of what was loaded ahead, and have the host wait until all has come down."""
@@ -227,8 +227,8 @@ class Home:
         self.forget()
         for event in (self._finish_hosted(), *self.at_rest):
             event.synchronize()
-        for slab in self.slabs.values():
-            slab.wait()
+        for storage in self.storages.values():
+            storage.wait()
 
     def flush(self) -> None:
         """Do what is due now."""
@@ -237,11 +237,11 @@ class Home:
 
     def forget(self) -> None:
         """Let go of what was loaded ahead: the fields may change where they rest."""
-        lanes, staging = self.ferry.lanes, self.ferry.staging
-        for parcel in self.parcels:
-            if parcel.span in self._loaded:
-                lanes.work.wait(lanes.up.mark())
-                self._close(parcel, lanes.work.mark())
+        streams, staging = self.offload.streams, self.offload.staging
+        for bucket in self.buckets:
+            if bucket.span in self._loaded:
+                streams.update.wait(streams.h2d.mark())
+                self._close(bucket, streams.update.mark())
         if staging is not None and self.is_on_disk:
             staging.drop()
 
@@ -251,9 +251,9 @@ class Home:
         self.forget()
         for event in (self._finish_hosted(), *self.at_rest):
             event.synchronize()
-        for slab in self.slabs.values():
-            slab.free()
-        self.slabs.clear()
+        for storage in self.storages.values():
+            storage.free()
+        self.storages.clear()
 
     def _finish_hosted(self) -> Event:
         """From here on, what was made on the host is no longer where the gradients are."""
@@ -263,7 +263,7 @@ class Home:
     @contextlib.contextmanager
     def _fetching(self, is_update: bool) -> Iterator[None]:
         """Within it, a delivery fetches what it needs from the disk."""
-        delivery, staging = _FromDisk(self, is_update), self.ferry.staging
+        delivery, staging = _FromDisk(self, is_update), self.offload.staging
         if staging is None or next(delivery.chunks(), None) is None:
             yield
             return
@@ -273,83 +273,83 @@ class Home:
         finally:
             staging.end()
 
-    def _carry(self, parcel: Parcel, job: Job | None, target: torch.Tensor | None) -> None:
-        lanes, span = self.ferry.lanes, parcel.span
+    def _carry(self, bucket: Bucket, job: Job | None, target: torch.Tensor | None) -> None:
+        streams, span = self.offload.streams, bucket.span
         is_ahead = span in self._loaded
         if not is_ahead:
-            self._open(parcel, None if job else _DELIVERY_SLOTS)
-            self._bring(parcel, self.slabs if job else [MASTER])
+            self._open(bucket, None if job else _DELIVERY_SLOTS)
+            self._bring(bucket, self.storages if job else [MASTER])
         elif job and GRADS in self:
-            self._bring(parcel, [GRADS])
+            self._bring(bucket, [GRADS])
         views = self._loaded[span]
-        lanes.work.wait(self._fetched)
-        with lanes.work:
-            made = job(parcel, views) if job else []
+        streams.update.wait(self._fetched)
+        with streams.update:
+            made = job(bucket, views) if job else []
             if target is not None:
                 target[span.slice].copy_(views[MASTER])
         if job is not None:
-            self._take_down(parcel, views, made)
-            self._close(parcel, self._rested)
+            self._take_down(bucket, views, made)
+            self._close(bucket, self._rested)
         elif not is_ahead:
-            self._close(parcel, lanes.work.mark())
+            self._close(bucket, streams.update.mark())
 
-    def _take_down(self, parcel: Parcel, views: Views, made: Made) -> None:
-        lanes = self.ferry.lanes
-        lanes.down.wait(lanes.work.mark())
-        parts = {field: [(parcel.span, view)] for field, view in views.items() if field != GRADS}
+    def _take_down(self, bucket: Bucket, views: Views, made: Made) -> None:
+        streams = self.offload.streams
+        streams.d2h.wait(streams.update.mark())
+        parts = {field: [(bucket.span, view)] for field, view in views.items() if field != GRADS}
         for field, span, values in made:
             parts.setdefault(field, []).append((span, values.view(-1)))
-        with lanes.down:
+        with streams.d2h:
             for field, values_of in parts.items():
-                self.slabs[field].take(lanes, parcel.span, values_of)
-        self._rested = self._parcels_rested[parcel.span] = lanes.down.mark()
+                self.storages[field].take(streams, bucket.span, values_of)
+        self._rested = self._buckets_rested[bucket.span] = streams.d2h.mark()
         if made:
             # Made by the optimizer in the work lane, which knows nothing of the copy: they must live until it is done.
             self._rested.synchronize()
 
-    def _close(self, parcel: Parcel, ready: Event) -> None:
-        del self._loaded[parcel.span]
-        self.ferry.ring.give(self._slots.pop(parcel.span), ready)
+    def _close(self, bucket: Bucket, ready: Event) -> None:
+        del self._loaded[bucket.span]
+        self.offload.pool.give(self._slots.pop(bucket.span), ready)
 
-    def _open(self, parcel: Parcel, most: int | None = None) -> None:
-        """Take a slot, with room for everything the parcel may need."""
-        numel = parcel.span.numel
-        dtypes = {field: slab.dtype for field, slab in self.slabs.items()}
-        ring = self.ferry.ring
-        ring.fit(sum(room_bytes(numel, dtype) for dtype in dtypes.values()))
-        self._slots[parcel.span] = slot = ring.take(most)
-        self._loaded[parcel.span] = slot.cut(numel, dtypes)
+    def _open(self, bucket: Bucket, most: int | None = None) -> None:
+        """Take a slot, with room for everything the bucket may need."""
+        numel = bucket.span.numel
+        dtypes = {field: storage.dtype for field, storage in self.storages.items()}
+        pool = self.offload.pool
+        pool.fit(sum(room_bytes(numel, dtype) for dtype in dtypes.values()))
+        self._slots[bucket.span] = slot = pool.take(most)
+        self._loaded[bucket.span] = slot.cut(numel, dtypes)
 
-    def _bring(self, parcel: Parcel, fields: Iterable[str]) -> None:
-        lanes, span = self.ferry.lanes, parcel.span
-        # After this parcel's own way down, not that of the parcel before it: up and down run at once.
-        lanes.up.wait(self._slots[span].ready, self._parcels_rested.get(span, PAST), self._grads_rested)
-        with lanes.up:
+    def _bring(self, bucket: Bucket, fields: Iterable[str]) -> None:
+        streams, span = self.offload.streams, bucket.span
+        # After this bucket's own way down, not that of the bucket before it: up and down run at once.
+        streams.h2d.wait(self._slots[span].ready, self._buckets_rested.get(span, PAST), self._grads_rested)
+        with streams.h2d:
             for field in fields:
-                self.slabs[field].bring(lanes, span, self._loaded[span][field])
-        self._fetched = lanes.up.mark()
+                self.storages[field].bring(streams, span, self._loaded[span][field])
+        self._fetched = streams.h2d.mark()
 
 
 @dataclass(frozen=True)
 class _FromDisk:
     """A delivery as the staging sees it: all fields for an update, else the master alone."""
 
-    home: Home
+    states: UnitStates
     is_update: bool
 
     def chunks(self) -> Iterator[Chunk]:
-        for parcel in self.home.parcels:
-            for field in list(self.home.slabs) if self.is_update else [MASTER]:
-                slab = self.home.slabs.get(field)
-                if isinstance(slab, DiskSlab):
-                    yield from slab.chunks_in(parcel.span)
+        for bucket in self.states.buckets:
+            for field in list(self.states.storages) if self.is_update else [MASTER]:
+                storage = self.states.storages.get(field)
+                if isinstance(storage, DiskStorage):
+                    yield from storage.chunks_in(bucket.span)
 
 
 @dataclass
 class Arrival:
     """A delivery under way; a handle as those of `comm` are."""
 
-    lanes: Lanes
+    streams: Streams
     event: Event
     job: Job | None
 
@@ -357,29 +357,29 @@ class Arrival:
         pass
 
     def wait(self) -> None:
-        self.lanes.wait(self.event)
+        self.streams.wait(self.event)
         if self.job is not None:
             self.job.done()
         self.job = None
 
 
-def home_for(name: str, policy: Policy, numel: int, ferry: Ferry) -> Home | None:
-    """A home for a unit of which something rests off the device."""
+def unit_states_for(name: str, policy: Policy, numel: int, offload: OffloadContext) -> UnitStates | None:
+    """A states for a unit of which something rests off the device."""
     leaves = policy.trainable and (policy.optim_tier != "device" or policy.grads_tier != "device")
-    return Home(name, policy, numel, ferry) if leaves or _master_leaves(policy) else None
+    return UnitStates(name, policy, numel, offload) if leaves or _master_leaves(policy) else None
 
 
 def _master_leaves(policy: Policy) -> bool:
     return policy.master_tier != "device"
 
 
-def _parcels(numel: int, pieces: Sequence[Span], most: int) -> Iterator[Parcel]:
+def _buckets(numel: int, pieces: Sequence[Span], most: int) -> Iterator[Bucket]:
     """Consecutive pieces together, up to `most` elements; without pieces, runs of so many. All elements are in one."""
     spans = pieces or [Span(start, min(start + most, numel)) for start in range(0, numel, most)]
     start, taken = 0, 0
     for index, span in enumerate(spans):
         if index > taken and span.stop - start > most:
-            yield Parcel(Span(start, span.start), tuple(range(taken, index)) if pieces else ())
+            yield Bucket(Span(start, span.start), tuple(range(taken, index)) if pieces else ())
             start, taken = span.start, index
     if numel:
-        yield Parcel(Span(start, numel), tuple(range(taken, len(pieces))))
+        yield Bucket(Span(start, numel), tuple(range(taken, len(pieces))))

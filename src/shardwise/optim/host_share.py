@@ -14,7 +14,7 @@ import torch
 
 from shardwise.comm.comm import Comm
 from shardwise.offload.pinned import page_locked
-from shardwise.offload.streams import Lanes, now
+from shardwise.offload.streams import Streams, now
 
 _NUMEL = 1 << 24
 _MEASURED_S = 0.25
@@ -75,20 +75,20 @@ def _rate(work: Callable[[], None]) -> float:
 
 
 def _copies(device: torch.device) -> Callable[[], None]:
-    lanes = Lanes(device)
+    streams = Streams(device)
     numel = _NUMEL * _STREAMED_BYTES // 4
     here, there = torch.empty(numel, device=device), torch.empty(numel, device=device)
     source, target = page_locked(numel, torch.float32), page_locked(numel, torch.float32)
-    lanes.up.wait(now(device))
-    lanes.down.wait(now(device))
+    streams.h2d.wait(now(device))
+    streams.d2h.wait(now(device))
 
     def copy() -> None:
-        with lanes.up:
+        with streams.h2d:
             here.copy_(source, non_blocking=True)
-        with lanes.down:
+        with streams.d2h:
             target.copy_(there, non_blocking=True)
-        lanes.up.mark().synchronize()
-        lanes.down.mark().synchronize()
+        streams.h2d.mark().synchronize()
+        streams.d2h.mark().synchronize()
 
     return copy
 

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shardwise.offload.streams import PAST, Event, Lane, Lanes, now
-from shardwise.offload.unit_states import GRADS, MASTER, Home, Parcel
+from shardwise.offload.streams import PAST, Event, Stream, Streams, now
+from shardwise.offload.unit_states import GRADS, MASTER, Bucket, UnitStates
 from shardwise.optim.host_share import take_cores
 from shardwise.optim.optimizers import twin
 from shardwise.optim.streamed_update import adopt, check_none_frozen, options_now
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from shardwise.optim.updater import Updater
 
 
-class Hands:
+class HostWorker:
     """What works on the host: one thread, an optimizer like the user's for it alone, and a lane for results.
 
     The thread steps on parameters of its own over the same memory, with the same states: whatever is done to the
@@ -41,7 +41,7 @@ class Hands:
     def __init__(self, updater: Updater, device: torch.device) -> None:
         self.given = updater.optimizer
         self.updater = updater.beside(twin(updater.optimizer))
-        self.lane = Lane(device)
+        self.lane = Stream(device)
         self.issuing = threading.Lock()
         """Two threads may deliver, this one and the one that issues."""
         self._thread = (
@@ -50,7 +50,7 @@ class Hands:
         self.begun: set[str] = set()
         """Units that it has updated before."""
         self._room = torch.empty(0)
-        self._told: Told | None = None
+        self._told: StepScalars | None = None
 
     def do(self, work: Callable[[], None]) -> Future[None]:
         """Do it after all that was asked before."""
@@ -67,11 +67,11 @@ class Hands:
             self._room = torch.empty(numel)
         return self._room[:numel]
 
-    def told(self, coefficient: torch.Tensor | None, overflow: torch.Tensor | None) -> Told:
+    def told(self, coefficient: torch.Tensor | None, overflow: torch.Tensor | None) -> StepScalars:
         """The same for all units of a step: what the device found out is on its way to the host once."""
         asked = (coefficient, overflow)
         if self._told is None or any(old is not new for old, new in zip(self._told.asked, asked, strict=True)):
-            self._told = Told.ask(*asked)
+            self._told = StepScalars.ask(*asked)
         return self._told
 
     def close(self) -> None:
@@ -81,7 +81,7 @@ class Hands:
 
 
 @dataclass
-class Told:
+class StepScalars:
     """What the host has to know of a step, and when it does."""
 
     asked: tuple[torch.Tensor | None, torch.Tensor | None]
@@ -90,7 +90,7 @@ class Told:
     event: Event
 
     @classmethod
-    def ask(cls, coefficient: torch.Tensor | None, overflow: torch.Tensor | None) -> Told:
+    def ask(cls, coefficient: torch.Tensor | None, overflow: torch.Tensor | None) -> StepScalars:
         asked = (coefficient, overflow)
         told = [None if value is None else _to_host(value) for value in asked]
         devices = [value.device for value in asked if value is not None]
@@ -103,14 +103,14 @@ class Told:
 class HostedUpdate:
     """One unit's update on the host in one step, and then where its new weights are."""
 
-    def __init__(self, hands: Hands, unit: Unit, home: Home, told: Told) -> None:
+    def __init__(self, hands: HostWorker, unit: Unit, states: UnitStates, told: StepScalars) -> None:
         check_none_frozen(unit)
         adopt(hands.given, unit)
-        self._hands, self._unit, self._home, self._told = hands, unit, home, told
+        self._hands, self._unit, self._states, self._told = hands, unit, states, told
         self._groups = [options_now(group) for group in hands.given.param_groups]
-        self._states = [hands.given.state.get(piece, {}) for _, piece in unit.weights.pieces]
-        self._at_rest = home.at_rest
-        self._made = home.fresh(unit.weights.policy.weight_dtype)
+        self._piece_states = [hands.given.state.get(piece, {}) for _, piece in unit.weights.pieces]
+        self._at_rest = states.at_rest
+        self._made = states.fresh(unit.weights.policy.weight_dtype)
         self._read: Event = PAST
         self._done = hands.do(self._work)
         if unit.name not in hands.begun:
@@ -121,11 +121,11 @@ class HostedUpdate:
 
     def deliver(self, target: torch.Tensor | None) -> HostedArrival:
         """Bring the new weights to `target` as soon as they are made, whoever finds that they are."""
-        lanes = self._home.ferry.lanes
-        arrival = HostedArrival(lanes, self._done)
+        streams = self._states.offload.streams
+        arrival = HostedArrival(streams, self._done)
         if target is not None:
-            lanes.moved_bytes["host to device"] += target.numel() * target.element_size()
-            begun = lanes.now()
+            streams.moved_bytes["host to device"] += target.numel() * target.element_size()
+            begun = streams.now()
             self._done.add_done_callback(lambda done: self._bring(target, begun, arrival))
         else:
             arrival.issued.set()
@@ -150,11 +150,11 @@ class HostedUpdate:
 
     def _keep_states(self) -> None:
         given = self._hands.given
-        for (_, piece), state in zip(self._unit.weights.pieces, self._states, strict=True):
+        for (_, piece), state in zip(self._unit.weights.pieces, self._piece_states, strict=True):
             if state:
                 given.state[piece] = state
         adopt(given, self._unit)
-        self._hands.updater.settle_ledger(self._unit)
+        self._hands.updater.account_for(self._unit)
 
     @torch.no_grad()
     def _work(self) -> None:
@@ -162,27 +162,27 @@ class HostedUpdate:
             event.synchronize()
         skips = self._told.skips()
         with mark("update", self._unit.name):
-            for parcel in self._home.parcels:
+            for bucket in self._states.buckets:
                 if not skips:
-                    self._update(parcel)
+                    self._update(bucket)
                 if self._made is not self._master:
-                    self._made[parcel.span.slice].copy_(self._master[parcel.span.slice])
+                    self._made[bucket.span.slice].copy_(self._master[bucket.span.slice])
 
-    def _update(self, parcel: Parcel) -> None:
-        weights, span = self._unit.weights, parcel.span
-        grads = self._home.on_host(GRADS)[span.slice]
+    def _update(self, bucket: Bucket) -> None:
+        weights, span = self._unit.weights, bucket.span
+        grads = self._states.on_host(GRADS)[span.slice]
         if grads.dtype != torch.float32:
             grads = self._hands.room(span.numel).copy_(grads)
         if self._told.coefficient is not None:
             grads.mul_(self._told.coefficient)
         groups: list[list[nn.Parameter]] = [[] for _ in self._groups]
         states = self._hands.updater.optimizer.state
-        for number in parcel.pieces:
+        for number in bucket.pieces:
             group, piece = weights.pieces[number]
             own = nn.Parameter(piece.data)
             own.grad = grads[weights.piece_spans[number].shift(-span.start).slice].view(piece.shape)
             groups[group].append(own)
-            states[own] = self._states[number]
+            states[own] = self._piece_states[number]
             _steps_to_host(states[own])
         try:
             self._hands.updater.step_pieces(groups, self._groups)
@@ -191,14 +191,14 @@ class HostedUpdate:
 
     @property
     def _master(self) -> torch.Tensor:
-        return self._home.on_host(MASTER)
+        return self._states.on_host(MASTER)
 
 
 @dataclass
 class HostedArrival:
     """A delivery of what the host makes; a handle as those of `comm` are."""
 
-    lanes: Lanes
+    streams: Streams
     done: Future[None]
     event: Event = PAST
     error: BaseException | None = None
@@ -210,11 +210,11 @@ class HostedArrival:
         self.issued.wait()
         if self.error is not None:
             raise self.error
-        self.lanes.work.wait(self.event)
+        self.streams.update.wait(self.event)
 
     def wait(self) -> None:
         self.issue()
-        self.lanes.wait(self.event)
+        self.streams.wait(self.event)
 
 
 def hosted(unit_bytes: Sequence[int], share: float) -> list[bool]:
@@ -232,9 +232,9 @@ def hosted(unit_bytes: Sequence[int], share: float) -> list[bool]:
     return chosen
 
 
-def can_host(home: Home | None) -> bool:
+def can_host(states: UnitStates | None) -> bool:
     """Whether everything that an update reads and writes rests on the host."""
-    return home is not None and home.holds_states and MASTER in home and GRADS in home
+    return states is not None and states.holds_states and MASTER in states and GRADS in states
 
 
 def _works_beside(device: torch.device) -> bool:

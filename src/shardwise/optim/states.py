@@ -1,6 +1,6 @@
 """What a rank holds of a unit that lasts: master values and optimizer state, wherever they rest.
 
-Whoever saves, loads or copies states goes through here and sees no tiers: a `Held` names values over a run of the
+Whoever saves, loads or copies states goes through here and sees no tiers: a `StateView` names values over a run of the
 unit's flat buffer and reads or writes any part of them. Values that are not one per element (Adam's `step`, a matrix
 optimizer's rows and columns) are *extras*, the same on every rank that holds some of the parameter.
 """
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from shardwise.offload import unit_states
-from shardwise.offload.unit_states import Home
+from shardwise.offload.unit_states import UnitStates
 from shardwise.optim.streamed_update import adopt
 from shardwise.partition.layout import Span
 from shardwise.unit.unit import Unit
@@ -23,7 +23,7 @@ MASTER = "param"
 """The key of the values themselves; those of optimizer state are `optim/` and the optimizer's own word."""
 
 
-class Held(Protocol):
+class StateView(Protocol):
     """Values of one key over `span` of the unit's flat buffer."""
 
     @property
@@ -43,8 +43,8 @@ class Held(Protocol):
 
 
 @dataclass(frozen=True)
-class InMemory:
-    """Held values that are a tensor."""
+class TensorView:
+    """Values that are a tensor."""
 
     key: str
     span: Span
@@ -63,18 +63,18 @@ class InMemory:
 
 
 @dataclass(frozen=True)
-class AtHome:
-    """Held values of a field that rests off the device; `first` is the element of the flat buffer it begins with."""
+class OffloadedView:
+    """Values of a state that rests off the device; `first` is its first element in the flat buffer."""
 
     key: str
     span: Span
-    at: Home
+    at: UnitStates
     field: str
     first: int
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.at.slabs[self.field].dtype
+        return self.at.storages[self.field].dtype
 
     def read(self, part: Span) -> torch.Tensor:
         return self.at.read(self.field, part.shift(-self.first))
@@ -93,24 +93,24 @@ class Extra:
     value: Any
 
 
-def held_by(unit: Unit, optimizer: torch.optim.Optimizer | None) -> list[Held]:
+def state_views(unit: Unit, optimizer: torch.optim.Optimizer | None) -> list[StateView]:
     """All values of a unit that this rank holds one per element: its master first, and nothing else without an
     optimizer."""
     unit.quiet()
     weights, first = unit.weights, unit.weights.owned.start
-    values: list[Held] = []
-    if weights.master_home is not None:
-        values.append(AtHome(MASTER, weights.owned, weights.master_home, unit_states.MASTER, first))
+    values: list[StateView] = []
+    if weights.master_states is not None:
+        values.append(OffloadedView(MASTER, weights.owned, weights.master_states, unit_states.MASTER, first))
     else:
-        values.append(InMemory(MASTER, weights.owned, weights.master))
+        values.append(TensorView(MASTER, weights.owned, weights.master))
     for piece, span, state in _states(unit, optimizer):
         for key, value in state.items():
             if not _is_per_element(value, piece):
                 continue
-            if unit.home is not None and unit.home.holds_states:
-                values.append(AtHome(f"optim/{key}", span, unit.home, key, first))
+            if unit.states is not None and unit.states.holds_states:
+                values.append(OffloadedView(f"optim/{key}", span, unit.states, key, first))
             else:
-                values.append(InMemory(f"optim/{key}", span, value.detach().view(-1)))
+                values.append(TensorView(f"optim/{key}", span, value.detach().view(-1)))
     return values + unit.kept if optimizer is not None else values
 
 

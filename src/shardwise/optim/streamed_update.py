@@ -1,7 +1,7 @@
-"""The update of a unit whose states rest off the device: the same kernel, on one parcel after the other.
+"""The update of a unit whose states rest off the device: the same kernel, on one bucket after the other.
 
-While a parcel is on the device, the optimizer's pieces and its state are views of a slot of the ring; at rest they are
-what the slabs say. What the optimizer makes in its first step is taken down and rests there from then on.
+While a bucket is on the device, the optimizer's pieces and its state are views of a slot of the pool; at rest they are
+what the storages say. What the optimizer makes in its first step is taken down and rests there from then on.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shardwise.offload.storage import Slab
-from shardwise.offload.unit_states import GRADS, MASTER, Home, Made, Parcel, Views
+from shardwise.offload.storage import StateStorage
+from shardwise.offload.unit_states import GRADS, MASTER, Bucket, Made, UnitStates, Views
 from shardwise.partition.layout import Span
 from shardwise.profiling import mark
 from shardwise.unit.unit import Unit
@@ -23,40 +23,40 @@ if TYPE_CHECKING:
 
 
 class StreamedUpdate:
-    """One unit's update in one step: a `Job` of its home."""
+    """One unit's update in one step: a `Job` of its states."""
 
-    def __init__(self, updater: Updater, unit: Unit, home: Home, coefficient: torch.Tensor | None) -> None:
+    def __init__(self, updater: Updater, unit: Unit, states: UnitStates, coefficient: torch.Tensor | None) -> None:
         assert unit.grads is not None
         check_none_frozen(unit)
         self._updater = updater
         self._unit = unit
-        self._home = home
+        self._states = states
         # Kept until the computing stream comes after the last kernel that reads them.
         self._coefficient = coefficient
-        self._reduced = None if GRADS in home else unit.grads.owned()
+        self._reduced = None if GRADS in states else unit.grads.owned()
         # The update may be issued after a scheduler has moved on.
         self._groups = [options_now(group) for group in updater.optimizer.param_groups]
         adopt(updater.optimizer, unit)
 
-    def __call__(self, parcel: Parcel, views: Views) -> Made:
+    def __call__(self, bucket: Bucket, views: Views) -> Made:
         with mark("update", self._unit.name):
-            reduced = views[GRADS] if self._reduced is None else self._reduced[parcel.span.slice]
-            room = None if reduced.dtype == torch.float32 else self._home.ferry.ring.scratch(reduced.numel())
+            reduced = views[GRADS] if self._reduced is None else self._reduced[bucket.span.slice]
+            room = None if reduced.dtype == torch.float32 else self._states.offload.pool.scratch(reduced.numel())
             grads = scaled(reduced, self._coefficient, room)
             optimizer, weights = self._updater.optimizer, self._unit.weights
             groups: list[list[nn.Parameter]] = [[] for _ in self._groups]
-            for number in parcel.pieces:
+            for number in bucket.pieces:
                 group, piece = weights.pieces[number]
                 groups[group].append(piece)
-                inside = weights.piece_spans[number].shift(-parcel.span.start).slice
+                inside = weights.piece_spans[number].shift(-bucket.span.start).slice
                 shape = piece.shape
                 if MASTER in views:
                     piece.data = views[MASTER][inside].view(shape)
                 piece.grad = grads[inside].view(shape)
-                for key in _per_element(optimizer, piece) if self._home.holds_states else ():
+                for key in _per_element(optimizer, piece) if self._states.holds_states else ():
                     optimizer.state[piece][key] = views[key][inside].view(shape)
             self._updater.step_pieces(groups, self._groups)
-            return [place for number in parcel.pieces for place in self._put_to_rest(number, views)]
+            return [place for number in bucket.pieces for place in self._put_to_rest(number, views)]
 
     def done(self) -> None:
         assert self._unit.grads is not None
@@ -66,30 +66,30 @@ class StreamedUpdate:
 
     def _put_to_rest(self, number: int, views: Views) -> Iterator[tuple[str, Span, torch.Tensor]]:
         """Bind a piece and its state to where they rest again; yields what the optimizer made."""
-        weights, optimizer, home = self._unit.weights, self._updater.optimizer, self._home
+        weights, optimizer, states = self._unit.weights, self._updater.optimizer, self._states
         (_, piece), span = weights.pieces[number], weights.piece_spans[number]
         piece.grad = None
-        if MASTER in home:
-            piece.data = home.slabs[MASTER].at_rest(span, piece.shape)
-        self._updater.settle_ledger(self._unit)
-        for key in _per_element(optimizer, piece) if home.holds_states else ():
+        if MASTER in states:
+            piece.data = states.storages[MASTER].at_rest(span, piece.shape)
+        self._updater.account_for(self._unit)
+        for key in _per_element(optimizer, piece) if states.holds_states else ():
             value = optimizer.state[piece][key]
-            optimizer.state[piece][key] = _slab(home, key, value).at_rest(span, value.shape)
+            optimizer.state[piece][key] = _storage_of(states, key, value).at_rest(span, value.shape)
             if key not in views or not _shares_storage(value, views[key]):
                 yield key, span, value
 
 
 def adopt(optimizer: torch.optim.Optimizer, unit: Unit) -> None:
     """Let state rest that somebody put into the optimizer: made before the engine was, or loaded."""
-    home = unit.home
-    if home is None or not home.holds_states:
+    states = unit.states
+    if states is None or not states.holds_states:
         return
     for (_, piece), span in zip(unit.weights.pieces, unit.weights.piece_spans, strict=True):
         for key in _per_element(optimizer, piece):
             value = optimizer.state[piece][key]
-            resting = _slab(home, key, value).at_rest(span, value.shape)
+            resting = _storage_of(states, key, value).at_rest(span, value.shape)
             if not _shares_storage(value, resting):
-                home.write(key, span, value.reshape(-1))
+                states.write(key, span, value.reshape(-1))
                 optimizer.state[piece][key] = resting
 
 
@@ -102,9 +102,9 @@ def scaled(grads: torch.Tensor, coefficient: torch.Tensor | None, room: torch.Te
     return torch.mul(grads, coefficient, out=room)
 
 
-def _slab(home: Home, key: str, value: torch.Tensor) -> Slab:
+def _storage_of(states: UnitStates, key: str, value: torch.Tensor) -> StateStorage:
     """What a state rests in."""
-    return home.slabs[key] if key in home else home.add(key, value.dtype)
+    return states.storages[key] if key in states else states.add(key, value.dtype)
 
 
 def check_none_frozen(unit: Unit) -> None:

@@ -17,9 +17,9 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from shardwise.memory.ledger import Entry, Kind, Ledger, Tier
-from shardwise.memory.reduce_plan import portions
+from shardwise.memory.reduce_plan import update_batches
 from shardwise.optim.frozen import Frozen, has_frozen
-from shardwise.optim.host_update import Hands, HostedUpdate, can_host, hosted
+from shardwise.optim.host_update import HostedUpdate, HostWorker, can_host, hosted
 from shardwise.optim.optimizers import bare_step, members, prefer_fused
 from shardwise.optim.streamed_update import StreamedUpdate, adopt, scaled
 from shardwise.profiling import mark
@@ -41,7 +41,7 @@ class Updater:
             adopt(optimizer, unit)
         self._counted: set[str] = set()
         self._frozen: set[str] = set()
-        self._hands: Hands | None = None
+        self._hands: HostWorker | None = None
         self._overflow: torch.Tensor | None = None
         count = len(optimizer.param_groups)
         self._pieces = {unit.name: [_in_group(unit, index) for index in range(count)] for unit in units}
@@ -73,7 +73,7 @@ class Updater:
             return False
         return bool(overflow.item())
 
-    def portions(self, units: Sequence[Unit]) -> Iterator[Sequence[Unit]]:
+    def update_batches(self, units: Sequence[Unit]) -> Iterator[Sequence[Unit]]:
         """The units in the order given, those together that `update` takes together.
 
         What rests elsewhere comes unit by unit, and so does what needs room that grows with a portion: all kernels but
@@ -81,27 +81,27 @@ class Updater:
         """
         resident: list[Unit] = []
         for unit in units:
-            if unit.home is None and self._is_fused and unit.name not in self._frozen:
+            if unit.states is None and self._is_fused and unit.name not in self._frozen:
                 resident.append(unit)
                 continue
-            yield from _in_portions(resident)
+            yield from _in_batches(resident)
             resident = []
             yield [unit]
-        yield from _in_portions(resident)
+        yield from _in_batches(resident)
 
     def update(self, units: Sequence[Unit], coefficient: torch.Tensor | None) -> None:
         """Update the owned elements of a portion from its reduced gradients, multiplied with `coefficient`."""
-        home = units[0].home
-        if home is None or not (home.is_hosted or home.is_updated):
+        states = units[0].states
+        if states is None or not (states.is_hosted or states.is_updated):
             self._update_here(units, coefficient)
             return
         (unit,) = units
         assert unit.grads is not None
-        if home.is_hosted:
+        if states.is_hosted:
             assert self._hands is not None
-            home.hosted = HostedUpdate(self._hands, unit, home, self._hands.told(coefficient, self._overflow))
+            states.hosted = HostedUpdate(self._hands, unit, states, self._hands.told(coefficient, self._overflow))
         else:
-            home.job = StreamedUpdate(self, unit, home, coefficient)
+            states.job = StreamedUpdate(self, unit, states, coefficient)
         unit.grads.forget()
 
     def _update_here(self, units: Sequence[Unit], coefficient: torch.Tensor | None) -> None:
@@ -119,7 +119,7 @@ class Updater:
                         frozen.append(Frozen(unit, self.optimizer))
                 self.step_pieces(pieces, self.optimizer.param_groups)
                 for unit in units:
-                    self.settle_ledger(unit)  # while gradients are there, beside which the first step makes its states
+                    self.account_for(unit)  # while gradients are there, beside which the first step makes its states
                 for each in frozen:
                     each.put_back()
             finally:
@@ -150,11 +150,11 @@ class Updater:
 
     def host(self, share: float) -> None:
         """From here on, update so much of what rests on the host there; see `hosted`."""
-        able = [unit for unit in self._units if can_host(unit.home)]
+        able = [unit for unit in self._units if can_host(unit.states)]
         for unit, is_hosted in zip(able, hosted([unit.layout.numel for unit in able], share), strict=True):
-            assert unit.home is not None
-            unit.home.is_hosted = is_hosted
-            self._hands = self._hands or Hands(self, unit.comm.device)
+            assert unit.states is not None
+            unit.states.is_hosted = is_hosted
+            self._hands = self._hands or HostWorker(self, unit.comm.device)
 
     def beside(self, optimizer: torch.optim.Optimizer) -> Updater:
         """The same with another optimizer, a twin of ours: for another thread."""
@@ -172,7 +172,7 @@ class Updater:
         self._counted.clear()
         for unit in self._units:
             if any(self.optimizer.state.get(piece) for _, piece in unit.weights.pieces):
-                self.settle_ledger(unit)
+                self.account_for(unit)
 
     def finish(self) -> None:
         """Tell hooks and LR schedulers that a step was taken."""
@@ -195,7 +195,7 @@ class Updater:
             for group, params in zip(groups, everything, strict=True):
                 group["params"] = params
 
-    def settle_ledger(self, unit: Unit) -> None:
+    def account_for(self, unit: Unit) -> None:
         """Account for the state that the optimizer makes in its first step, and keeps on the device."""
         if unit.name in self._counted:
             return
@@ -204,14 +204,15 @@ class Updater:
             value.numel() * value.element_size()
             for _, piece in unit.weights.pieces
             for value in self.optimizer.state.get(piece, {}).values()
-            if isinstance(value, torch.Tensor) and (unit.home is None or not unit.home.holds_states or not value.ndim)
+            if isinstance(value, torch.Tensor)
+            and (unit.states is None or not unit.states.holds_states or not value.ndim)
         )
-        self._ledger.settle(Entry(Kind.OPTIM, f"{unit.name} (moments)", Tier.DEVICE), held)
+        self._ledger.set_bytes(Entry(Kind.OPTIM, f"{unit.name} (moments)", Tier.DEVICE), held)
 
 
-def _in_portions(units: Sequence[Unit]) -> Iterator[Sequence[Unit]]:
+def _in_batches(units: Sequence[Unit]) -> Iterator[Sequence[Unit]]:
     sizes = [unit.grads.update_sizes for unit in units if unit.grads is not None]
-    for portion in portions(sizes):
+    for portion in update_batches(sizes):
         yield units[portion.start : portion.stop]
 
 

@@ -193,7 +193,7 @@ def dry_run(scenario: Scenario) -> Foreseen:
             startup_bytes = observer.peak_bytes
             observer.reset_peak()
             engine._comm.sent_bytes.clear()
-            engine._ferry.lanes.moved_bytes.clear()
+            engine._offload.streams.moved_bytes.clear()
             train.step(warm_steps)
         return _foreseen(observer, engine, kernels, max(startup_bytes, observer.peak_bytes))
 
@@ -205,7 +205,7 @@ def can_be_run(config: Config) -> bool:
 
 
 def _warm_steps(config: Config) -> int:
-    """The steps after which all are alike: the first makes the states, and what passes through the ring of buffers has
+    """The steps after which all are alike: the first makes the states, and what passes through the pool of buffers has
     its full size in the second."""
     return 1 if config.placement.optim.tier == "device" else 2
 
@@ -271,7 +271,7 @@ def _foreseen(observer: _Observer, engine: Engine, kernels: Kernels, startup_byt
         startup_bytes=startup_bytes + kernels.overhead_bytes,
         tiers={tier: held for tier in ("host", "disk") if (held := held_bytes.get(tier))},
         sent_bytes=dict(engine._comm.sent_bytes),
-        moved_bytes=dict(engine._ferry.lanes.moved_bytes),
+        moved_bytes=dict(engine._offload.streams.moved_bytes),
         parameters=sum(param.numel() for param in params),
         trainable=sum(param.numel() for param in params if param.requires_grad),
     )

@@ -18,7 +18,7 @@ import torch
 from shardwise.config import Config
 from shardwise.config.costs import Resting, resting
 from shardwise.memory.ledger import Ledger
-from shardwise.offload.context import Ferry
+from shardwise.offload.context import OffloadContext
 from shardwise.planning.dimensions import Dimensions
 from shardwise.planning.workload import Model, Workload
 
@@ -87,7 +87,7 @@ class _Sizes:
             self.trained_unit = model.trainable // (of.layers if of else UNKNOWN_LAYERS)
         else:
             self.trained_unit = self.largest
-        self._ferry = Ferry(torch.device("cpu"), Ledger(), config.offload)
+        self._offload = OffloadContext(torch.device("cpu"), Ledger(), config.offload)
         self.item = 4 if config.precision.weights_dtype == "fp32" else 2
         self.layer_bytes = layer_activation_bytes(of, workload, self.item) if of else 0
         self.logit_bytes = LOGIT_BYTES * workload.tokens * of.vocabulary if of else 0
@@ -127,7 +127,7 @@ class _Sizes:
 
     def backward_ends(self, held: Counter[str]) -> Counter[str]:
         moment = self._base(held)
-        slots, slot_bytes = self.ring()
+        slots, slot_bytes = self.pool()
         cuts_weights = self.config.placement.weights.sharding == "sharded"
         moment["weights"] += self.gathered(self.unit) + (self.unit * self.item if cuts_weights and slots else 0)
         is_sharded = self.config.placement.grads.sharding == "sharded"
@@ -135,13 +135,13 @@ class _Sizes:
         # have left where states come ahead: all the more of them, as activations go.
         is_sent = is_sharded and self.world_size > 1 and (cuts_weights or not slots)
         moment["in flight"] = self.trained_unit * self.item * (3 if is_sent else 1)
-        moment["in flight"] += max(0, min(2 * slots - 2, self.parcels)) * slot_bytes
+        moment["in flight"] += max(0, min(2 * slots - 2, self.buckets)) * slot_bytes
         moment["activations"] = self.layer_bytes
         return moment
 
     def update(self, held: Counter[str]) -> Counter[str]:
         moment = self._base(held)
-        slots, slot_bytes = self.ring()
+        slots, slot_bytes = self.pool()
         moment["in flight"] = self.owned * (4 if self.item == 2 else 0) + slots * slot_bytes
         return moment
 
@@ -152,19 +152,19 @@ class _Sizes:
         return self.trained_unit // (self.world_size if is_sharded else 1)
 
     @property
-    def parcels(self) -> int:
+    def buckets(self) -> int:
         """In which all that a rank owns travels."""
         units = _trained_units(self.model)
-        return sum(-(-numel // self.world_size // self._ferry.parcel_numel) for numel in units)
+        return sum(-(-numel // self.world_size // self._offload.bucket_numel) for numel in units)
 
-    def ring(self) -> tuple[int, int]:
+    def pool(self) -> tuple[int, int]:
         """The buffers on the device through which states pass, and the bytes of one: as the engine reckons."""
         each = sum(part.bytes_each for part in resting(self.config) if part.tier != "device")
         if not each:
             return 0, 0
-        largest = min(self.owned, self._ferry.parcel_numel)
-        self._ferry.expect(-(-self.owned // self._ferry.parcel_numel))
-        return self._ferry.ring.count, each * largest
+        largest = min(self.owned, self._offload.bucket_numel)
+        self._offload.expect(-(-self.owned // self._offload.bucket_numel))
+        return self._offload.pool.count, each * largest
 
     def _base(self, held: Counter[str]) -> Counter[str]:
         moment = Counter(held)

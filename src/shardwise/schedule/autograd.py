@@ -62,7 +62,7 @@ def refuse_transforms() -> None:
         )
 
 
-class Ending:
+class BackwardEndCallback:
     """A call at the end of the backward we are in; torch drops it, and so do we, if an exception breaks that off."""
 
     def __init__(self, call: Callable[[], None]) -> None:
@@ -76,7 +76,7 @@ class Ending:
         return self._end() is not None
 
 
-class Visit:
+class OncePerBackward:
     """A hook on tensors that acts once in each backward. Where that backward makes a graph of its own, `again` acts
     once in each backward through it, before it comes to what was reached after this place."""
 
@@ -87,7 +87,7 @@ class Visit:
 
     def __call__(self, grad: torch.Tensor | None) -> None:
         if self._again is not None and grad is not None and grad.requires_grad:
-            grad.register_hook(Visit(self._again))
+            grad.register_hook(OncePerBackward(self._again))
         task = current_task()
         if task != self._task:
             self._task = task
@@ -98,7 +98,7 @@ class _Boundary(torch.autograd.Function):
     """An identity that tells when the backward has left what came after it."""
 
     @staticmethod
-    def forward(ctx: Any, leave: Visit, *tensors: torch.Tensor) -> Any:
+    def forward(ctx: Any, leave: OncePerBackward, *tensors: torch.Tensor) -> Any:
         ctx.leave = leave
         ctx.set_materialize_grads(False)
         return tensors if len(tensors) > 1 else tensors[0]
@@ -110,7 +110,7 @@ class _Boundary(torch.autograd.Function):
         return (None, *grads)
 
 
-def mark_inputs(args: Any, kwargs: Any, leave: Visit) -> Any:
+def mark_inputs(args: Any, kwargs: Any, leave: OncePerBackward) -> Any:
     """Have `leave` called when the backward reaches what made the inputs, or else an identity in front of leaves."""
     marked = {id(t): t for t in tensors_in(args, kwargs) if t.requires_grad}
     made = [tensor for tensor in marked.values() if tensor.grad_fn is not None]

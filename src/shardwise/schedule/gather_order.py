@@ -18,12 +18,12 @@ import torch
 
 from shardwise.comm.comm import Comm
 from shardwise.unit.unit import Traffic, Unit
-from shardwise.unit.weights import State
+from shardwise.unit.weights import WeightsState
 
 _NOTHING = -1
 
 
-class Course:
+class GatherOrder:
     """The order of the gathers in one kind of pass."""
 
     def __init__(self, name: str, units: Sequence[Unit], containers: Collection[str], comm: Comm) -> None:
@@ -52,13 +52,13 @@ class Course:
         if unit in self._passed:
             self._passed.remove(unit)
         self._pass_over(unit)
-        if unit.weights.state is State.RELEASED:
+        if unit.weights.state is WeightsState.RELEASED:
             if self._agreed is None:
                 self._meet(unit)
             else:
                 self._go_to(unit, self._agreed)
         for other in ahead:
-            if other.weights.state is State.RELEASED and self._is_next(other):
+            if other.weights.state is WeightsState.RELEASED and self._is_next(other):
                 self._position += 1
                 self._ahead.append(other)
                 other.weights.gather()
@@ -137,7 +137,7 @@ class Course:
 
     def _take_part(self, unit: Unit, stays: Collection[Unit] = ()) -> None:
         """Gather for others. What is gathered here already may be in use, and its release is not ours."""
-        was_released = unit.weights.state is State.RELEASED
+        was_released = unit.weights.state is WeightsState.RELEASED
         unit.weights.gather_again()
         if was_released and unit not in stays:
             self._let_pass(unit)
@@ -151,7 +151,7 @@ class Course:
 
     def _pass_over(self, unit: Unit) -> None:
         """What was gathered ahead and comes before `unit` is not entered after all."""
-        if unit in self._ahead or unit.weights.state is State.RELEASED:
+        if unit in self._ahead or unit.weights.state is WeightsState.RELEASED:
             while self._ahead and (other := self._ahead.pop(0)) is not unit:
                 self._let_pass(other)
 
@@ -196,18 +196,18 @@ class Course:
 def _is_to_come(unit: Unit) -> bool:
     """Whether the backward has yet to reach a unit."""
     traffic = unit.traffic
-    return traffic != Traffic() and not traffic.is_done and unit.weights.state is State.RELEASED
+    return traffic != Traffic() and not traffic.is_done and unit.weights.state is WeightsState.RELEASED
 
 
-class Passes:
+class GatherOrders:
     """The courses of one model's passes, and what is gathered between them. Where there is nobody to agree with, or
     nothing is gathered, every gather is as it is asked for."""
 
     def __init__(self, units: Sequence[Unit], containers: Collection[str]) -> None:
         sharded = [unit for unit in units if unit.weights.policy.weights_sharded]
         kinds = ("forward", "evaluation", "backward") if sharded and sharded[0].comm.is_checked else ()
-        self._courses = {kind: Course(kind, sharded, containers, sharded[0].comm) for kind in kinds}
-        self._course: Course | None = None
+        self._courses = {kind: GatherOrder(kind, sharded, containers, sharded[0].comm) for kind in kinds}
+        self._course: GatherOrder | None = None
         self._resident: set[str] = set()
 
     def begin(self, kind: str) -> None:

@@ -44,7 +44,7 @@ class Reductions:
         self.finish()
         unit.grads.start_reduce()
         self._in_flight = unit
-        if not unit.grads.flight.overlap:
+        if not unit.grads.reduce_plan.overlap:
             self.finish()
 
     def finish(self) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from shardwise.unit.unit import Unit
-from shardwise.unit.weights import State
+from shardwise.unit.weights import WeightsState
 
 
 class _Saved(NamedTuple):
@@ -26,7 +26,7 @@ class _Saved(NamedTuple):
     unit: Unit
 
 
-class Rehearsal:
+class SavedTensorGuard:
     """Watches forwards until one backward has shown that it need not."""
 
     def __init__(self, units: Sequence[Unit], bring: Callable[[Unit], None]) -> None:
@@ -55,7 +55,7 @@ class Rehearsal:
     def _unpack(self, packed: Any) -> torch.Tensor:
         if not isinstance(packed, _Saved):
             return cast(torch.Tensor, packed)
-        if packed.unit.weights.state is not State.READY:
+        if packed.unit.weights.state is not WeightsState.READY:
             self._is_needed = True
             self._bring(packed.unit)
         return packed.tensor

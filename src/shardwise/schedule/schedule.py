@@ -25,8 +25,8 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise.profiling import Clock
 from shardwise.schedule.autograd import (
-    Ending,
-    Visit,
+    BackwardEndCallback,
+    OncePerBackward,
     adds_to,
     awaits_gradient,
     inside_backward,
@@ -34,14 +34,14 @@ from shardwise.schedule.autograd import (
     mark_inputs,
     refuse_transforms,
 )
-from shardwise.schedule.gather_order import Passes
-from shardwise.schedule.hooks import Site, containers, ours, sites_of
+from shardwise.schedule.gather_order import GatherOrders
+from shardwise.schedule.hooks import HookedModule, containers, hooked_modules, ours
 from shardwise.schedule.order import Ahead, Order, merged
 from shardwise.schedule.reduce_queue import Reductions
-from shardwise.schedule.saved_tensors import Rehearsal
+from shardwise.schedule.saved_tensors import SavedTensorGuard
 from shardwise.tensors import kept_by, outputs_in
 from shardwise.unit.unit import Traffic, Unit
-from shardwise.unit.weights import State
+from shardwise.unit.weights import WeightsState
 
 _AGREE_EVERY = 100
 """Backwards that reduce, between two times that ranks tell each other in which order they entered the units."""
@@ -62,7 +62,7 @@ class Schedule:
         self._has_company = bool(self.units) and self.units[0].comm.is_checked
         self._in_backward = False
         self._is_looking = False
-        self._ending: Ending | None = None
+        self._ending: BackwardEndCallback | None = None
         self._held: list[Unit] = []
         self._used_before: list[Unit] = []
         self._is_loud = False
@@ -71,11 +71,11 @@ class Schedule:
         self._place = -1
         self._agreements = 0
         self._order = Order(self.units, ahead)
-        self._passes = Passes(self.units, containers(model))
+        self._passes = GatherOrders(self.units, containers(model))
         self._reductions = Reductions(clock, lambda unit: self.on_reduced(unit))
-        self._sites: list[Site] = []
-        self._running: list[Site] = []
-        self.rehearsal = Rehearsal(self.units, self.bring)
+        self._sites: list[HookedModule] = []
+        self._running: list[HookedModule] = []
+        self.rehearsal = SavedTensorGuard(self.units, self.bring)
         self._handles = self._hook(model)
         for unit in self.units:
             unit.weights.on_read = partial(self._read, unit)
@@ -97,7 +97,7 @@ class Schedule:
             self._in_backward = True
             self._is_looking = False
             for unit in self.units:
-                if unit.home is not None:
+                if unit.states is not None:
                     unit.settle()
             reduces = self.reduces()
             if reduces:
@@ -130,7 +130,7 @@ class Schedule:
         self.let_go()
         for unit in self.trainable:
             assert unit.grads is not None
-            if unit.home is not None:
+            if unit.states is not None:
                 unit.settle()  # the last step's update may still have to read them
             unit.grads.clear()
         self._reductions.forget()
@@ -151,7 +151,7 @@ class Schedule:
     def bring(self, unit: Unit, ahead: Sequence[Unit] = ()) -> None:
         """Make a unit's weights ready, with the gathers of those `ahead` issued before waiting."""
         self._passes.gather(unit, ahead)
-        if unit.weights.state is not State.READY:
+        if unit.weights.state is not WeightsState.READY:
             with self._clock.phase("wait for gather"):
                 unit.weights.settle()
 
@@ -168,7 +168,7 @@ class Schedule:
         self.release_all()
         for site in self._sites:
             site.depth = 0
-            site.guests = []
+            site.borrowed_units = []
         self._running = []
         self._in_backward = self._is_looking = False
         self._ending = None
@@ -188,7 +188,7 @@ class Schedule:
 
     # Forward
 
-    def _enter(self, site: Site, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _enter(self, site: HookedModule, module: nn.Module, args: Any, kwargs: Any) -> Any:
         refuse_transforms()
         recompute = inside_backward()
         if site.is_root and not recompute and not site.depth:
@@ -212,23 +212,23 @@ class Schedule:
         if not closing:
             return None
         again = partial(self.reach, closing, [unit.weights.generation for unit in closing])
-        return mark_inputs(args, kwargs, Visit(partial(leave, closing), again))
+        return mark_inputs(args, kwargs, OncePerBackward(partial(leave, closing), again))
 
-    def _exit(self, site: Site, module: nn.Module, args: Any, output: Any) -> None:
-        units = site.units + site.guests
+    def _exit(self, site: HookedModule, module: nn.Module, args: Any, output: Any) -> None:
+        units = site.units + site.borrowed_units
         if not inside_backward():
             self._end_call(site, units)
             if site.is_root and not site.depth:
                 self._end_forward(site)
         # Also at a root without units: only its outputs tell the outermost backward from those inside checkpoints.
         if torch.is_grad_enabled() and (units or site.is_root):
-            visit = Visit(partial(self.reach, units, [unit.weights.generation for unit in units]))
+            visit = OncePerBackward(partial(self.reach, units, [unit.weights.generation for unit in units]))
             outputs = (output,) if isinstance(output, torch.Tensor) else outputs_in(output)
             for tensor in (*outputs, *kept_by(site.inside)):
                 if tensor.grad_fn is not None:
                     tensor.register_hook(visit)
 
-    def _end_call(self, site: Site, units: Sequence[Unit]) -> None:
+    def _end_call(self, site: HookedModule, units: Sequence[Unit]) -> None:
         # A call that raised an exception which the model caught has not come here.
         while self._running and self._running.pop() is not site:
             pass
@@ -236,10 +236,10 @@ class Schedule:
         if site.depth:
             return
         for unit in units:
-            ends = unit.name in site.ends or unit in site.guests
+            ends = unit.name in site.ends or unit in site.borrowed_units
             if ends and unit.weights.policy.weights_sharded and not self._stays(site, unit):
                 unit.weights.release()
-        site.guests = []
+        site.borrowed_units = []
 
     def _read(self, unit: Unit) -> None:
         """A parameter is used by hand. Outside of forward and backward nobody could tell for how long."""
@@ -250,9 +250,9 @@ class Schedule:
         elif self._running:
             self._invite(self._running[-1], unit)
 
-    def _invite(self, site: Site, unit: Unit) -> None:
-        if unit not in site.units and unit not in site.guests:
-            site.guests.append(unit)
+    def _invite(self, site: HookedModule, unit: Unit) -> None:
+        if unit not in site.units and unit not in site.borrowed_units:
+            site.borrowed_units.append(unit)
             if torch.is_grad_enabled():
                 unit.traffic.loud_uses += 1
             elif self._is_loud:
@@ -267,7 +267,7 @@ class Schedule:
         self._is_loud = torch.is_grad_enabled()
         self._passes.begin("forward" if self._is_loud else "evaluation")
 
-    def _end_forward(self, root: Site) -> None:
+    def _end_forward(self, root: HookedModule) -> None:
         self._passes.finish((*root.units, *self._order.staying) if self._is_loud else ())
         # Evaluation is no teacher: one rank alone may evaluate, and the order must stay the same on all.
         if self._is_loud:
@@ -283,7 +283,7 @@ class Schedule:
             self._order.learn([self.units[number] for number in merged(everyone)])
         self._agreements += 1
 
-    def _record(self, site: Site, recompute: bool) -> int:
+    def _record(self, site: HookedModule, recompute: bool) -> int:
         for unit in site.units if not recompute else ():
             self._note_entry(unit)
         return self._place
@@ -293,13 +293,13 @@ class Schedule:
             self._entered.append(unit)
             self._place = self._order.place(unit, self._place)
 
-    def _stays(self, site: Site, unit: Unit) -> bool:
+    def _stays(self, site: HookedModule, unit: Unit) -> bool:
         """A unit that is gathered when the backward begins is not released just to be gathered again."""
         # A re-entrant checkpoint turns gradients off inside a forward that has them on.
         has_backward = torch.is_grad_enabled() or (self._is_loud and self._sites[0].depth > 0)
         return has_backward and (site.is_root or self._order.is_needed_next(unit, self._place + 1))
 
-    def _count_quiet(self, site: Site, recompute: bool) -> None:
+    def _count_quiet(self, site: HookedModule, recompute: bool) -> None:
         if self._is_loud and not recompute:
             for unit in site.units:
                 unit.traffic.quiet_uses += 1
@@ -331,10 +331,10 @@ class Schedule:
         if leaves_gradients_on(param for unit in self.trainable for param in unit.params):
             self.on_plain_backward()
             self.begin_backward()
-            self._ending = Ending(self.end_backward)
+            self._ending = BackwardEndCallback(self.end_backward)
         else:
             self._is_looking = True
-            self._ending = Ending(self._end_look)
+            self._ending = BackwardEndCallback(self._end_look)
 
     def _drop_broken(self) -> None:
         """Forget a backward that an exception broke off without a word to us."""
@@ -350,7 +350,7 @@ class Schedule:
 
     def _release_idle(self, units: Sequence[Unit]) -> None:
         """Release what no forward under way is using."""
-        used = [unit for site in self._running for unit in (*site.units, *site.guests)]
+        used = [unit for site in self._running for unit in (*site.units, *site.borrowed_units)]
         for unit in units:
             if unit.weights.policy.weights_sharded and unit not in used:
                 unit.weights.release()
@@ -405,7 +405,7 @@ class Schedule:
         return not is_awaited and self._passes.passes(unit)
 
     def _hook(self, model: nn.Module) -> list[RemovableHandle]:
-        sites = sites_of(model, self.units)
+        sites = hooked_modules(model, self.units)
         self._sites = list(sites.values())
         handles: list[RemovableHandle] = []
         untraced: Callable[..., Any] = torch._dynamo.disable  # hooks break no compiled graph: test_compiled_models

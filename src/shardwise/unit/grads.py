@@ -2,11 +2,11 @@
 
 Names, used throughout:
 - *strays*: gradients as autograd itself makes them, in `p.grad`.
-- *full*: where gradients are replicated, the unit's flat gradients of this rank. Strays are moved there when the
+- *full*: where gradients are replicated, the unit's flat gradients of this rank. AutogradGrads are moved there when the
   backward leaves the unit, and `p.grad` is then a view of it, to which later micro-batches add in place, until the
   reduction.
-- *held*: where gradients are sharded, this rank's shard of the reduced gradients. Strays are then packed as they are
-  sent, all at once or in pieces (see `budget`), and live for one micro-batch.
+- *held*: where gradients are sharded, this rank's shard of the reduced gradients. Those of autograd are packed
+  as they are sent, all at once or in pieces (see `budget`), and live for one micro-batch.
   Where gradients rest on the host, it leaves when it is made, and is recalled to add the next micro-batch.
 - *reduced*: the mean over the ranks of this rank's shard, wherever it is: `held`, or its slot in `full`.
 
@@ -23,14 +23,14 @@ from torch import nn
 
 from shardwise.comm.comm import Comm, Handle
 from shardwise.memory.ledger import Buffer, Entry, Kind, Ledger, Tier
-from shardwise.memory.reduce_plan import Flight, GradSizes, UpdateSizes
+from shardwise.memory.reduce_plan import GradSizes, ReducePlan, UpdateSizes
 from shardwise.offload.streams import Event
-from shardwise.offload.unit_states import GRADS, Home
+from shardwise.offload.unit_states import GRADS, UnitStates
 from shardwise.partition.layout import Layout
 from shardwise.partition.policy import Policy
 from shardwise.profiling import mark
 from shardwise.unit import norm
-from shardwise.unit.reduce import PLAINLY, Exchange, Flat, Packing, Source, Strays, block_numel
+from shardwise.unit.reduce import PLAINLY, AutogradGrads, FlatGrads, Packing, ReduceScatter, Source, block_numel
 
 
 class Grads:
@@ -44,23 +44,23 @@ class Grads:
         policy: Policy,
         comm: Comm,
         ledger: Ledger,
-        home: Home | None = None,
+        states: UnitStates | None = None,
     ) -> None:
         self.name = name
         self.policy = policy
-        self._home = home if home is not None and GRADS in home else None
+        self._states = states if states is not None and GRADS in states else None
         self._sum: torch.Tensor | None = None
         self._recalled: Event | None = None
         self.is_reduced = False
         self.has_gradients = False
-        self.flight = Flight()
+        self.reduce_plan = ReducePlan()
         self._params = list(params)
         self._layout = layout
         self._comm = comm
         self._ledger = ledger
         self._shard = layout.shard(comm.rank)
         self._gathering: Handle | None = None
-        self._exchange: Exchange | None = None
+        self._exchange: ReduceScatter | None = None
         self._strays = Entry(Kind.GRADS, f"{name} (local)", Tier.DEVICE)
         entry = Entry(Kind.GRADS, name, Tier.DEVICE)
         self._held = Buffer(ledger, entry, layout.shard_numel, policy.accumulate_dtype, comm.device)
@@ -85,10 +85,10 @@ class Grads:
     def reduced(self) -> torch.Tensor:
         """This rank's shard of the reduced gradients; in a fresh tensor, where they rest on the host."""
         assert self.is_reduced, f"the gradients of {self.name} are not reduced yet"
-        if self._home is not None:
-            dtype = self._home.slabs[GRADS].dtype
-            copy = torch.empty(self._home.numel, dtype=dtype, device=self._comm.device)
-            self._home.ferry.lanes.wait(self._home.recall(GRADS, copy))
+        if self._states is not None:
+            dtype = self._states.storages[GRADS].dtype
+            copy = torch.empty(self._states.numel, dtype=dtype, device=self._comm.device)
+            self._states.offload.streams.wait(self._states.recall(GRADS, copy))
             return copy
         return self._held.tensor if self._full is None else self._full.tensor[self._shard.slice]
 
@@ -100,7 +100,7 @@ class Grads:
     @property
     def is_away(self) -> bool:
         """Whether the reduced shard rests on the host."""
-        return self._home is not None
+        return self._states is not None
 
     @property
     def is_in_flight(self) -> bool:
@@ -111,14 +111,14 @@ class Grads:
         """Call `change` on the reduced shard, which it may write to."""
         shard = self.reduced
         change(shard)
-        if self._home is not None:
+        if self._states is not None:
             self._sum = norm.sums_of_squares([shard], self._comm)[0]
             keep = [shard]
-            self._home.rest(GRADS, shard, keep.clear)
+            self._states.rest(GRADS, shard, keep.clear)
 
     @cached_property
     def sizes(self) -> GradSizes:
-        """What the unit's gradients take, for the choice of their flight."""
+        """What the unit's gradients take, for the choice of their reduce_plan."""
         item = self.policy.grad_dtype.itemsize
         largest = max((slot.span.numel for slot in self._layout.slots), default=0)
         row = self._layout.shard_numel * self.policy.reduce_dtype.itemsize
@@ -127,7 +127,7 @@ class Grads:
             full=self._layout.numel * item,
             rested=self._layout.numel * self.policy.accumulate_dtype.itemsize,
             largest=largest * item,
-            held=self._held.size_bytes if self._home is None else 0,  # it leaves at once
+            held=self._held.size_bytes if self._states is None else 0,  # it leaves at once
             sent=row * self._comm.world_size,
             received=row * self._comm.rows_received,
             shard_numel=self._layout.shard_numel,
@@ -161,7 +161,7 @@ class Grads:
         """The backward reaches the unit: gradients are about to arrive."""
         self._begin()
         self._recall()
-        self._ledger.settle(self._strays, self._arriving_bytes())
+        self._ledger.set_bytes(self._strays, self._arriving_bytes())
 
     def _arriving_bytes(self) -> int:
         """What autograd makes: all gradients of the unit, or, to add to those that are there, one at a time."""
@@ -197,7 +197,7 @@ class Grads:
                     view.copy_(param.grad.detach())
         for param, view in zip(params, views, strict=True):
             param.grad = view
-        self._ledger.settle(self._strays, 0)
+        self._ledger.set_bytes(self._strays, 0)
 
     def start_reduce(self) -> None:
         """Send every rank its part. `finish_reduce` waits for ours and adds it up."""
@@ -208,8 +208,8 @@ class Grads:
                 self._keep()
                 return
             source = self._source()
-            self._exchange = Exchange(
-                self.name, source, self._layout, self.policy.reduce_dtype, self.flight.pieces, self._ledger
+            self._exchange = ReduceScatter(
+                self.name, source, self._layout, self.policy.reduce_dtype, self.reduce_plan.pieces, self._ledger
             )
             self._exchange.start(self._comm)
             if self._full is not None:
@@ -217,8 +217,8 @@ class Grads:
 
     def _source(self) -> Source:
         if self._full is not None:
-            return Flat(self._full.tensor.view(self._layout.world_size, -1))
-        return Strays(self._params, self._layout, self._packing, self._let_go)
+            return FlatGrads(self._full.tensor.view(self._layout.world_size, -1))
+        return AutogradGrads(self._params, self._layout, self._packing, self._let_go)
 
     def _keep(self) -> None:
         """One rank's gradients are the sum over all ranks."""
@@ -231,7 +231,7 @@ class Grads:
             self._packing.fill(self._params)
         self._let_go()
         self.is_reduced = True
-        self._send_home()
+        self._offload_shard()
 
     def finish_reduce(self) -> None:
         """Hold the mean over the ranks of this rank's shard, added to that of earlier micro-batches."""
@@ -240,7 +240,7 @@ class Grads:
             self._exchange.finish(self._comm, self._target)
             self._exchange = None
             self.is_reduced = True
-            self._send_home()
+            self._offload_shard()
 
     def late_gradient(self) -> bool:
         """Whether a gradient arrived after the unit was reduced, and so is in nobody's sum."""
@@ -281,8 +281,8 @@ class Grads:
         """Forget the gradients of this step and free their buffers."""
         self.forget()
         self._await_recalled()
-        if self._home is not None:
-            self._home.ferry.lanes.arrive()
+        if self._states is not None:
+            self._states.offload.streams.arrive()
         self._held.free()
         if self._whole is not None:
             self._whole.free()
@@ -304,7 +304,7 @@ class Grads:
         with PLAINLY():
             for param in self._params:
                 param.grad = None
-        self._ledger.settle(self._strays, 0)
+        self._ledger.set_bytes(self._strays, 0)
 
     @property
     def _makes_whole(self) -> bool:
@@ -338,21 +338,21 @@ class Grads:
     def move_in(self) -> None:
         """Let the shard rest on the device. Not while there is one."""
         assert not self.is_reduced, f"the gradients of {self.name} are away"
-        self._home = None
+        self._states = None
 
-    def _send_home(self) -> None:
+    def _offload_shard(self) -> None:
         """Let the shard leave the device; what the global norm needs of it stays."""
-        if self._home is not None:
+        if self._states is not None:
             self._sum = norm.sums_of_squares([self._held.tensor], self._comm)[0]
-            self._home.rest(GRADS, self._held.tensor, self._held.free)
+            self._states.rest(GRADS, self._held.tensor, self._held.free)
 
     def _recall(self) -> None:
         """Bring back what earlier micro-batches left, ahead of what is added to it."""
-        if self._home is not None and self.is_reduced and self._recalled is None:
-            self._home.ferry.lanes.arrive()
-            self._recalled = self._home.recall(GRADS, self._held.allocate())
+        if self._states is not None and self.is_reduced and self._recalled is None:
+            self._states.offload.streams.arrive()
+            self._recalled = self._states.recall(GRADS, self._held.allocate())
 
     def _await_recalled(self) -> None:
-        if self._home is not None and self._recalled is not None:
-            self._home.ferry.lanes.wait(self._recalled)
+        if self._states is not None and self._recalled is not None:
+            self._states.offload.streams.wait(self._recalled)
             self._recalled = None

@@ -52,7 +52,7 @@ def writes(func: Callable[..., Any]) -> bool:
     return in_place or name in _OPERATORS
 
 
-class Watch:
+class ParamGuard:
     """The parameters of one owner, and the classes they are of while it reacts for them."""
 
     def __init__(self, params: Iterable[torch.Tensor], owner: Owner) -> None:

@@ -75,7 +75,7 @@ class Source(Protocol):
         """Everything is sent: free what `whole` gave."""
 
 
-class Flat:
+class FlatGrads:
     """Gradients in the unit's flat buffer."""
 
     def __init__(self, shards: torch.Tensor) -> None:
@@ -94,7 +94,7 @@ class Flat:
         pass
 
 
-class Strays:
+class AutogradGrads:
     """Gradients as autograd keeps them, each in its parameter's `grad`; `packing` is where they are laid out."""
 
     def __init__(
@@ -128,7 +128,7 @@ def _lay_out(target: torch.Tensor, wanted: Span, params: Sequence[nn.Parameter],
             target[part.shift(-wanted.start).slice] = flat[part.shift(-slot.span.start).slice]
 
 
-class Exchange:
+class ReduceScatter:
     """One reduction in flight: parts out to their owners, parts in from every rank, added up in rank order.
 
     Gradients that lie in one flat buffer are sent from there; others are packed first, all at once or in pieces.

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from shardwise.comm.comm import Comm
-from shardwise.offload.context import Ferry
-from shardwise.offload.unit_states import home_for
+from shardwise.offload.context import OffloadContext
+from shardwise.offload.unit_states import unit_states_for
 from shardwise.partition.layout import Cut, Layout, TensorSpec
 from shardwise.partition.policy import Group, Policy
 from shardwise.partition.units import UnitSpec
@@ -20,7 +20,7 @@ from shardwise.unit.grads import Grads
 from shardwise.unit.weights import Weights
 
 if TYPE_CHECKING:
-    from shardwise.optim.states import Held
+    from shardwise.optim.states import StateView
 
 
 @dataclass
@@ -52,9 +52,9 @@ class Unit:
         layout: Layout,
         policy: Policy,
         comm: Comm,
-        ferry: Ferry,
+        offload: OffloadContext,
     ) -> None:
-        ledger = ferry.ledger
+        ledger = offload.ledger
         self.name = spec.name
         self.number = next(_NUMBERS)
         self.spec = spec
@@ -63,14 +63,14 @@ class Unit:
         self.names = [slot.spec.name for slot in layout.slots]
         self.params = [params[name] for name in self.names]
         self.traffic = Traffic()
-        self.kept: list[Held] = []  # what lasts besides master and optimizer state: averages
+        self.kept: list[StateView] = []  # what lasts besides master and optimizer state: averages
         owned_numel = layout.shard_numel if policy.optim_sharded else layout.numel
-        self.home = home_for(spec.name, policy, owned_numel, ferry)
-        self.weights = Weights(spec.name, self.params, layout, policy, comm, ledger, self.home)
+        self.states = unit_states_for(spec.name, policy, owned_numel, offload)
+        self.weights = Weights(spec.name, self.params, layout, policy, comm, ledger, self.states)
         self.grads: Grads | None = None
         self.weights.adopt()
         if policy.trainable:
-            self.grads = Grads(spec.name, self.params, layout, policy, comm, ledger, self.home)
+            self.grads = Grads(spec.name, self.params, layout, policy, comm, ledger, self.states)
 
     def view(self, flat: torch.Tensor, name: str) -> torch.Tensor:
         """One parameter's part of a flat tensor in this unit's layout."""
@@ -80,49 +80,49 @@ class Unit:
     def settle(self) -> None:
         """Do what is due of the last update, and have the computing stream come after it."""
         self.weights.catch_up()
-        if self.home is not None:
-            self.home.flush()
+        if self.states is not None:
+            self.states.flush()
 
     def quiet(self) -> None:
         """Have the host wait until the states are where they rest, to be looked at or replaced."""
         self.settle()
-        if self.home is not None:
-            self.home.quiet()
+        if self.states is not None:
+            self.states.quiet()
 
     def move_in(self, optimizer: torch.optim.Optimizer) -> None:
         """Let everything rest on the device from here on. Between a step and the next forward."""
-        if self.home is None or self.grads is None:
+        if self.states is None or self.grads is None:
             return
         self.quiet()
         self.weights.move_in()
         self.grads.move_in()
         for (_, piece), span in zip(self.weights.pieces, self.weights.piece_spans, strict=True):
             state = optimizer.state.get(piece, {})
-            for key in [key for key in state if key in self.home and state[key].shape == piece.shape]:
-                values = self.home.read(key, span).view(state[key].shape)
+            for key in [key for key in state if key in self.states and state[key].shape == piece.shape]:
+                values = self.states.read(key, span).view(state[key].shape)
                 state[key] = values.to(self.comm.device, copy=True)
-        self.home.free()
-        self.home = None
+        self.states.free()
+        self.states = None
 
     def leave_disk(self, optimizer: torch.optim.Optimizer) -> None:
         """Let what rests on the disk rest on the host from here on. Between a step and the next forward."""
-        if self.home is None:
+        if self.states is None:
             return
         self.quiet()
-        self.home.leave_disk()
+        self.states.leave_disk()
         self.weights.bind_pieces()
         for (_, piece), span in zip(self.weights.pieces, self.weights.piece_spans, strict=True):
             state = optimizer.state.get(piece, {})
-            for key in [key for key in state if key in self.home and state[key].shape == piece.shape]:
-                state[key] = self.home.slabs[key].at_rest(span, piece.shape)
+            for key in [key for key in state if key in self.states and state[key].shape == piece.shape]:
+                state[key] = self.states.storages[key].at_rest(span, piece.shape)
 
     def free(self) -> None:
         """Drop every buffer, once nothing reads it any more."""
         self.weights.catch_up()
         if self.grads is not None:
             self.grads.clear()
-        if self.home is not None:
-            self.home.free()  # an update on the host may be at work on the pieces
+        if self.states is not None:
+            self.states.free()  # an update on the host may be at work on the pieces
         self.weights.free()
 
 

@@ -7,7 +7,7 @@ Names, used throughout:
   where the optimizer needs whole ones (`Layout.updates`); the optimizer's parameters.
 - *part*: the master's own storage. Where master and weights have one dtype, the master lives in its slot of `full`
   while that exists and moves to `part` when it is released, so that no element is ever held twice.
-- *home*: where the master rests if not on the device; `full` is then filled from there.
+- *states*: where the master rests if not on the device; `full` is then filled from there.
 - *stand-in*: what a parameter points to while released: NaN expanded to its shape. Reads give NaN, writes raise.
 """
 
@@ -22,7 +22,7 @@ from torch import nn
 
 from shardwise.comm.comm import DONE, Comm, Handle
 from shardwise.memory.ledger import Buffer, Entry, Kind, Ledger, Tier
-from shardwise.offload.unit_states import MASTER, Home
+from shardwise.offload.unit_states import MASTER, UnitStates
 from shardwise.partition.layout import Layout, Span
 from shardwise.partition.policy import Policy
 from shardwise.profiling import mark
@@ -30,7 +30,7 @@ from shardwise.unit import param_guard
 from shardwise.unit.deferred_value import origin_of, set_origin
 
 
-class State(enum.Enum):
+class WeightsState(enum.Enum):
     """RELEASED: stand-ins. GATHERING: a collective fills `full`. READY: the parameters hold the current values."""
 
     RELEASED = "released"
@@ -49,16 +49,16 @@ class Weights:
         policy: Policy,
         comm: Comm,
         ledger: Ledger,
-        home: Home | None = None,
+        states: UnitStates | None = None,
     ) -> None:
         self.name = name
         self.policy = policy
         self.params = list(params)
-        self.state = State.RELEASED
+        self.state = WeightsState.RELEASED
         self.generation = 0
         self.on_read: Callable[[], None] = lambda: None
         self._pins = 0
-        self._watch = param_guard.Watch(self.params, self)
+        self._watch = param_guard.ParamGuard(self.params, self)
         self.owned = layout.shard(comm.rank) if policy.optim_sharded else Span(0, layout.numel)
         self.is_whole = self.owned.numel == layout.numel
         """Whether this rank owns every element, so that nothing need be gathered."""
@@ -70,11 +70,11 @@ class Weights:
         self._full = Buffer(
             ledger, Entry(Kind.WEIGHTS, name, Tier.DEVICE), layout.numel, policy.weight_dtype, comm.device
         )
-        self._home = home
+        self._states = states
         self._ledger = ledger
-        self._master_is_home = home is not None and MASTER in home
+        self._master_is_offloaded = states is not None and MASTER in states
         # What rests on the device beside a master that does not: sharded weights, where they are placed there.
-        self._keeps_weights = self._master_is_home and policy.weights_sharded and policy.weights_tier == "device"
+        self._keeps_weights = self._master_is_offloaded and policy.weights_sharded and policy.weights_tier == "device"
         kind = Kind.WEIGHTS if self._one_storage or self._keeps_weights else Kind.OPTIM
         dtype = policy.weight_dtype if self._keeps_weights else policy.master_dtype
         self._part = Buffer(ledger, Entry(kind, name, Tier.DEVICE), self.owned.numel, dtype, comm.device)
@@ -83,9 +83,9 @@ class Weights:
         blank = _blank(policy.weight_dtype, comm.device)
         self._stand_ins = [blank.expand(slot.spec.shape) for slot in layout.slots]
         runs = layout.updates(comm.rank if policy.optim_sharded else None) if policy.trainable else ()
-        if home is not None:
-            runs = tuple(part for run in runs for part in run.split(home.ferry.parcel_numel))
-            home.divide([run.shard for run in runs])
+        if states is not None:
+            runs = tuple(part for run in runs for part in run.split(states.offload.bucket_numel))
+            states.divide([run.shard for run in runs])
         self.piece_spans = [run.shard for run in runs]
         self._piece_shapes = [(run.shard.numel,) if run.shape is None else run.shape for run in runs]
         self.pieces = [(run.group, nn.Parameter(torch.empty(0))) for run in runs]
@@ -93,20 +93,20 @@ class Weights:
     @property
     def master(self) -> torch.Tensor:
         """The owned elements as they are updated, wherever they are, to look at. Off the device, it waits for them."""
-        if (home := self.master_home) is not None:
-            return home.read(MASTER, home.everything)
+        if (states := self.master_states) is not None:
+            return states.read(MASTER, states.everything)
         return self._part.tensor if self._part.live else self._mine
 
     @property
-    def master_home(self) -> Home | None:
+    def master_states(self) -> UnitStates | None:
         """Where the master rests, if not on the device."""
-        return self._home if self._master_is_home else None
+        return self._states if self._master_is_offloaded else None
 
     @property
     def full(self) -> torch.Tensor:
         """The flat weights; settled first."""
         self.settle()
-        assert self.state is State.READY, f"the weights of {self.name} are {self.state.value}"
+        assert self.state is WeightsState.READY, f"the weights of {self.name} are {self.state.value}"
         return self._full.tensor
 
     @property
@@ -142,8 +142,8 @@ class Weights:
             set_origin(param, None)
         if is_shared:
             self._comm.broadcast(exact, unit=self.name)
-        if (home := self.master_home) is not None:
-            home.write(MASTER, home.everything, exact[self.owned.slice])
+        if (states := self.master_states) is not None:
+            states.write(MASTER, states.everything, exact[self.owned.slice])
         elif not self._one_storage:
             self._part.allocate().copy_(exact[self.owned.slice])
         if not self._one_storage:
@@ -152,13 +152,13 @@ class Weights:
             self._part.allocate().copy_(self._mine)
         self._bind(self._views)
         self.bind_pieces()
-        self.state = State.READY
+        self.state = WeightsState.READY
         if self.policy.weights_sharded:
             self.release()
 
     def gather(self) -> None:
         """Start to bring the current values into `full`; `settle` waits for them."""
-        if self.state is State.RELEASED:
+        if self.state is WeightsState.RELEASED:
             with mark("gather", self.name):
                 self._full.allocate()
                 self._watch.end()
@@ -167,7 +167,7 @@ class Weights:
 
     def gather_again(self) -> None:
         """Take part in a gather that other ranks need, also if the values are here: they come once more."""
-        if self.state is State.RELEASED:
+        if self.state is WeightsState.RELEASED:
             self.gather()
             return
         with mark("gather", self.name):
@@ -183,23 +183,23 @@ class Weights:
         An update of states that rest elsewhere is done on the way; where nobody holds the weights, at the next gather.
         """
         self.generation += 1
-        rests_here = self._keeps_weights or (self.state is State.RELEASED and not self._master_is_home)
+        rests_here = self._keeps_weights or (self.state is WeightsState.RELEASED and not self._master_is_offloaded)
         # A copy that rests beside its master is renewed also where the master was written and no update is due.
-        if self._home is not None and rests_here and (self._keeps_weights or self._home.job is not None):
+        if self._states is not None and rests_here and (self._keeps_weights or self._states.job is not None):
             self._keeping.wait()
-            self._keeping = self._home.deliver(self._part.tensor)
-        if self.state is not State.RELEASED:
+            self._keeping = self._states.deliver(self._part.tensor)
+        if self.state is not WeightsState.RELEASED:
             with mark("gather", self.name):
                 self.settle()
                 self._publish()
 
     def settle(self) -> None:
         """Wait for a gather under way."""
-        if self.state is State.GATHERING:
+        if self.state is WeightsState.GATHERING:
             self._handle.wait()
             self._handle = DONE
             self._watch.end()
-            self.state = State.READY
+            self.state = WeightsState.READY
 
     def catch_up(self) -> None:
         """Have the computing stream come after everything that is under way."""
@@ -211,18 +211,18 @@ class Weights:
     def release(self) -> None:
         """Free `full`; the parameters become stand-ins. Not while they are pinned, nor where it would free nothing:
         one rank in one dtype holds in `full` just what would rest."""
-        frees_nothing = self._one_storage and self.is_whole and not self._master_is_home
-        if self.state is State.RELEASED or self._pins or frees_nothing:
+        frees_nothing = self._one_storage and self.is_whole and not self._master_is_offloaded
+        if self.state is WeightsState.RELEASED or self._pins or frees_nothing:
             return
         self.settle()
         with mark("release", self.name):
             self._bind(self._stand_ins)
             self._watch.begin()
-            if self._one_storage and not self._master_is_home:
+            if self._one_storage and not self._master_is_offloaded:
                 self._part.allocate().copy_(self._mine)
                 self.bind_pieces()
             self._full.free()
-            self.state = State.RELEASED
+            self.state = WeightsState.RELEASED
 
     def pin(self) -> None:
         """Make the values ready and keep them until `unpin`."""
@@ -250,17 +250,17 @@ class Weights:
     def move_in(self) -> None:
         """Let the master rest on the device."""
         self.catch_up()
-        if not self._master_is_home:
+        if not self._master_is_offloaded:
             return
         master = self.master
         self._part.free()
         kind = Kind.WEIGHTS if self._one_storage else Kind.OPTIM
         entry = Entry(kind, self.name, Tier.DEVICE)
         self._part = Buffer(self._ledger, entry, self.owned.numel, self.policy.master_dtype, self._comm.device)
-        if not self._one_storage or self.state is State.RELEASED:
+        if not self._one_storage or self.state is WeightsState.RELEASED:
             self._part.allocate().copy_(master)
-        self._master_is_home = self._keeps_weights = False
-        self._home = None
+        self._master_is_offloaded = self._keeps_weights = False
+        self._states = None
         self.bind_pieces()
 
     def take_back(self, source: int | None = None) -> None:
@@ -271,12 +271,12 @@ class Weights:
         if source is not None:
             self._comm.broadcast(self.full, source, self.name)
         mine = self.full[self.owned.slice]
-        if not self._one_storage or self._master_is_home:
+        if not self._one_storage or self._master_is_offloaded:
             master = self.master.to(mine.device)
             same = mine == master.to(mine.dtype)
             written = torch.where(same, master, mine.to(master.dtype))
-            if (home := self.master_home) is not None:
-                home.write(MASTER, home.everything, written)
+            if (states := self.master_states) is not None:
+                states.write(MASTER, states.everything, written)
             else:
                 self.master.copy_(written)
         if self._keeps_weights:
@@ -286,18 +286,20 @@ class Weights:
     def free(self) -> None:
         """Drop every buffer; the parameters become stand-ins."""
         self.catch_up()
-        if self.state is State.RELEASED:
+        if self.state is WeightsState.RELEASED:
             self._watch.end()
         self._bind(self._stand_ins)
         for _, piece in self.pieces:
             piece.data = torch.empty(0)
         self._full.free()
         self._part.free()
-        self.state = State.RELEASED
+        self.state = WeightsState.RELEASED
 
     def _publish(self) -> None:
-        if self._home is not None and (self._home.job is not None or (self._master_is_home and not self._part.live)):
-            self._publish_from_home(self._home)
+        if self._states is not None and (
+            self._states.job is not None or (self._master_is_offloaded and not self._part.live)
+        ):
+            self._publish_offloaded(self._states)
             return
         if self._part.live:
             self._keeping.wait()
@@ -306,7 +308,7 @@ class Weights:
                 self._part.free()
                 self.bind_pieces()
         if self.is_whole:
-            self.state = State.READY
+            self.state = WeightsState.READY
             return
         self._expect(self._comm.gather(self._full.tensor, "gather", self.name))
 
@@ -325,24 +327,24 @@ class Weights:
             gathering.wait()
             aside.free()
 
-    def _publish_from_home(self, home: Home) -> None:
-        arrival = home.deliver(self._mine)
+    def _publish_offloaded(self, states: UnitStates) -> None:
+        arrival = states.deliver(self._mine)
         if self.is_whole:
             self._expect(arrival)
             return
         arrival.issue()
-        with home.ferry.lanes.work:
+        with states.offload.streams.update:
             gathering = self._comm.gather(self._full.tensor, "gather", self.name)
         self._expect(_Both(arrival, gathering))
 
     def _expect(self, handle: Handle) -> None:
         self._handle = handle
-        self.state = State.GATHERING
+        self.state = WeightsState.GATHERING
         self._watch.begin()
 
     def react(self, func: Callable[..., Any]) -> None:
         """A parameter that is not ready is used by hand: in the middle of a forward, `on_read` gathers it."""
-        if self.state is State.RELEASED and param_guard.writes(func):
+        if self.state is WeightsState.RELEASED and param_guard.writes(func):
             raise RuntimeError(
                 f"a parameter of {self.name} is sharded and not gathered, so {func.__name__} would write nowhere: "
                 "write inside `with shardwise.gathered(params, write=True):`"
@@ -356,11 +358,11 @@ class Weights:
 
     def bind_pieces(self) -> None:
         """Let the optimizer's parameters be where the master is."""
-        if (home := self.master_home) is None:
+        if (states := self.master_states) is None:
             values = self.cut(self.master)
         else:
             places = zip(self.piece_spans, self._piece_shapes, strict=True)
-            values = [home.slabs[MASTER].at_rest(span, torch.Size(shape)) for span, shape in places]
+            values = [states.storages[MASTER].at_rest(span, torch.Size(shape)) for span, shape in places]
         for (_, piece), value in zip(self.pieces, values, strict=True):
             piece.data = value
 

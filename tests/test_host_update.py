@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import shardwise
+from shardwise.optim import host_update
 from shardwise.optim.host_share import balanced
-from shardwise.optim.updater import host_update
 from support import matrix, ranks
 from support.training import digest, make_batch, make_sgd, start, train_step
 from test_offload import SMALL, config, train
@@ -161,7 +161,7 @@ def test_an_error_on_the_host_is_raised_where_the_weights_are_used(rank, world_s
 def test_the_share_that_is_asked_for(rank, world_size):
     engine = start("gpt", config("zero2_offload", "bf16", offload={"update": "split", "host_share": 0.25}))
     numels = {unit.name: unit.layout.numel for unit in engine.units}
-    taken = sum(numels[unit.name] for unit in engine.units if unit.home.is_hosted)
+    taken = sum(numels[unit.name] for unit in engine.units if unit.states.is_hosted)
     assert 0 < taken < 0.5 * sum(numels.values())
     engine.destroy()
 
@@ -194,7 +194,7 @@ def test_an_overflow_just_before_the_host_takes_over(rank, world_size):
             loss = engine(make_batch(engine.module, rank, step))
             engine.backward(loss * (float("inf") if step == 2 else 1.0))
             engine.step()
-        result = digest(engine), engine.skipped_steps, any(unit.home.is_hosted for unit in engine.units)
+        result = digest(engine), engine.skipped_steps, any(unit.states.is_hosted for unit in engine.units)
         engine.destroy()
         return result
 

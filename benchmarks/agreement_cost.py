@@ -56,7 +56,7 @@ def seconds(engine: shardwise.Engine, name: str, index: int) -> float:
     engine.backward(engine(**batch))
     engine.step()
     for unit in engine.units:
-        unit.weights.settle()
+        unit.weights.wait_gather()
     return time.perf_counter() - started
 
 

@@ -149,9 +149,9 @@ def save_for_ever(rank: int, ranks: int, root: Path, store: Path, shared: mmap.m
         number += 1
         for unit in engine.units:
             unit.weights.master.fill_(number)
-            for _, piece in unit.weights.pieces:
+            for piece in unit.weights.pieces:
                 moments = ("exp_avg", "exp_avg_sq")
-                engine.optimizer.state[piece] = {key: torch.full_like(piece, number) for key in moments}
+                engine.optimizer.state[piece.param] = {key: torch.full_like(piece.param, number) for key in moments}
         blocking = bool(number % 2)
         engine.save(root, f"number-{number}", blocking=blocking, state={"number": number}, keep=2)
         if rank == 0:

@@ -266,7 +266,7 @@ def test_without_tags_what_is_repeated_is_not_met_over(rank, world_size, preset,
     bucket = {"gradients": {"reduce_bucket_bytes": 60_000 // pieces}} if pieces > 1 else {}
     with mock.patch("shardwise.engine.initialize.Comm", WithoutTags):
         engine = begin(preset, batch={"accumulation": 2}, **bucket)
-    assert max(unit.grads.reduce_plan.pieces for unit in engine.units) >= pieces
+    assert max(unit.grads.reduce_plan.parts for unit in engine.units) >= pieces
     for index in range(2):
         train_step(engine, rank, index)
     with mock.patch.object(agreement.Agreement, "_meet", side_effect=AssertionError("met over what is known")):

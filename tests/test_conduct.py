@@ -381,10 +381,10 @@ def test_saved_tensors_are_watched_once_unless_that_found_something(rank, world_
     watched = []
     for step in range(3):
         calls = []
-        pack = engine._schedule.rehearsal._pack
-        engine._schedule.rehearsal._pack = lambda tensor, calls=calls, pack=pack: calls.append(1) or pack(tensor)
+        pack = engine._schedule.saved_tensors._pack
+        engine._schedule.saved_tensors._pack = lambda tensor, calls=calls, pack=pack: calls.append(1) or pack(tensor)
         engine.backward(with_collected(engine.module, engine(data(rank, step)), None))
-        engine._schedule.rehearsal._pack = pack
+        engine._schedule.saved_tensors._pack = pack
         engine.step()
         watched.append(bool(calls))
     assert watched == [True, make is CollectsLate, make is CollectsLate]
@@ -501,7 +501,7 @@ def test_an_update_that_breaks_off_leaves_no_gradients_behind(rank, world_size, 
     with pytest.raises(torch.OutOfMemoryError) as failure:
         engine.step()
     assert "load the last checkpoint" in failure.value.__notes__[0]
-    assert all(piece.grad is None for unit in engine.units for _, piece in unit.weights.pieces)
+    assert all(piece.param.grad is None for unit in engine.units for piece in unit.weights.pieces)
     assert engine.is_at_rest
     before = digest(engine)
     engine.step()

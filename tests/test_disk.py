@@ -459,7 +459,7 @@ def test_traffic_equals_the_formula(rank, world_size, placement, accumulation, t
     grads = 2 if accumulation == 1 else 4
     assert moved["device to host"] == 2 * owned * (12 + grads * accumulation)
     for unit in engine.units:
-        unit.quiet()
+        unit.synchronize()
     os.pwritev = real
     runs = sum(3 * len(unit.states.buckets) for unit in engine.units)
     at_least = 4 * owned + 5 * 12 * owned
@@ -565,7 +565,7 @@ def test_a_damaged_file_stops_training(rank, world_size, placement, tmp_path):
     engine = start("gpt", config(placement, tmp_path, "bf16"))
     train_steps(engine, rank, range(2))
     for unit in engine.units:
-        unit.quiet()
+        unit.synchronize()
     (path,) = tmp_path.glob(f"*{SUFFIX}")
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1

@@ -66,7 +66,7 @@ def test_options_are_the_users_whatever_the_thread_is_at(rank, world_size):
         engine = start("gpt", config("zero2_offload", "bf16", offload={"update": "host"}))
         for step in range(3):
             if step:
-                engine._updater._hands.updater.optimizer.param_groups = engine.optimizer.param_groups[:groups]
+                engine._updater._worker.twin.optimizer.param_groups = engine.optimizer.param_groups[:groups]
             train_step(engine, rank, step)
         found = digest(engine)
         engine.destroy()
@@ -137,7 +137,7 @@ def test_what_the_host_updates_sends_its_weights_alone(rank, world_size):
     before = dict(engine.report().moved_bytes)
     train_step(engine, rank, 2)
     for unit in engine.units:
-        unit.weights.settle()
+        unit.weights.wait_gather()
     moved = {way: size - before[way] for way, size in engine.report().moved_bytes.items()}
     numel = sum(unit.layout.numel for unit in engine.units)
     assert moved == {"host to device": 2 * numel, "device to host": 2 * numel}
@@ -161,7 +161,7 @@ def test_an_error_on_the_host_is_raised_where_the_weights_are_used(rank, world_s
 def test_the_share_that_is_asked_for(rank, world_size):
     engine = start("gpt", config("zero2_offload", "bf16", offload={"update": "split", "host_share": 0.25}))
     numels = {unit.name: unit.layout.numel for unit in engine.units}
-    taken = sum(numels[unit.name] for unit in engine.units if unit.states.is_hosted)
+    taken = sum(numels[unit.name] for unit in engine.units if unit.states.updates_on_host)
     assert 0 < taken < 0.5 * sum(numels.values())
     engine.destroy()
 
@@ -194,7 +194,7 @@ def test_an_overflow_just_before_the_host_takes_over(rank, world_size):
             loss = engine(make_batch(engine.module, rank, step))
             engine.backward(loss * (float("inf") if step == 2 else 1.0))
             engine.step()
-        result = digest(engine), engine.skipped_steps, any(unit.states.is_hosted for unit in engine.units)
+        result = digest(engine), engine.skipped_steps, any(unit.states.updates_on_host for unit in engine.units)
         engine.destroy()
         return result
 

@@ -83,7 +83,7 @@ def measure(name, preset, precision, accumulation, steps=2):
                 engine.backward(engine(data))
                 engine.step()
         for unit in engine.units:
-            unit.weights.settle()
+            unit.weights.wait_gather()
         gc.collect()
         seen = Seen(
             peak=observer.peak_bytes - before,

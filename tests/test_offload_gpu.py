@@ -184,10 +184,10 @@ def test_the_host_updates_as_the_device_does(placement, precision):
         engine = make_engine(placement, precision, offload=offload)
         losses, masters = [train_step(engine, 0, 0).item()], []
         for unit in engine.units:
-            unit.quiet()
+            unit.synchronize()
             masters.append(unit.weights.master.float().cpu().clone())
         losses += [train_step(engine, 0, step).item() for step in range(1, 6)]
-        hosted = [unit.states.is_hosted for unit in engine.units]
+        hosted = [unit.states.updates_on_host for unit in engine.units]
         engine.destroy()
         return losses, masters, hosted
 

@@ -46,7 +46,7 @@ def test_a_single_unit_takes_no_more_than_replicated_ones_by_more_than_a_small_p
     reduce_plan = choose_reduce_plan(units, True, accumulates)
     excess = sharded_peak(units, accumulates, reduce_plan) - replicated_peak(units, accumulates)
     assert excess <= max(8 << 10, units[0].full // 512)
-    assert reduce_plan.is_whole or exchange_bytes(units[0], reduce_plan) > 4 << 10 or reduce_plan.pieces == 4
+    assert reduce_plan.is_whole or exchange_bytes(units[0], reduce_plan) > 4 << 10 or reduce_plan.parts == 4
 
 
 def test_a_bound_of_the_users_is_kept_however_small():

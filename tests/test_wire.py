@@ -18,7 +18,7 @@ def sent_in_a_step(engine, rank, step=1):
     with WireObserver(control=control) as wire:
         train_step(engine, rank, step)
         for unit in engine.units:
-            unit.weights.settle()
+            unit.weights.wait_gather()
     return wire
 
 
@@ -29,7 +29,7 @@ def expected_bytes(engine, preset, order, accumulation, item, world_size):
     a unit that no forward enters is never gathered.
     """
     share = (world_size - 1) / world_size
-    trainable = sum(unit.layout.numel for unit in engine.units if unit.grads is not None)
+    trainable = sum(unit.layout.numel for unit in engine.units if unit.is_trainable)
     held = 4 if accumulation > 1 else item
     if preset == "zero3":
         entered = [unit for unit in engine.units if unit.name != "unused"]
@@ -114,7 +114,7 @@ def test_the_loop_of_no_sync_sends_once(rank, world_size):
         engine.backward(engine(make_batch(engine.module, rank, 2)))
         engine.step()
         for unit in engine.units:
-            unit.weights.settle()
+            unit.weights.wait_gather()
     total = sum(unit.layout.numel for unit in engine.units)
     assert wire.sent_bytes == 2 * total * 4 * (world_size - 1) / world_size
     engine.destroy()

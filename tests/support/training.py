@@ -167,7 +167,7 @@ def whole_values(engine: shardwise.Engine) -> dict[str, dict[str, torch.Tensor]]
     values: dict[str, dict[str, torch.Tensor]] = {name: {} for unit in engine.units for name in unit.names}
     for key, dtype in sorted({key: dtype for kinds, _ in everyone for key, dtype in kinds.items()}.items()):
         for unit in engine.units:
-            if key == MASTER or unit.grads is not None:
+            if key == MASTER or unit.is_trainable:
                 empty = torch.zeros(unit.weights.owned.numel, dtype=dtype, device=unit.weights.master.device)
                 flat = unit.weights.whole(mine[unit.name].get(key, empty))
                 for name in unit.names:
@@ -180,7 +180,7 @@ def whole_values(engine: shardwise.Engine) -> dict[str, dict[str, torch.Tensor]]
 
 def _owned_values(unit: Unit, optimizer: torch.optim.Optimizer | None) -> dict[str, torch.Tensor]:
     """What this rank holds of a unit, each key flat over what it owns."""
-    unit.weights.settle()
+    unit.weights.wait_gather()
     flats: dict[str, torch.Tensor] = {}
     for held in state_views(unit, optimizer):
         part = held.read(held.span)

@@ -19,8 +19,9 @@ from shardwise._version import __version__
 from shardwise.checkpoint import rng
 from shardwise.checkpoint.plain import dtype_name, to_plain
 from shardwise.optim.optimizers import members
-from shardwise.optim.states import StateView, extras_of, state_views
+from shardwise.optim.states import extras_of, state_views
 from shardwise.partition.layout import Slot, Span
+from shardwise.unit.state_view import StateView
 from shardwise.unit.unit import Unit
 
 if TYPE_CHECKING:
@@ -176,7 +177,7 @@ def _params(engine: Engine) -> dict[str, dict[str, Any]]:
             continue
         first[id(param)] = name
         unit, slot = slots[name]
-        group = slot.spec.group if unit.grads is not None else None
+        group = slot.spec.group if unit.is_trainable else None
         dtype = unit.weights.policy.master_dtype
         compute = dtype_name(unit.weights.policy.weight_dtype)
         params[name] = {"shape": slot.spec.shape, "dtype": dtype, "compute": compute, "group": group, "aliases": []}

@@ -55,7 +55,7 @@ def _check_optimizer(engine: Engine, manifest: Manifest, path: Path) -> None:
             f"{path} has {len(groups)} parameter groups; the optimizer has {len(engine.optimizer.param_groups)}"
         )
     for unit in engine.units:
-        for slot in unit.layout.slots if unit.grads is not None else ():
+        for slot in unit.layout.slots if unit.is_trainable else ():
             saved = manifest.params[slot.spec.name].group
             if saved not in (None, slot.spec.group):
                 raise CheckpointError(

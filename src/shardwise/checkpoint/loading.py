@@ -77,7 +77,7 @@ def _restore(engine: Engine, reader: Reader) -> Any:
     manifest, comm = reader.manifest, engine.comm
     states = _states_by_param(manifest)
     for unit in engine.units:
-        if engine.optimizer is not None and unit.grads is not None:
+        if engine.optimizer is not None and unit.is_trainable:
             _prepare_states(unit, engine.optimizer, reader, states)
         for held in state_views(unit, engine.optimizer):
             for slot, part in overlaps(unit, held.span):

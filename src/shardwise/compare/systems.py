@@ -117,7 +117,7 @@ class Shardwise(System):
 
     def settle(self) -> None:
         for unit in self.wrapped.units:
-            unit.weights.settle()
+            unit.weights.wait_gather()
 
     def on_grads(self, hook: Callable[[str, torch.Tensor], None]) -> None:
         if self.wrapped.config.placement.grads.tier == "device":  # others would be brought back for it

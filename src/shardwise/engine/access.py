@@ -1,15 +1,15 @@
-"""Looking at whole values and writing them: `gathered`, `full_*`, and state_dict over sharded weights.
+"""Reading and writing whole values: `gathered`, `full_*`, and state_dict over sharded weights.
 
-Everything here is a collective unless the weights are replicated, and `full_state` always: all ranks call it, with the
-same parameters.
+Everything here is a collective unless the weights are replicated, and `full_state` always is: all ranks call it, with
+the same parameters.
 """
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator, MutableMapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,12 +17,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwise.optim.states import extras_of, state_views
 from shardwise.schedule.hooks import ours
-from shardwise.unit.unit import Unit
+from shardwise.unit import Unit
 
-if TYPE_CHECKING:
-    from shardwise.engine.engine import Engine
-
-# Beside the parameters and not on them, so that they pickle as they are.
+# A table beside the parameters, not an attribute on them: they pickle as they are.
 _UNITS: MutableMapping[torch.Tensor, weakref.ref[Unit]] = WeakTensorKeyDictionary()
 
 
@@ -58,15 +55,15 @@ def gathered(
             unit.weights.unpin()
 
 
-def full_param(engine: Engine, name: str) -> torch.Tensor:
-    unit = _find(engine, name)
-    unit.settle()
+def full_param(units: Sequence[Unit], name: str) -> torch.Tensor:
+    unit = _find(units, name)
+    unit.finish_update()
     return unit.view(unit.weights.whole(unit.weights.master), name).clone()
 
 
-def full_grad(engine: Engine, name: str) -> torch.Tensor:
-    unit = _find(engine, name)
-    if unit.grads is None:
+def full_grad(units: Sequence[Unit], name: str) -> torch.Tensor:
+    unit = _find(units, name)
+    if not unit.is_trainable:
         raise ValueError(f"parameter {name!r} is frozen and has no gradient")
     if not unit.grads.is_reduced:
         raise RuntimeError(
@@ -76,16 +73,16 @@ def full_grad(engine: Engine, name: str) -> torch.Tensor:
     return unit.view(unit.grads.full_copy(), name).clone()
 
 
-def full_state(engine: Engine, name: str) -> dict[str, torch.Tensor]:
-    unit = _find(engine, name)
-    if engine.optimizer is None or unit.grads is None:
+def full_state(units: Sequence[Unit], optimizer: torch.optim.Optimizer | None, name: str) -> dict[str, torch.Tensor]:
+    unit = _find(units, name)
+    if optimizer is None or not unit.is_trainable:
         raise ValueError(f"parameter {name!r} is not trained by this engine and has no optimizer state")
-    unit.quiet()
-    mine, others = _owned_state(engine.optimizer, unit, name)
-    # Ranks own different parts, some of them none: what there is to gather is agreed upon first.
-    told = {key: value.dtype for key, value in mine.items()} | others
-    tellings = unit.comm.share_object(told, f"state of {name}")
-    everyone = {key: kind for one in reversed(tellings) for key, kind in one.items()}
+    unit.synchronize()
+    mine, others = _owned_state(optimizer, unit, name)
+    # Ranks own different parts, some of them none: they first agree on what there is to gather.
+    known = {key: value.dtype for key, value in mine.items()} | others
+    shared = unit.comm.share_object(known, f"state of {name}")
+    everyone = {key: kind for one in reversed(shared) for key, kind in one.items()}
     state: dict[str, torch.Tensor] = {}
     for key, kind in sorted(everyone.items()):
         if isinstance(kind, torch.Tensor):
@@ -102,18 +99,17 @@ def is_managed(param: torch.Tensor) -> bool:
 
 
 class Access:
-    """Lets parameters find their units, and state_dict see through sharded weights."""
+    """Maps parameters to their units, and makes state_dict work over sharded weights."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._units = engine.units
-        model, reference = engine.module, weakref.ref(engine)
+    def __init__(self, model: nn.Module, units: Sequence[Unit]) -> None:
+        self._units = units
         for unit in self._units:
             for param in unit.params:
                 _UNITS[param] = weakref.ref(unit)
         self._handles = [
-            model.register_state_dict_post_hook(ours(_StateDictHook(reference))),
-            model.register_load_state_dict_pre_hook(ours(_LoadHook(reference, begins=True))),
-            model.register_load_state_dict_post_hook(ours(_LoadHook(reference, begins=False))),
+            model.register_state_dict_post_hook(ours(_StateDictHook(units))),
+            model.register_load_state_dict_pre_hook(ours(_LoadHook(units, begins=True))),
+            model.register_load_state_dict_post_hook(ours(_LoadHook(units, begins=False))),
         ]
 
     def remove(self) -> None:
@@ -125,17 +121,14 @@ class Access:
 
 
 class _StateDictHook:
-    """Puts whole values in the place of stand-ins, one unit at a time."""
+    """Replaces stand-ins by whole values, one unit at a time."""
 
-    def __init__(self, engine: weakref.ref[Engine]) -> None:
-        self._engine = engine
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._units = units
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        engine = self._engine()
-        if engine is None:
-            return
         names = _aliases(module)
-        for unit in engine.units:
+        for unit in self._units:
             if not unit.weights.policy.weights_sharded:
                 continue
             with gathered(unit.params):
@@ -145,20 +138,19 @@ class _StateDictHook:
 
 
 class _LoadHook:
-    """Gathers all weights before load_state_dict writes them, and takes the values back afterwards."""
+    """Gathers all weights before load_state_dict writes them, and updates the masters afterwards."""
 
-    def __init__(self, engine: weakref.ref[Engine], begins: bool) -> None:
-        self._engine = engine
+    def __init__(self, units: Sequence[Unit], begins: bool) -> None:
+        self._units = units
         self._begins = begins
 
     def __call__(self, module: nn.Module, *details: Any) -> None:
-        engine = self._engine()
         if self._begins and details[2].get("assign_to_params_buffers"):
             raise ValueError(
                 "load_state_dict(assign=True) would take the parameters out of the engine: leave assign out, and the "
                 "values are copied"
             )
-        for unit in engine.units if engine is not None else ():
+        for unit in self._units:
             if self._begins:
                 unit.weights.pin()
             else:
@@ -187,8 +179,8 @@ def _units_of(params: torch.Tensor | Iterable[torch.Tensor | None] | None) -> li
     return [found[key] for key in sorted(found)]
 
 
-def _find(engine: Engine, name: str) -> Unit:
-    for unit in engine.units:
+def _find(units: Sequence[Unit], name: str) -> Unit:
+    for unit in units:
         if name in unit.names:
             return unit
     raise KeyError(f"the model has no parameter {name!r}; names are those of model.named_parameters()")
@@ -202,12 +194,12 @@ def _owned_state(
     owned, slot = unit.weights.owned, unit.layout.slot(name).span
     state: dict[str, torch.Tensor] = {}
     others: dict[str, torch.Tensor] = {}
-    for held in state_views(unit, optimizer):
-        kind, _, key = held.key.partition("/")
-        if kind == "optim" and slot.intersect(held.span):
-            values = held.read(held.span)
+    for view in state_views(unit, optimizer):
+        kind, _, key = view.key.partition("/")
+        if kind == "optim" and slot.intersect(view.span):
+            values = view.read(view.span)
             flat = state.setdefault(key, values.new_zeros(owned.numel))
-            flat[held.span.shift(-owned.start).slice] = values
+            flat[view.span.shift(-owned.start).slice] = values
     for extra in extras_of(unit, optimizer):
         value = torch.as_tensor(extra.value) if extra.value is not None else torch.empty(0)
         if slot.intersect(extra.span) and (value.ndim == 0 or value.numel()):

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from shardwise.comm.comm import Comm
+from shardwise.comm import Comm
 from shardwise.config import Config
-from shardwise.engine.residency import Budget, moments_each, open_disk
+from shardwise.engine.residency import Budget, moments_each, open_staging
+from shardwise.memory import Ledger
 from shardwise.memory.ledger import PAGE_BYTES
 from shardwise.memory.reduce_plan import choose_reduce_plan
 from shardwise.offload.context import OffloadContext
 from shardwise.optim.optimizers import groups_of
-from shardwise.partition.layout import Layout
-from shardwise.partition.policy import Policy, policy_for
+from shardwise.partition import Layout
+from shardwise.partition.policy import policy_for
 from shardwise.partition.units import UnitSpec, divide
-from shardwise.unit.unit import Unit, layout_for
+from shardwise.unit import Unit
+from shardwise.unit.plan import UnitPlan, layout_for
 
 _LOG = logging.getLogger("shardwise")
 
@@ -28,48 +32,58 @@ def assemble(
     optimizer: torch.optim.Optimizer | None,
     config: Config,
     comm: Comm,
-    offload: OffloadContext,
+    ledger: Ledger,
     budget: Budget,
-) -> list[Unit]:
-    """The units of a model, with its values. A collective."""
-    params = dict(model.named_parameters())
-    groups = groups_of(optimizer, params, config.runtime.whole_tensors) if optimizer is not None else {}
+    on_read: Callable[[Unit], None],
+) -> tuple[list[Unit], OffloadContext]:
+    """The units of a model, with its values, and what their offloaded states share. A collective."""
     for buffer in model.buffers():
         comm.broadcast(buffer)
-    plans: list[tuple[UnitSpec, Policy, Layout]] = []
+    params = dict(model.named_parameters())
+    plans = budget.place(_plans(model, params, optimizer, config, comm), moments_each(optimizer))
+    plans = _with_reduce_plan(plans, config, comm)
+    staging = open_staging(plans, config.offload, comm, ledger, moments_each(optimizer))
+    offload = OffloadContext(comm.device, ledger, config.offload, staging)
+    units, left_bytes = [], 0
+    for plan in plans:
+        left_bytes += sum(params[name].nbytes for name in plan.spec.params)
+        units.append(Unit(plan, params, comm, offload, on_read))
+        # The memory of the model's own parameters is given back unit by unit: torch's allocator would cut it up for the
+        # next unit's buffers, which are smaller, and lose the rest of each block (1 GiB of a 0.5 B MLP under zero0).
+        # test_gpu bounds it.
+        if comm.device.type == "cuda" and left_bytes >= PAGE_BYTES:
+            torch.cuda.empty_cache()
+            left_bytes = 0
+    return units, offload
+
+
+def _plans(
+    model: nn.Module,
+    params: dict[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer | None,
+    config: Config,
+    comm: Comm,
+) -> list[UnitPlan]:
+    groups = groups_of(optimizer, params, config.runtime.whole_tensors) if optimizer is not None else {}
     largest = max((params[name].nbytes for name, group in groups.items() if group.whole), default=0)
+    plans = []
     for spec in divide(model, **_division(model, config, comm.world_size, largest)):
         policy = policy_for(config, spec.trainable and optimizer is not None, spec.dtype)
         layout = layout_for(spec, params, groups, policy, comm.world_size)
         _warn_of_padding(spec, layout, comm.world_size)
-        plans.append((spec, policy, layout))
-    layouts, moments = [layout for _, _, layout in plans], moments_each(optimizer)
-    policies = budget.place([policy for _, policy, _ in plans], layouts, moments)
-    open_disk(offload, comm, config.offload, policies, layouts, moments)
-    units = _built(
-        [(spec, layout, policy) for (spec, _, layout), policy in zip(plans, policies, strict=True)],
-        params,
-        comm,
-        offload,
+        plans.append(UnitPlan(spec, layout, policy))
+    return plans
+
+
+def _with_reduce_plan(plans: Sequence[UnitPlan], config: Config, comm: Comm) -> list[UnitPlan]:
+    """The same reduce plan for all units, chosen by the sizes of the trainable ones."""
+    reduce_plan = choose_reduce_plan(
+        [plan.grad_sizes(comm) for plan in plans if plan.policy.trainable],
+        is_sharded=config.placement.grads.sharding == "sharded",
+        accumulates=config.batch.accumulation > 1,
+        bound_bytes=config.gradients.reduce_bucket_bytes,
     )
-    _choose_reduce_plan(units, config)
-    return units
-
-
-def _built(
-    parts: list[tuple[UnitSpec, Layout, Policy]], params: dict[str, nn.Parameter], comm: Comm, offload: OffloadContext
-) -> list[Unit]:
-    """The units, one after the other. What the parameters of each lay in goes back to the device at once: torch's
-    allocator would cut it up for the next unit's buffers, which are smaller, and the rest of each piece were lost
-    (1 GiB of a 0.5 B MLP under zero0). test_gpu bounds it."""
-    units, left_bytes = [], 0
-    for spec, layout, policy in parts:
-        left_bytes += sum(params[name].nbytes for name in spec.params)
-        units.append(Unit(spec, params, layout, policy, comm, offload))
-        if comm.device.type == "cuda" and left_bytes >= PAGE_BYTES:
-            torch.cuda.empty_cache()
-            left_bytes = 0
-    return units
+    return [dataclasses.replace(plan, reduce_plan=reduce_plan) for plan in plans]
 
 
 def _division(model: nn.Module, config: Config, world_size: int, largest_bytes: int) -> dict[str, Any]:
@@ -99,15 +113,3 @@ def _warn_of_padding(spec: UnitSpec, layout: Layout, world_size: int) -> None:
             "(runtime.min_unit_bytes) are packed better",
             *(spec.name, world_size, layout.used_numel, layout.numel),
         )
-
-
-def _choose_reduce_plan(units: list[Unit], config: Config) -> None:
-    trainable = [unit.grads for unit in units if unit.grads is not None]
-    reduce_plan = choose_reduce_plan(
-        [grads.sizes for grads in trainable],
-        is_sharded=config.placement.grads.sharding == "sharded",
-        accumulates=config.batch.accumulation > 1,
-        bound_bytes=config.gradients.reduce_bucket_bytes,
-    )
-    for grads in trainable:
-        grads.reduce_plan = reduce_plan

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from shardwise.memory.ledger import Entry, Kind, Tier
-from shardwise.optim.states import TensorView, state_views
-from shardwise.unit.unit import Unit
-
-if TYPE_CHECKING:
-    from shardwise.engine.engine import Engine
+from shardwise.engine.engine import Engine
+from shardwise.memory import Entry, Kind, Tier
+from shardwise.optim.states import state_views
+from shardwise.unit import Unit
+from shardwise.unit.state_view import TensorView
 
 
 def ema(engine: Engine, decay: float = 0.999) -> Ema:
@@ -45,11 +44,11 @@ class Ema:
         self.updates = 0
         self.key = f"ema{len(engine.averages) or ''}"
         self._engine = engine
-        self._units = [unit for unit in engine.units if unit.grads is not None]
+        self._units = [unit for unit in engine.units if unit.is_trainable]
         self._averages = [_master(unit).clone() for unit in self._units]
         for unit, average in zip(self._units, self._averages, strict=True):
             self._account(unit, average, average.nbytes)
-            unit.kept.append(TensorView(self.key, unit.weights.owned, average))
+            unit.averages.append(TensorView(self.key, unit.weights.owned, average))
         engine.averages.append(self)
         engine.register_update_hook(self._update)
 
@@ -77,22 +76,22 @@ class Ema:
         return {"decay": self.decay, "updates": self.updates, "averages": averages}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave, under any placement and number of ranks."""
+        """Continue from what `state_dict` gave, under any placement and number of ranks."""
         averages: Mapping[str, torch.Tensor] = state["averages"]
         names = {name for unit in self._units for name in unit.names}
         if wrong := sorted(names ^ averages.keys()):
             raise ValueError(f"the state is of another model: parameter {wrong[0]!r} is in one and not in the other")
         self.decay, self.updates = state["decay"], state["updates"]
         for unit in self._units:
-            (held,) = [held for held in unit.kept if held.key == self.key]
+            (view,) = [view for view in unit.averages if view.key == self.key]
             for slot in unit.layout.slots:
-                if part := slot.span.intersect(held.span):
+                if part := slot.span.intersect(view.span):
                     flat = averages[slot.spec.name].reshape(-1)
-                    held.write(part, flat[part.shift(-slot.span.start).slice])
+                    view.write(part, flat[part.shift(-slot.span.start).slice])
 
     @torch.no_grad()
     def _update(self) -> None:
-        # One after the other: a master copy that rests on the disk is read to be looked at.
+        # One unit after the other: a master on a disk is read into host memory.
         for unit, average in zip(self._units, self._averages, strict=True):
             master = _master(unit)
             self._follow(unit, average, master)
@@ -103,7 +102,7 @@ class Ema:
         self.updates += 1
 
     def _follow(self, unit: Unit, average: torch.Tensor, master: torch.Tensor) -> None:
-        """Rest where the master copy does: a budget may have let it move to the device."""
+        """Rest where the master does: a budget may have moved it to the device."""
         if average.device != master.device:
             self._account(unit, average, 0)
             average.data = average.to(master.device)
@@ -117,7 +116,7 @@ class Ema:
     def _swap(self) -> None:
         """ReduceScatter averages and master copies, a unit at a time, and bring the weights up to date."""
         for unit, average in zip(self._units, self._averages, strict=True):
-            unit.weights.settle()
+            unit.weights.wait_gather()
             master = state_views(unit, None)[0]
             before = master.read(master.span).clone()
             master.write(master.span, average)
@@ -126,5 +125,5 @@ class Ema:
 
 
 def _master(unit: Unit) -> torch.Tensor:
-    held = state_views(unit, None)[0]
-    return held.read(held.span).detach()
+    view = state_views(unit, None)[0]
+    return view.read(view.span).detach()

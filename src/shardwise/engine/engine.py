@@ -1,4 +1,4 @@
-"""The public object that ties the layers together: `shardwise.initialize` and `Engine`."""
+"""The public object that ties the packages together: `Engine`, which `shardwise.initialize` returns."""
 
 from __future__ import annotations
 
@@ -7,39 +7,42 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from shardwise import checkpoint
-from shardwise.comm.comm import Comm
+from shardwise.comm import Comm
 from shardwise.config import Config
-from shardwise.engine import access, oom
-from shardwise.engine.activations import ActivationStore
+from shardwise.engine import access
+from shardwise.engine.activations import Recompute
 from shardwise.engine.assembly import assemble
 from shardwise.engine.module_guard import ModuleGuard
-from shardwise.engine.recompute import Recompute
-from shardwise.engine.report import Report
+from shardwise.engine.report import Report, explain_out_of_memory
 from shardwise.engine.residency import Budget
-from shardwise.memory.ledger import Entry, Ledger
-from shardwise.offload.context import OffloadContext
-from shardwise.offload.unit_states import UnitStates
-from shardwise.optim import clipping
+from shardwise.memory import Entry, Ledger
+from shardwise.offload.unit_states import OffloadedStates, prefetch
+from shardwise.optim import Updater, clipping
+from shardwise.optim.clipping import Clip
 from shardwise.optim.frozen import check_none_thawed
-from shardwise.optim.loss_scale import Outcome, Scaler
-from shardwise.optim.updater import Updater
+from shardwise.optim.loss_scale import LossScaling
 from shardwise.partition.policy import DTYPES
 from shardwise.profiling import Clock
-from shardwise.schedule.order import Ahead
-from shardwise.schedule.schedule import Schedule
+from shardwise.schedule import Schedule
+from shardwise.schedule.order import Prefetch
+from shardwise.schedule.schedule import ScheduleEvents
 from shardwise.tensors import map_tensors
-from shardwise.unit.unit import Unit
-
-if TYPE_CHECKING:
-    from shardwise.engine.ema import Ema
+from shardwise.unit import Unit
 
 _LOG = logging.getLogger("shardwise")
+
+
+class Average(Protocol):
+    """An average of the weights that is kept up with the steps, see `ema`."""
+
+    key: str
+    updates: int
 
 
 class Engine(nn.Module):
@@ -53,41 +56,39 @@ class Engine(nn.Module):
         self.lr_scheduler: Any = None
         self.grad_norm: torch.Tensor | None = None
         self.steps = 0
-        self._skipped_steps = 0
         self._micro_step = 0
         self._boundary: bool | None = None
         self._syncs = True
         self._is_destroyed = False
         self._saving: checkpoint.Background | None = None
         self._comm = comm
-        self._scaler = Scaler.of(config.precision, comm.device)
-        self._outcome: Outcome | None = None
-        self._was_skipped = False
-        self._is_exhausted = False
+        self._scaling = LossScaling(config.precision, comm.device)
         self._ledger = Ledger()
         self._expected_bytes: int | None = None
-        self._offload = OffloadContext(comm.device, self._ledger, config.offload)
         self._budget = Budget(config.offload, comm, self._ledger)
         self._clock = Clock(comm.device if config.runtime.timers else None)
-        self._units = assemble(model, optimizer, config, comm, self._offload, self._budget)
-        trainable = [unit for unit in self._units if unit.grads is not None]
+        self._units, self._offload = assemble(
+            model, optimizer, config, comm, self._ledger, self._budget, on_read=self._on_read
+        )
+        trainable = [unit for unit in self._units if unit.is_trainable]
         self._updater = Updater(optimizer, trainable, self._ledger) if optimizer is not None else None
         self._budget.begin(self._updater)
-        self._is_offloaded = any(unit.states is not None for unit in self._units)
-        shelf = ActivationStore(self._offload) if config.checkpointing.offload else None
-        self._recompute = Recompute(model, self._units if config.checkpointing.enabled else (), shelf)
-        self._schedule = Schedule(model, self._units, Ahead.of(config.runtime), self._clock)
-        self._schedule.reduces = self._reduces
-        self._schedule.on_reduced = self._on_reduced
-        self._schedule.on_plain_backward = self._check_plain_backward
-        self._schedule.on_broken = self.zero_grad
-        self._schedule.on_last_unit = self._offload.pool.trim
+        self._is_offloaded = any(unit.states.is_offloaded for unit in self._units)
+        self._recompute = Recompute(model, self._units, config.checkpointing, self._offload)
+        events = ScheduleEvents(
+            reduces=self._reduces,
+            reduced=self._on_reduced,
+            check_plain_backward=self._check_plain_backward,
+            broken_backward=self.zero_grad,
+            last_unit=self._offload.pool.trim,
+        )
+        self._schedule = Schedule(model, self._units, Prefetch.of(config.runtime), self._clock, events)
         self._grad_hooks: list[Callable[[str, torch.Tensor], None]] = []
         self._update_hooks: list[Callable[[], None]] = []
         self._pause: str | None = None
-        self.averages: list[Ema] = []
-        self._access = access.Access(self)
-        self._overrides = ModuleGuard(model)
+        self.averages: list[Average] = []
+        self._access = access.Access(model, self._units)
+        self._guard = ModuleGuard(model)
 
     # The loop
 
@@ -99,7 +100,7 @@ class Engine(nn.Module):
             args, kwargs = map_tensors((args, kwargs), lambda t: t.to(dtype) if t.is_floating_point() else t)
         try:
             autocast = torch.autocast(self._comm.device.type, dtype, enabled=precision.autocast)
-            with self._telling("forward"), self._schedule.rehearsal.watching(), autocast:
+            with self._reporting("forward"), self._schedule.saved_tensors.watching(), autocast:
                 return self.module(*args, **kwargs)
         except BaseException:
             self._schedule.rest()
@@ -113,13 +114,13 @@ class Engine(nn.Module):
         count = self.config.batch.accumulation
         if scale and count > 1:
             loss = loss * (1.0 / count)
-        if self._scaler is not None:
-            loss = loss.float() * self._scaler.scale
+        if (loss_scale := self._scaling.scale) is not None:
+            loss = loss.float() * loss_scale
         if self._schedule.is_stale():
             self.zero_grad()
         self._schedule.begin_backward()
         try:
-            with self._telling("backward"):
+            with self._reporting("backward"):
                 loss.backward()
                 self._schedule.end_backward()
         except BaseException:
@@ -143,7 +144,7 @@ class Engine(nn.Module):
             self._comm.micro_step = self._micro_step
         else:
             self._micro_step = 0
-            with self._telling("step"):
+            with self._reporting("step"):
                 self._update(self._updater)
             self._comm.micro_step = 0
 
@@ -155,19 +156,20 @@ class Engine(nn.Module):
     @property
     def loss_scale(self) -> float:
         """What the next loss is multiplied with; 1.0 but in fp16. Waits for the device."""
-        return self._scaler.scale.item() if self._scaler is not None else 1.0
+        scale = self._scaling.scale
+        return scale.item() if scale is not None else 1.0
 
     @property
     def was_skipped(self) -> bool:
         """Whether the last update was skipped because gradients overflowed in fp16. Waits for the device."""
         self._learn_outcome()
-        return self._was_skipped
+        return self._scaling.was_skipped
 
     @property
     def skipped_steps(self) -> int:
         """How many of `steps` were skipped. Waits for the device."""
         self._learn_outcome()
-        return self._skipped_steps
+        return self._scaling.skipped_steps
 
     @property
     def is_boundary(self) -> bool:
@@ -193,15 +195,15 @@ class Engine(nn.Module):
 
     def full_param(self, name: str) -> torch.Tensor:
         """A parameter's current value, whole, in the precision that is updated. A collective."""
-        return access.full_param(self, name)
+        return access.full_param(self._units, name)
 
     def full_grad(self, name: str) -> torch.Tensor:
         """A parameter's reduced gradient, whole; between the last backward of a step and `step()`. A collective."""
-        return access.full_grad(self, name)
+        return access.full_grad(self._units, name)
 
     def full_state(self, name: str) -> dict[str, torch.Tensor]:
         """A parameter's optimizer state, whole. A collective."""
-        return access.full_state(self, name)
+        return access.full_state(self._units, self.optimizer, name)
 
     def register_grad_hook(self, hook: Callable[[str, torch.Tensor], None]) -> None:
         """Call `hook(unit_name, shard)` on each reduced shard of gradients, before `step()`; it may edit in place."""
@@ -312,29 +314,18 @@ class Engine(nn.Module):
     @property
     def is_at_rest(self) -> bool:
         """Whether no gradients are accumulated: the moments at which `save` works."""
-        return not self._micro_step and not any(unit.grads.has_gradients for unit in self._units if unit.grads)
+        return not self._micro_step and not any(unit.grads.has_gradients for unit in self._units if unit.is_trainable)
 
     def progress(self) -> dict[str, Any]:
         """The counters of training and the loss scale. Waits for the device."""
         self._learn_outcome()
-        return {
-            "steps": self.steps,
-            "skipped_steps": self._skipped_steps,
-            "was_skipped": self._was_skipped,
-            "is_exhausted": self._is_exhausted,
-            "scaler": self._scaler.state_dict() if self._scaler is not None else None,
-            "averages": {average.key: average.updates for average in self.averages},
-        }
+        averages = {average.key: average.updates for average in self.averages}
+        return {"steps": self.steps, **self._scaling.state_dict(), "averages": averages}
 
     def set_progress(self, progress: Mapping[str, Any]) -> None:
-        """Go on counting from what `progress` gave."""
-        self._outcome = None
+        """Continue counting from what `progress` gave."""
         self.steps = progress["steps"]
-        self._skipped_steps = progress["skipped_steps"]
-        self._was_skipped = progress["was_skipped"]
-        self._is_exhausted = progress["is_exhausted"]
-        if self._scaler is not None and progress["scaler"] is not None:
-            self._scaler.load_state_dict(progress["scaler"])
+        self._scaling.load_state_dict(progress)
         for average in self.averages:
             average.updates = progress.get("averages", {}).get(average.key, 0)
         if self._updater is not None:
@@ -351,7 +342,7 @@ class Engine(nn.Module):
         self._schedule.remove()
         self._recompute.remove()
         self._access.remove()
-        self._overrides.remove()
+        self._guard.remove()
         for unit in self._units:
             unit.free()
         if self._updater is not None:
@@ -375,6 +366,9 @@ class Engine(nn.Module):
 
     # Inside
 
+    def _on_read(self, unit: Unit) -> None:
+        self._schedule.read(unit)
+
     def _reduces(self) -> bool:
         """Whether the coming backward reduces: sharded gradients always, replicated ones at the boundary."""
         if self.config.placement.grads.sharding == "sharded":
@@ -382,21 +376,29 @@ class Engine(nn.Module):
         return self.is_boundary and self._syncs and self.config.gradients.reduce_at == "backward"
 
     def _check_plain_backward(self) -> None:
-        if self._scaler is not None:
+        if self._scaling.scaler is not None:
             raise RuntimeError("in fp16 the loss has to be scaled: call engine.backward(loss), not loss.backward()")
 
     def _on_reduced(self, unit: Unit) -> None:
-        """Gradients that are final can be on their way to a replicated optimizer; nobody may edit them any more."""
-        if self._is_offloaded and self.is_boundary:
-            self._offload.load_ahead(self._offloaded(), self._schedule.reduced_part())
-        final = self.is_boundary and self.config.placement.grads.sharding == "replicated"
-        if final and not self._grad_hooks:
-            assert unit.grads is not None
+        """Prefetch states for the update, and gather final gradients for a replicated optimizer, which no hook edits
+        any more."""
+        if not self.is_boundary:
+            return
+        if self._is_offloaded:
+            prefetch(self._offload, self._streamed_states(), self._schedule.reduced_part())
+        if self.config.placement.grads.sharding == "replicated" and not self._grad_hooks:
             unit.grads.start_gather()
 
+    def _streamed_states(self) -> Iterator[OffloadedStates]:
+        """The states that an update brings to the device, in its order."""
+        for unit in self._schedule.forward_order():
+            states = unit.states
+            if isinstance(states, OffloadedStates) and states.is_streamed and not states.updates_on_host:
+                yield states
+
     @contextlib.contextmanager
-    def _telling(self, what: str) -> Iterator[None]:
-        """An exception is something that all ranks must meet with, or the others would wait in this pass for ever.
+    def _reporting(self, what: str) -> Iterator[None]:
+        """Tell the other ranks of an exception: they would wait in this pass for ever.
 
         Where memory ran out, say what was held and what would hold less.
         """
@@ -404,7 +406,8 @@ class Engine(nn.Module):
             yield
         except BaseException as error:
             if isinstance(error, torch.OutOfMemoryError):
-                error.args = (f"{error}\n{oom.explain(error, self.config, self._units, self._ledger)}",)
+                explanation = explain_out_of_memory(error, self.config, self._units, self._ledger)
+                error.args = (f"{error}\n{explanation}",)
             # A forward on replicated weights sends nothing: one rank alone may fail and try again.
             if what != "forward" or self.config.placement.weights.sharding == "sharded":
                 first_line = str(error).partition("\n")[0]
@@ -413,7 +416,7 @@ class Engine(nn.Module):
 
     @contextlib.contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
-        """An update that breaks off has used some of the gradients: the rest must not be stepped on by themselves."""
+        """An update that raises has used some of the gradients: the rest must not be applied alone."""
         try:
             yield
         except BaseException as error:
@@ -423,69 +426,73 @@ class Engine(nn.Module):
             self.zero_grad()
             raise
 
-    def _offloaded(self) -> Iterator[UnitStates]:
-        """The offloaded of what an update will bring to the device, in its order."""
-        for unit in self._schedule.forward_order():
-            if unit.states is not None and unit.states.is_updated and not unit.states.is_hosted:
-                yield unit.states
-
     def _learn_outcome(self) -> None:
-        """What the host does once it knows how the last step in fp16 ended: count, and step the LR scheduler."""
-        outcome, self._outcome = self._outcome, None
-        if outcome is None:
-            return
-        self._was_skipped = outcome.was_skipped()
-        self._is_exhausted = outcome.is_exhausted()
-        self._skipped_steps += self._was_skipped
-        if self.lr_scheduler is not None and not self._was_skipped:
+        """Once the host knows how the last step in fp16 ended: count it, and step the LR scheduler."""
+        if self._scaling.learn() and self.lr_scheduler is not None:
             self.lr_scheduler.step()
 
     def _update(self, updater: Updater) -> None:
-        schedule = self._schedule
         check_none_thawed(self._units)
-        trainable = [unit for unit in schedule.forward_order() if unit.grads is not None]
-        if not any(unit.grads.has_gradients for unit in trainable if unit.grads):
+        trainable = [unit for unit in self._schedule.forward_order() if unit.is_trainable]
+        if not any(unit.grads.has_gradients for unit in trainable):
             return
         self._learn_outcome()
-        if self._is_exhausted:
-            # Here and nowhere else: all ranks come here, and all know.
+        self._check_not_exhausted()
+        clip = self._reduce_and_clip(trainable)
+        self._apply_update(updater, trainable, clip)
+        self.steps += 1
+        self._budget.spend(trainable, updater, self._offload.staging)
+        self._is_offloaded = any(unit.states.is_offloaded for unit in self._units)
+        if clip.overflow is not None:
+            self._scaling.note(clip.overflow)
+        elif self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+        self._log_step(updater)
+
+    def _check_not_exhausted(self) -> None:
+        # Checked here and nowhere else: all ranks get here, and all know.
+        if self._scaling.is_exhausted:
             self.zero_grad()
             raise FloatingPointError(
                 "gradients overflow in fp16 even at the smallest loss scale (precision.loss_scale.minimum): the model "
                 "diverges, or its values do not fit fp16; lower the learning rate, or compute in bf16"
             )
-        schedule.reduce_all()
-        schedule.let_go()
-        schedule.release_all()
-        grads = [unit.grads for unit in trainable if unit.grads is not None]
+
+    def _reduce_and_clip(self, units: list[Unit]) -> Clip:
+        """Reduce what is left, and find what the gradients are multiplied with."""
+        self._schedule.reduce_all()
+        self._schedule.unpin_all()
+        self._schedule.release_all()
         for hook in self._grad_hooks:
-            for each in grads:
-                each.edit(partial(hook, each.name))
+            for unit in units:
+                unit.grads.shard.edit(partial(hook, unit.name))
+        shards = [unit.grads.shard for unit in units]
         with self._clock.phase("norm"):
-            scaled = clipping.global_norm(grads, self._comm, self.config.gradients.deterministic)
-        scale = self._scaler.scale if self._scaler is not None else None
-        self.grad_norm, overflow, coefficient = clipping.unscale(scaled, scale, self.config.gradients.clip_norm)
-        self._offload.turn()
+            scaled_norm = clipping.grad_norm(shards, self._comm, self.config.gradients.deterministic)
+        clip = clipping.unscale(scaled_norm, self._scaling.scale, self.config.gradients.clip_norm)
+        self.grad_norm = clip.grad_norm
+        return clip
+
+    def _apply_update(self, updater: Updater, units: list[Unit], clip: Clip) -> None:
+        """Update the units, and send the new weights on their way; nothing is waited for."""
+        self._offload.begin_step()
         with self._clock.phase("update"), self._all_or_nothing():
-            skips = updater.begin(overflow)
-            for units in updater.update_batches(trainable) if not skips else ():
-                updater.update(units, coefficient)
+            if updater.begin(clip.overflow):
                 for unit in units:
-                    unit.weights.refresh()
-            for each in grads if skips else ():
-                each.clear()
+                    unit.grads.clear()
+            else:
+                for batch in updater.batches(units):
+                    updater.update(batch, clip.coefficient)
+                    for unit in batch:
+                        unit.weights.refresh()
         self._offload.streams.arrive()
         updater.finish()
-        for update_hook in self._update_hooks:
-            update_hook()
-        self.steps += 1
-        self._budget.spend(trainable, updater)
-        self._is_offloaded = any(unit.states is not None for unit in self._units)
-        if self._scaler is not None and overflow is not None:
-            self._outcome = Outcome(overflow, self._scaler.update(overflow))
-        elif self.lr_scheduler is not None:
-            self.lr_scheduler.step()
+        for hook in self._update_hooks:
+            hook()
+
+    def _log_step(self, updater: Updater) -> None:
         every = self.config.runtime.steps_per_print
         if every and self.steps % every == 0 and self._comm.rank == 0:
+            assert self.grad_norm is not None
             rates = ", ".join(f"{group['lr']:.3g}" for group in updater.optimizer.param_groups)
             _LOG.info("step %d, learning rate %s, gradient norm %.4g", self.steps, rates, self.grad_norm.item())

@@ -1,14 +1,15 @@
 """What rests where under a budget: as many units' states as fit stay on the device, in forward order.
 
-The first units stay, because the forward begins with them: it computes on them while the states of those behind are
-still on their way.
+The first units stay, because the forward begins with them: it computes on them while the states of the others are still
+on their way.
 
-How much room there is depends on the activations, which nobody knows before they are there. So every unit that may
-leave begins away from the device, two steps are taken and measured, and what fits into the rest of the budget moves in.
+How much room there is depends on the activations, whose size is unknown before they exist. So every unit that may be
+offloaded starts offloaded, two steps are measured, and what fits into the rest of the budget becomes resident.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -17,19 +18,18 @@ from pathlib import Path
 
 import torch
 
-from shardwise.comm.comm import Comm
-from shardwise.config import Offload
+from shardwise.comm import Comm
 from shardwise.config.costs import moments_of
-from shardwise.errors import ConfigError, DiskError, ShardwiseError
-from shardwise.memory.ledger import Ledger
-from shardwise.offload.context import OffloadContext
+from shardwise.config.sections import Offload
+from shardwise.errors import ConfigError, DiskError
+from shardwise.memory import Ledger
+from shardwise.offload.context import bucket_numel, is_pinned
 from shardwise.offload.staging import Staging, staging_bytes
+from shardwise.optim import Updater
 from shardwise.optim.host_share import host_share
 from shardwise.optim.optimizers import members
-from shardwise.optim.updater import Updater
-from shardwise.partition.layout import Layout
-from shardwise.partition.policy import Policy
-from shardwise.unit.unit import Unit
+from shardwise.unit import Unit
+from shardwise.unit.plan import UnitPlan
 
 _MEASURED_STEPS = 3
 """The first step makes the states; the next two go through everything."""
@@ -70,30 +70,34 @@ class Budget:
         self._steps = 0
         self._host_bytes: int | None = None
 
-    def place(self, policies: Sequence[Policy], layouts: Sequence[Layout], moments: int) -> list[Policy]:
-        """The policies of units whose optimizer makes `moments` bytes an element, with what must stay on the device
-        there, because of the user's ratio or a host that is too small, and on the host what its budget has room for.
+    def place(self, plans: Sequence[UnitPlan], moments: int) -> list[UnitPlan]:
+        """The plans of units whose optimizer makes `moments` bytes an element, with the policies changed: on the device
+        what must stay there, because of the configured ratio or a host that is too small, and on the host instead of a
+        disk what the host's budget has room for.
         """
-        sizes = [resting_bytes(policy, layout, moments) for policy, layout in zip(policies, layouts, strict=True)]
+        sizes = [resting_bytes(plan, moments) for plan in plans]
         away = [
-            size["host"] + size["disk"] if policy.trainable else 0 for policy, size in zip(policies, sizes, strict=True)
+            size["host"] + size["disk"] if plan.policy.trainable else 0 for plan, size in zip(plans, sizes, strict=True)
         ]
-        uses_disk = any(policy.uses_disk for policy in policies)
+        uses_disk = any(plan.policy.uses_disk for plan in plans)
         host = self._host_share_bytes() if self._settings.host_memory == "auto" else self._settings.host_memory
         self._host_bytes = host
         stays = must_stay(away, self._settings.ratio, None if uses_disk else host)
         cached = stays + self._cached(sizes[stays:], staging_bytes(sum(size["disk"] for size in sizes[stays:])))
-        return [
-            policy.on_device() if number < stays else policy.cached() if number < cached else policy
-            for number, policy in enumerate(policies)
-        ]
+        placed = []
+        for number, plan in enumerate(plans):
+            policy = plan.policy
+            if number < cached:
+                policy = policy.on_device() if number < stays else policy.cached()
+            placed.append(dataclasses.replace(plan, policy=policy))
+        return placed
 
     def begin(self, updater: Updater | None) -> None:
         """Before the first step. What is updated on the host is chosen among what will stay there."""
         if updater is not None and self._settings.device_memory is None:
             self._choose_hosted(updater)
 
-    def spend(self, units: Sequence[Unit], updater: Updater) -> None:
+    def spend(self, units: Sequence[Unit], updater: Updater, staging: Staging | None) -> None:
         """After the measured steps: move the states of as many units to the device as the budget has room for."""
         self._steps += 1
         if self._settings.device_memory is None or self._steps > _MEASURED_STEPS:
@@ -102,11 +106,12 @@ class Budget:
             self._start_measuring()
         if self._steps < _MEASURED_STEPS:
             return
-        away = [unit for unit in units if unit.states is not None and unit.states.is_updated]
-        count = stay([unit.states.size_bytes for unit in away if unit.states is not None], self._room_bytes())
+        away = [unit for unit in units if unit.states.is_streamed]
+        count = stay([unit.states.size_bytes for unit in away], self._room_bytes())
         for unit in away[:count]:
-            unit.move_in(updater.optimizer)
-        self._leave_disk(away[count:], updater)
+            unit.make_resident(updater.optimizer)
+        if staging is not None:
+            self._leave_disk(away[count:], updater, staging)
         if count:
             updater.account()
         self._choose_hosted(updater)
@@ -118,23 +123,19 @@ class Budget:
         room = self._host_bytes - sum(size["host"] for size in sizes) - buffer_bytes
         return stay([size["disk"] for size in sizes], room)
 
-    def _leave_disk(self, units: Sequence[Unit], updater: Updater) -> None:
-        """Let units rest on the host, where others have made room."""
-        offloaded = [unit.states for unit in units if unit.states is not None]
-        staging = offloaded[0].offload.staging if offloaded else None
-        if staging is not None:
-            sizes = [
-                Counter(host=states.size_bytes - states.disk_bytes, disk=states.disk_bytes) for states in offloaded
-            ]
-            for unit in units[: self._cached(sizes, staging.most_bytes)]:
-                unit.leave_disk(updater.optimizer)
+    def _leave_disk(self, units: Sequence[Unit], updater: Updater, staging: Staging) -> None:
+        """Move units from the disk to the host, where others have made room."""
+        states = [unit.states for unit in units]
+        sizes = [Counter(host=each.size_bytes - each.disk_bytes, disk=each.disk_bytes) for each in states]
+        for unit in units[: self._cached(sizes, staging.most_bytes)]:
+            unit.leave_disk(updater.optimizer)
 
     def _choose_hosted(self, updater: Updater) -> None:
         settings = self._settings
         if settings.update == "host":
-            updater.host(1.0)
+            updater.use_host(1.0)
         elif settings.update == "split":
-            updater.host(host_share(self._comm) if settings.host_share is None else settings.host_share)
+            updater.use_host(host_share(self._comm) if settings.host_share is None else settings.host_share)
 
     def _host_share_bytes(self) -> int:
         """This rank's share of what is free on its host, the same on all ranks."""
@@ -158,45 +159,49 @@ class Budget:
         return int(min(self._comm.share_object(room, "the room on the device")))
 
 
-def resting_bytes(policy: Policy, layout: Layout, moments: int) -> Counter[str]:
+def resting_bytes(plan: UnitPlan, moments: int) -> Counter[str]:
     """What of a unit rests on which tier, per rank, weights beside their master apart."""
+    policy = plan.policy
     each: Counter[str] = Counter({policy.master_tier: policy.master_dtype.itemsize})
     if policy.trainable:
         each[policy.optim_tier] += moments
         each[policy.grads_tier] += policy.accumulate_dtype.itemsize
-    return Counter({tier: size * layout.shard_numel for tier, size in each.items()})
+    return Counter({tier: size * plan.layout.shard_numel for tier, size in each.items()})
 
 
-def open_disk(
-    offload: OffloadContext,
-    comm: Comm,
-    settings: Offload,
-    policies: Sequence[Policy],
-    layouts: Sequence[Layout],
-    moments: int,
-) -> None:
-    """Make this rank's files and set room aside, if anything rests on the disk. All ranks can, or none goes on."""
-    pairs = [(policy, layout) for policy, layout in zip(policies, layouts, strict=True) if policy.uses_disk]
-    if not pairs:
-        return
-    failure: ShardwiseError | None = None
+def open_staging(
+    plans: Sequence[UnitPlan], settings: Offload, comm: Comm, ledger: Ledger, moments: int
+) -> Staging | None:
+    """Make this rank's files and reserve their room, if anything rests on a disk. All ranks can, or none continues."""
+    on_disk = [plan for plan in plans if plan.policy.uses_disk]
+    if not on_disk:
+        return None
+    staging, failure = None, None
     try:
-        largest = max(4 * min(layout.shard_numel, offload.bucket_numel) for _, layout in pairs)
-        on_disk = [resting_bytes(policy, layout, moments)["disk"] for policy, layout in pairs]
-        offload.staging = Staging(offload.ledger, settings, comm.rank, offload.is_pinned, largest, sum(on_disk))
-        weights = [
-            policy.master_dtype.itemsize * layout.shard_numel
-            for policy, layout in pairs
-            if policy.weight_dtype == policy.master_dtype and policy.master_tier == "disk"
-        ]
-        offload.staging.reserve(sum(weights), sum(on_disk) - sum(weights))
+        staging = _reserved_staging(on_disk, settings, comm, ledger, moments)
     except (ConfigError, DiskError) as error:
         failure = error
-    told = comm.share_object(None if failure is None else f"rank {comm.rank}: {failure}", "the room on the disk")
+    shared = comm.share_object(None if failure is None else f"rank {comm.rank}: {failure}", "the room on the disk")
     if failure is not None:
         raise failure
-    if others := [text for text in told if text is not None]:
+    if others := [text for text in shared if text is not None]:
         raise DiskError("; ".join(others))
+    return staging
+
+
+def _reserved_staging(
+    plans: Sequence[UnitPlan], settings: Offload, comm: Comm, ledger: Ledger, moments: int
+) -> Staging:
+    largest = max(4 * min(plan.layout.shard_numel, bucket_numel(settings)) for plan in plans)
+    disk_bytes = sum(resting_bytes(plan, moments)["disk"] for plan in plans)
+    staging = Staging(ledger, settings, comm.rank, is_pinned(settings, comm.device), largest, disk_bytes)
+    weights_bytes = sum(
+        plan.policy.master_dtype.itemsize * plan.layout.shard_numel
+        for plan in plans
+        if plan.policy.weight_dtype == plan.policy.master_dtype and plan.policy.master_tier == "disk"
+    )
+    staging.reserve(weights_bytes, disk_bytes - weights_bytes)
+    return staging
 
 
 def moments_each(optimizer: torch.optim.Optimizer | None) -> int:

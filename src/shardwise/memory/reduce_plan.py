@@ -3,9 +3,9 @@
 Sharded gradients travel in one of two ways:
 
 - *whole*: a unit's gradients are packed into one buffer and sent, while the next unit's gradients arrive.
-- *piecewise*: they are packed and sent in small pieces, one after the other, before the next unit's arrive.
+- *in parts*: they are packed and sent in small parts, one after the other, before the next unit's arrive.
 
-Whole is quicker. Piecewise is for models that are one unit, or mostly one: there the buffers and the held shards
+Whole is quicker. In parts is for models that are one unit, or mostly one: there the buffers and the held shards
 would together take more than replicated gradients do, and the stages would be upside down.
 
 Small units are updated several at a time: a call of an optimizer costs the host the same for one as for many.
@@ -19,14 +19,23 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ReducePlan:
-    """How gradients travel: in how many `pieces` a unit is exchanged, and whether the next unit may `overlap` it."""
+    """How gradients travel: in how many `parts` a unit is exchanged, and whether the next unit may `overlap` it."""
 
-    pieces: int = 1
+    parts: int = 1
     overlap: bool = True
 
     @property
     def is_whole(self) -> bool:
-        return self.pieces == 1
+        return self.parts == 1
+
+
+_SUM_BLOCK_NUMEL = 1 << 16
+"""Elements summed at a time on the CPU: 256 KiB of fp32, so that a block stays in the cache."""
+
+
+def sum_block_numel(numel: int, kernels: str) -> int:
+    """How many elements of a shard are added up at a time by the kernels of a device type."""
+    return _SUM_BLOCK_NUMEL if kernels == "cpu" else max(1 << 18, -(-numel // 16))
 
 
 @dataclass(frozen=True)
@@ -45,8 +54,8 @@ class GradSizes:
     shard_numel: int
     block_numel: int
 
-    def summing(self, pieces: int) -> int:
-        return 4 * min(self.block_numel, -(-self.shard_numel // pieces))
+    def summing(self, parts: int) -> int:
+        return 4 * min(self.block_numel, -(-self.shard_numel // parts))
 
 
 @dataclass(frozen=True)
@@ -60,7 +69,7 @@ class UpdateSizes:
 
 
 _WHOLE = (ReducePlan(1, overlap=True), ReducePlan(1, overlap=False))
-_PIECEWISE = tuple(ReducePlan(2**power, overlap=False) for power in range(2, 11))
+_IN_PARTS = tuple(ReducePlan(2**power, overlap=False) for power in range(2, 11))
 _SMALL_BYTES = 8 << 10
 """Pieces are not made smaller than this for memory's sake: activations take more, and messages cost time each."""
 
@@ -74,14 +83,14 @@ def choose_reduce_plan(
     `bound_bytes` is the user's upper bound on the buffers of one exchange.
     """
     limit = replicated_peak(units, accumulates)
-    for reduce_plan in (*_WHOLE, *_PIECEWISE):
+    for reduce_plan in (*_WHOLE, *_IN_PARTS):
         size_bytes = max((exchange_bytes(unit, reduce_plan) for unit in units), default=0)
         if bound_bytes is not None and size_bytes > bound_bytes:
             continue
         is_small = not reduce_plan.is_whole and size_bytes <= _SMALL_BYTES
         if not is_sharded or is_small or sharded_peak(units, accumulates, reduce_plan) <= limit:
             return reduce_plan
-    return _PIECEWISE[-1]
+    return _IN_PARTS[-1]
 
 
 def update_batches(units: Sequence[UpdateSizes]) -> list[range]:
@@ -105,7 +114,7 @@ def update_batches(units: Sequence[UpdateSizes]) -> list[range]:
 
 def exchange_bytes(unit: GradSizes, reduce_plan: ReducePlan) -> int:
     """The buffers of one exchange of gradients: one to send from, one to receive into."""
-    return -(-(unit.sent + unit.received) // reduce_plan.pieces)
+    return -(-(unit.sent + unit.received) // reduce_plan.parts)
 
 
 def replicated_peak(units: Sequence[GradSizes], accumulates: bool) -> int:
@@ -144,7 +153,7 @@ def _reducing_peak(unit: GradSizes, accumulates: bool, reduce_plan: ReducePlan) 
 
 def _exchange_peak(unit: GradSizes, accumulates: bool, reduce_plan: ReducePlan) -> int:
     """The buffers of an exchange, and what it makes."""
-    made = (0 if accumulates else unit.held) + unit.summing(reduce_plan.pieces)
+    made = (0 if accumulates else unit.held) + unit.summing(reduce_plan.parts)
     if reduce_plan.is_whole and unit.received == unit.sent:
         # The send buffer goes before the shard to hold is there.
         return max(exchange_bytes(unit, reduce_plan), unit.received + made)

@@ -1,64 +1,63 @@
-"""The offload: what the units of an engine share on the way between the device and where their fields rest."""
+"""What the offloaded states of one engine share on their way between the device and where they rest."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
-
 import torch
 
-from shardwise.config import Offload
-from shardwise.memory.ledger import Ledger
+from shardwise.config.sections import Offload
+from shardwise.memory import Ledger
 from shardwise.offload.buffer_pool import DeviceBufferPool
 from shardwise.offload.staging import Staging
 from shardwise.offload.streams import Streams
 
-if TYPE_CHECKING:
-    from shardwise.offload.unit_states import UnitStates
-
-_SLOT_BYTES = 256 << 20
+_BUFFER_BYTES = 256 << 20
 _ELEMENT_BYTES = 16
-"""What an element takes in a slot, about: master, two moments and a gradient."""
-_MOST_SLOTS = 8
+"""What an element takes in a buffer, about: master, two moments and a gradient."""
+_MOST_BUFFERS = 8
 
 
 class OffloadContext:
-    """What the offloaded of an engine share: streams, pool, and the size of buckets."""
+    """Streams, device buffers, the disk's staging, and the size of buckets."""
 
-    def __init__(self, device: torch.device, ledger: Ledger, settings: Offload) -> None:
+    def __init__(self, device: torch.device, ledger: Ledger, settings: Offload, staging: Staging | None = None) -> None:
         self.streams = Streams(device)
         self.pool = DeviceBufferPool(ledger, self.streams)
         self.ledger = ledger
-        self.is_pinned = settings.pin_memory and device.type == "cuda"
-        self.bucket_numel = max(1024, (settings.buffer_bytes or _SLOT_BYTES) // _ELEMENT_BYTES // 1024 * 1024)
-        self._most_slots = settings.buffer_count or _MOST_SLOTS
-        self.staging: Staging | None = None
+        self.staging = staging
+        self.is_pinned = is_pinned(settings, device)
+        self.bucket_numel = bucket_numel(settings)
+        self._most_buffers = settings.buffer_count or _MOST_BUFFERS
 
     def expect(self, buckets: int) -> None:
-        """Make room in the pool for units of so many buckets: three of them, within the bound."""
-        self.pool.count = max(self.pool.count, min(self._most_slots, 3 * buckets))
+        """Size the pool for units of so many buckets: three of them, within the configured bound."""
+        self.pool.count = max(self.pool.count, min(self._most_buffers, 3 * buckets))
 
-    def load_ahead(self, offloaded: Iterable[UnitStates], progress: float) -> None:
-        """Bring the states that are updated first, while the up lane has nothing else to do.
+    def prefetch_limit(self, progress: float) -> int:
+        """How many buffers prefetched states may occupy.
 
-        At the beginning of a backward (`progress` 0) as far as the pool has room, with two slots left for what passes;
-        at its end, when activations have made room, twice as much.
+        At the beginning of a backward (`progress` 0) all but two, which transfers need; at its end, when activations
+        have been freed, twice as many.
         """
-        most = self.pool.count - 2 + int(progress * self.pool.count)
-        for states in offloaded:
-            for bucket in states.buckets:
-                if self.pool.out >= most or states.is_on_disk:  # what is on the disk is read ahead by the staging
-                    return
-                states.load(bucket)
+        return self.pool.count - 2 + int(progress * self.pool.count)
 
-    def turn(self) -> None:
+    def begin_step(self) -> None:
         """A step's updates begin."""
         if self.staging is not None:
             self.staging.turn()
 
     def close(self) -> None:
-        """Give back what the device lent, and remove what is left on the disk."""
+        """Free the device buffers and remove the files on the disk."""
         self.streams.arrive()
         self.pool.trim()
         if self.staging is not None:
             self.staging.close()
+
+
+def is_pinned(settings: Offload, device: torch.device) -> bool:
+    """Whether host memory is page-locked."""
+    return settings.pin_memory and device.type == "cuda"
+
+
+def bucket_numel(settings: Offload) -> int:
+    """The most elements of a bucket."""
+    return max(1024, (settings.buffer_bytes or _BUFFER_BYTES) // _ELEMENT_BYTES // 1024 * 1024)

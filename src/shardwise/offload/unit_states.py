@@ -1,25 +1,30 @@
-"""Where a unit's states rest off the device, and how they come to it and go back.
+"""Where a unit's states rest, on the device or off it, and how they travel between the two.
 
 Names, used throughout:
-- *field*: one value for each element that this rank owns: the `master`, each moment of the optimizer's (under the
-  optimizer's own word), the reduced `grads`. A field rests in a *storage* on its tier.
-- *bucket*: a run of a unit's elements that travels at once, its fields side by side in a slot of the pool.
-- *job*: what is due to happen to a unit's buckets while they are on the device: the update. It is issued with the
-  unit's next delivery, or at once by whoever looks at the states before.
+- *state*: one value for each element that this rank owns: the `master`, each moment of the optimizer (under the
+  optimizer's own key), the reduced `grads`. An offloaded state rests in a storage on its tier (see `storage`).
+- *bucket*: a run of a unit's elements whose states travel together, side by side in one buffer of the pool.
+- *pending update*: the optimizer's work on the buckets of a unit while they are on the device. It is issued with the
+  unit's next transfer, or earlier by `run_update`.
 
-A bucket goes up the one lane, is worked on in the second and goes down the third; see `streams`.
+A bucket is copied to the device on the `h2d` stream, updated on the `update` stream, and copied back on `d2h`; see
+`streams`. Everything is issued without waiting; events order the streams.
+
+    ResidentStates   all states rest on the device: nothing travels, every method is trivial
+    OffloadedStates  some state rests on the host or on a disk
 """
 
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 
-from shardwise.memory.ledger import Entry, Kind, Tier
+from shardwise.memory import Entry, Kind, Tier
 from shardwise.offload.buffer_pool import PoolBuffer, room_bytes
 from shardwise.offload.context import OffloadContext
 from shardwise.offload.disk_storage import DiskStorage
@@ -27,101 +32,166 @@ from shardwise.offload.pinned import HostStorage
 from shardwise.offload.staging import Chunk
 from shardwise.offload.storage import StateStorage
 from shardwise.offload.streams import PAST, Event, Streams
-from shardwise.partition.layout import Span
-from shardwise.partition.policy import Policy
+from shardwise.partition import Policy, Span
+from shardwise.partition.layout import GroupRun
 
 MASTER, GRADS = "master", "grads"
-"""Fields by name; all others are the optimizer's."""
+"""States by key; all others are the optimizer's moments."""
 
 Views = dict[str, torch.Tensor]
-Made = list[tuple[str, Span, torch.Tensor]]
-"""Values that were made on the device, with the field and the elements they are of."""
+NewMoments = list[tuple[str, Span, torch.Tensor]]
+"""Moments that the optimizer allocated on the device in its first step, with their keys and elements."""
 
-_DELIVERY_SLOTS = 3
-"""What passes through without being updated needs no more to keep a lane busy."""
+_TRANSFER_BUFFERS = 3
+"""Buffers for a transfer without an update: three keep the h2d stream busy."""
 
 
 class Bucket(NamedTuple):
-    """Elements `span` of those that a rank owns, and the optimizer's pieces in them, by number."""
+    """Elements `span` of those that a rank owns, and the numbers of the master pieces in them."""
 
     span: Span
     pieces: tuple[int, ...]
 
 
-class Job(Protocol):
-    """Work on buckets."""
+class BucketUpdate(Protocol):
+    """A pending update of one unit."""
 
-    def __call__(self, bucket: Bucket, views: Views) -> Made:
-        """Work on a bucket's fields on the device; what was made there and shall rest."""
+    def __call__(self, bucket: Bucket, views: Views) -> NewMoments:
+        """Update a bucket's states on the device; returns the moments that were allocated there and are to rest."""
 
     def done(self) -> None:
-        """The computing stream has come after it: free what it read."""
+        """The compute stream has been ordered after the update: free what it read."""
 
 
-class Delivery(Protocol):
-    """Values on their way to the device; a handle as those of `comm` are."""
+class Arrival(Protocol):
+    """Values on their way to the device; a handle like those of `comm`."""
 
-    def issue(self) -> None:
-        """See to it that they are, and that the work lane comes after them."""
+    def following(self) -> contextlib.AbstractContextManager[None]:
+        """Within it, work is issued to a stream that is ordered after the arrival."""
 
     def wait(self) -> None:
-        """Have the computing stream come after them."""
+        """Order the compute stream after the arrival."""
 
 
-class Hosting(Protocol):
-    """An update that is made on the host, see `hosted`."""
+class HostUpdate(Protocol):
+    """A pending update that is made on the host, see `optim.host_update`."""
 
-    def deliver(self, target: torch.Tensor | None) -> Delivery:
-        """Bring what was made to `target`."""
+    def transfer(self, target: torch.Tensor | None) -> Arrival:
+        """Copy the new weights to `target`."""
 
     def finish(self) -> Event:
-        """Have the host wait until it is made; when the last delivery has read it."""
+        """Block the host until the update is made; returns when the last transfer has read the result."""
 
 
-class UnitStates:
-    """One unit's fields off the device."""
+class UnitStates(ABC):
+    """Where one unit's states rest."""
+
+    is_offloaded: bool
+    holds_moments = False
+    """Whether the optimizer's moments rest off the device."""
+    is_streamed = False
+    """Whether the update is made while the states travel, instead of where the weights are."""
+    updates_on_host = False
+    """Whether the host makes the update, from the next step on."""
+    pending: BucketUpdate | None = None
+    size_bytes = disk_bytes = 0
+    """Bytes that rest off the device, and how many of them on a disk."""
+
+    @abstractmethod
+    def __contains__(self, state: str) -> bool:
+        """Whether a state rests off the device."""
+
+    @abstractmethod
+    def split(self, runs: Sequence[GroupRun]) -> Sequence[GroupRun]:
+        """The runs of the optimizer's elements, cut so that each travels at once."""
+
+    @abstractmethod
+    def run_update(self) -> None:
+        """Issue the pending update now, and order the compute stream after it."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Block the host until every state is where it rests."""
+
+    @abstractmethod
+    def free(self) -> None:
+        """Free the storages, after all that is in flight."""
+
+
+class ResidentStates(UnitStates):
+    """All states rest on the device."""
+
+    is_offloaded = False
+
+    def __contains__(self, state: str) -> bool:
+        return False
+
+    def split(self, runs: Sequence[GroupRun]) -> Sequence[GroupRun]:
+        return runs
+
+    def run_update(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def free(self) -> None:
+        pass
+
+
+class OffloadedStates(UnitStates):
+    """One unit's states off the device."""
+
+    is_offloaded = True
 
     def __init__(self, name: str, policy: Policy, numel: int, offload: OffloadContext) -> None:
         self.name = name
-        self.offload = offload
-        self.holds_states = policy.trainable and policy.optim_tier != "device"
-        self.is_updated = self.holds_states or (policy.trainable and _master_leaves(policy))
         self.numel = numel
-        self._states_tier = policy.optim_tier
+        self.streams = offload.streams
         self.storages: dict[str, StateStorage] = {}
         self.buckets: list[Bucket] = []
-        self.job: Job | None = None
-        self.is_hosted = False
-        self.hosted: Hosting | None = None
-        self._rested: Event = PAST
-        self._buckets_rested: dict[Span, Event] = {}
-        self._grads_rested: Event = PAST
+        self.holds_moments = policy.trainable and policy.optim_tier != "device"
+        self.is_streamed = self.holds_moments or (policy.trainable and policy.master_tier != "device")
+        self.host_update: HostUpdate | None = None
+        self._offload = offload
+        self._moments_tier = policy.optim_tier
+        self._stored: Event = PAST
+        self._buckets_stored: dict[Span, Event] = {}
+        self._grads_stored: Event = PAST
         self._fetched: Event = PAST
-        self._loaded: dict[Span, Views] = {}
-        self._slots: dict[Span, PoolBuffer] = {}
-        if _master_leaves(policy):
+        self._on_device: dict[Span, tuple[PoolBuffer, Views]] = {}
+        if policy.master_tier != "device":
             kind = Kind.WEIGHTS if policy.weight_dtype == policy.master_dtype else Kind.OPTIM
-            self.add(MASTER, policy.master_dtype, kind, policy.master_tier)
+            self._add(MASTER, policy.master_dtype, kind, policy.master_tier)
         if policy.trainable and policy.grads_tier != "device":
-            self.add(GRADS, policy.accumulate_dtype, Kind.GRADS, policy.grads_tier)
+            self._add(GRADS, policy.accumulate_dtype, Kind.GRADS, policy.grads_tier)
 
-    def add(self, field: str, dtype: torch.dtype, kind: Kind = Kind.OPTIM, tier: str | None = None) -> StateStorage:
-        """Room for one more field, by default where the optimizer's states rest."""
-        offload, tier = self.offload, tier or self._states_tier
-        entry = Entry(kind, self.name if kind is not Kind.OPTIM else f"{self.name} ({field})", Tier(tier))
+    def __contains__(self, state: str) -> bool:
+        return state in self.storages
+
+    def moment(self, key: str, dtype: torch.dtype) -> StateStorage:
+        """The storage of a moment, allocated when it is first asked for."""
+        return self.storages[key] if key in self.storages else self._add(key, dtype, Kind.OPTIM, self._moments_tier)
+
+    def _add(self, state: str, dtype: torch.dtype, kind: Kind, tier: str) -> StateStorage:
+        offload = self._offload
+        entry = Entry(kind, self.name if kind is not Kind.OPTIM else f"{self.name} ({state})", Tier(tier))
         if offload.staging is not None and tier == "disk":
-            self.storages[field] = DiskStorage(offload.staging, offload.ledger, entry, self._cuts, dtype)
+            self.storages[state] = DiskStorage(offload.staging, offload.ledger, entry, self._cuts, dtype)
         else:
-            self.storages[field] = HostStorage(offload.ledger, entry, self.numel, dtype, offload.is_pinned)
-        return self.storages[field]
+            self.storages[state] = HostStorage(offload.ledger, entry, self.numel, dtype, offload.is_pinned)
+        return self.storages[state]
 
     def _cuts(self) -> list[Span]:
         return [bucket.span for bucket in self.buckets]
 
-    def divide(self, pieces: Sequence[Span]) -> None:
-        """Cut the elements into buckets, at the borders of the optimizer's pieces."""
-        self.buckets = list(_buckets(self.numel, pieces, self.offload.bucket_numel))
-        self.offload.expect(len(self.buckets))
+    def split(self, runs: Sequence[GroupRun]) -> Sequence[GroupRun]:
+        """Also cuts the elements into buckets, at the borders of the runs."""
+        most = self._offload.bucket_numel
+        cut = [part for run in runs for part in run.split(most)]
+        self.buckets = list(_buckets(self.numel, [part.shard for part in cut], most))
+        self._offload.expect(len(self.buckets))
+        return cut
 
     @property
     def everything(self) -> Span:
@@ -130,247 +200,272 @@ class UnitStates:
 
     @property
     def is_on_disk(self) -> bool:
-        """Whether a field rests on the disk."""
+        """Whether a state rests on a disk."""
         return any(isinstance(storage, DiskStorage) for storage in self.storages.values())
 
     @property
-    def size_bytes(self) -> int:
-        """What rests here."""
+    def can_update_on_host(self) -> bool:
+        """Whether everything that an update reads and writes rests off the device."""
+        return self.holds_moments and MASTER in self and GRADS in self
+
+    @property
+    def size_bytes(self) -> int:  # type: ignore[override]  # a constant of the base class
         return sum(storage.size_bytes for storage in self.storages.values())
 
     @property
-    def disk_bytes(self) -> int:
-        """What of it rests on the disk."""
+    def disk_bytes(self) -> int:  # type: ignore[override]  # a constant of the base class
         return sum(storage.size_bytes for storage in self.storages.values() if isinstance(storage, DiskStorage))
 
     def leave_disk(self) -> None:
-        """Let everything rest on the host from here on."""
-        self.quiet()
-        for field, storage in self.storages.items():
+        """Move what rests on a disk to the host."""
+        self.synchronize()
+        for state, storage in self.storages.items():
             if isinstance(storage, DiskStorage):
-                self.storages[field] = storage.to_host(self.offload.is_pinned)
-        self._states_tier = "host"
-
-    def __contains__(self, field: str) -> bool:
-        return field in self.storages
+                self.storages[state] = storage.to_host(self._offload.is_pinned)
+        self._moments_tier = "host"
 
     @property
-    def at_rest(self) -> tuple[Event, ...]:
-        """When everything that was sent here has come, and everything that was asked for has been read."""
-        return self._rested, self._grads_rested, self._fetched
+    def in_flight(self) -> tuple[Event, ...]:
+        """The ends of all copies to and from the storages that were issued so far."""
+        return self._stored, self._grads_stored, self._fetched
 
-    def fresh(self, dtype: torch.dtype) -> torch.Tensor:
-        """Where new weights rest that were made on the host: the master, or where the gradients were."""
+    def on_host(self, state: str) -> torch.Tensor:
+        """The host memory of a state."""
+        storage = self.storages[state]
+        assert isinstance(storage, HostStorage), f"{state} of {self.name} does not rest on the host"
+        return storage.tensor
+
+    def new_weights(self, dtype: torch.dtype) -> torch.Tensor:
+        """Host memory for new weights that the host makes: the master's, or that of the gradients it has used."""
         if dtype == self.storages[MASTER].dtype:
             return self.on_host(MASTER)
         return self.on_host(GRADS).view(torch.uint8)[: self.numel * dtype.itemsize].view(dtype)
 
-    def on_host(self, field: str) -> torch.Tensor:
-        """The host memory that a field rests in."""
-        storage = self.storages[field]
-        assert isinstance(storage, HostStorage), f"{field} of {self.name} does not rest on the host"
-        return storage.tensor
+    # Between the storages and the device
 
-    def deliver(self, target: torch.Tensor | None) -> Delivery:
-        """Do what is due, and bring the master to `target`, in its dtype. Whoever reads `target` waits for the arrival.
+    def transfer(self, target: torch.Tensor | None) -> Arrival:
+        """Issue the pending update, and copy the master to `target`, in its dtype; readers of it wait for the arrival.
 
-        It is memory of the computing stream's, whose earlier uses of it come first.
+        `target` is memory of the compute stream: the update stream is ordered after what that stream did so far, so
+        that earlier readers of `target` are done (tests/test_offload_gpu.py with poisoned buffers).
         """
-        if self.hosted is not None:
-            return self.hosted.deliver(target)
-        job, self.job = self.job, None
-        streams = self.offload.streams
-        streams.update.wait(streams.now())
-        if job or target is not None:
-            with self._fetching(is_update=job is not None):
+        if self.host_update is not None:
+            return self.host_update.transfer(target)
+        update, self.pending = self.pending, None
+        self.streams.update.wait(self.streams.now())
+        if update or target is not None:
+            with self._reading_disk(is_update=update is not None):
                 for bucket in self.buckets:
-                    self._carry(bucket, job, target if MASTER in self else None)
-        return Arrival(streams, streams.update.mark(), job)
+                    self._carry(bucket, update, target if MASTER in self else None)
+        return DeviceArrival(self.streams, self.streams.update.mark(), update)
 
-    def load(self, bucket: Bucket) -> None:
-        """Bring a bucket's states up ahead of the job; its gradients may still be on their way down."""
-        if bucket.span not in self._loaded:
-            self._open(bucket)
-            self._bring(bucket, [field for field in self.storages if field != GRADS])
+    def prefetch(self, bucket: Bucket) -> None:
+        """Copy a bucket's states to the device ahead of the update; its gradients may still be on their way down."""
+        if bucket.span not in self._on_device:
+            self._acquire(bucket)
+            self._fetch(bucket, [state for state in self.storages if state != GRADS])
 
-    def rest(self, field: str, source: torch.Tensor, free: Callable[[], None]) -> None:
-        """Take a whole field down from memory of the computing stream's, and `free` that when it is done."""
-        streams = self.offload.streams
-        streams.d2h.wait(streams.now(), self._rested, self._finish_hosted())
+    def offload(self, state: str, source: torch.Tensor, free: Callable[[], None]) -> None:
+        """Copy a whole state down from memory of the compute stream, and call `free` once that may be reused."""
+        streams = self.streams
+        streams.d2h.wait(streams.now(), self._stored, self._finish_host_update())
         with streams.d2h:
-            self.storages[field].take(streams, self.everything, [(self.everything, source)])
-        self._grads_rested = streams.d2h.mark()
-        streams.leave(self._grads_rested, free)
+            self.storages[state].take(streams, self.everything, [(self.everything, source)])
+        self._grads_stored = streams.d2h.mark()
+        streams.leave(self._grads_stored, free)
 
-    def recall(self, field: str, target: torch.Tensor) -> Event:
-        """Bring a whole field up to memory of the computing stream's."""
-        streams = self.offload.streams
-        streams.h2d.wait(streams.now(), self._rested, self._grads_rested)
+    def fetch(self, state: str, target: torch.Tensor) -> Event:
+        """Copy a whole state up to memory of the compute stream."""
+        streams = self.streams
+        streams.h2d.wait(streams.now(), self._stored, self._grads_stored)
         with streams.h2d:
-            self.storages[field].bring(streams, self.everything, target)
+            self.storages[state].bring(streams, self.everything, target)
         self._fetched = streams.h2d.mark()
         return self._fetched
 
-    def read(self, field: str, span: Span) -> torch.Tensor:
-        """Values of a field as they rest, on the host, to look at."""
-        self.quiet()
-        return self.storages[field].read(span)
+    def scratch(self, numel: int) -> torch.Tensor:
+        """Room in fp32 for the update stream alone."""
+        return self._offload.pool.scratch(numel)
 
-    def write(self, field: str, span: Span, values: torch.Tensor) -> None:
-        """Replace values of a field where it rests."""
-        self.quiet()
-        self.storages[field].write(span, values)
+    def read(self, state: str, span: Span) -> torch.Tensor:
+        """Values of a state as they rest, in host memory."""
+        self.synchronize()
+        return self.storages[state].read(span)
 
-    def quiet(self) -> None:
-        """Do what is due, let go of what was loaded ahead, and have the host wait until all has come down."""
-        self.flush()
-        self.forget()
-        for event in (self._finish_hosted(), *self.at_rest):
+    def write(self, state: str, span: Span, values: torch.Tensor) -> None:
+        """Replace values of a state where it rests."""
+        self.synchronize()
+        self.storages[state].write(span, values)
+
+    def synchronize(self) -> None:
+        self.run_update()
+        self.drop_prefetched()
+        for event in (self._finish_host_update(), *self.in_flight):
             event.synchronize()
         for storage in self.storages.values():
             storage.wait()
 
-    def flush(self) -> None:
-        """Do what is due now."""
-        if self.job is not None or self.hosted is not None:
-            self.deliver(None).wait()
+    def run_update(self) -> None:
+        if self.pending is not None or self.host_update is not None:
+            self.transfer(None).wait()
 
-    def forget(self) -> None:
-        """Let go of what was loaded ahead: the fields may change where they rest."""
-        streams, staging = self.offload.streams, self.offload.staging
+    def drop_prefetched(self) -> None:
+        """Give up buckets that were fetched ahead: the states may change where they rest."""
+        streams, staging = self.streams, self._offload.staging
         for bucket in self.buckets:
-            if bucket.span in self._loaded:
+            if bucket.span in self._on_device:
                 streams.update.wait(streams.h2d.mark())
-                self._close(bucket, streams.update.mark())
+                self._give_back(bucket, streams.update.mark())
         if staging is not None and self.is_on_disk:
             staging.drop()
 
     def free(self) -> None:
-        """Give the room back. Waits for what is under way."""
-        self.job = None
-        self.forget()
-        for event in (self._finish_hosted(), *self.at_rest):
+        self.pending = None
+        self.drop_prefetched()
+        for event in (self._finish_host_update(), *self.in_flight):
             event.synchronize()
         for storage in self.storages.values():
             storage.free()
         self.storages.clear()
 
-    def _finish_hosted(self) -> Event:
-        """From here on, what was made on the host is no longer where the gradients are."""
-        hosted, self.hosted = self.hosted, None
-        return PAST if hosted is None else hosted.finish()
+    def _finish_host_update(self) -> Event:
+        """Afterwards the memory of the gradients no longer holds new weights."""
+        made, self.host_update = self.host_update, None
+        return PAST if made is None else made.finish()
 
     @contextlib.contextmanager
-    def _fetching(self, is_update: bool) -> Iterator[None]:
-        """Within it, a delivery fetches what it needs from the disk."""
-        delivery, staging = _FromDisk(self, is_update), self.offload.staging
-        if staging is None or next(delivery.chunks(), None) is None:
+    def _reading_disk(self, is_update: bool) -> Iterator[None]:
+        """Within it, a transfer fetches what it needs from the disk."""
+        reads, staging = _TransferReads(self, is_update), self._offload.staging
+        if staging is None or next(reads.chunks(), None) is None:
             yield
             return
-        staging.begin(delivery)
+        staging.begin(reads)
         try:
             yield
         finally:
             staging.end()
 
-    def _carry(self, bucket: Bucket, job: Job | None, target: torch.Tensor | None) -> None:
-        streams, span = self.offload.streams, bucket.span
-        is_ahead = span in self._loaded
-        if not is_ahead:
-            self._open(bucket, None if job else _DELIVERY_SLOTS)
-            self._bring(bucket, self.storages if job else [MASTER])
-        elif job and GRADS in self:
-            self._bring(bucket, [GRADS])
-        views = self._loaded[span]
+    def _carry(self, bucket: Bucket, update: BucketUpdate | None, target: torch.Tensor | None) -> None:
+        streams, span = self.streams, bucket.span
+        was_prefetched = span in self._on_device
+        if not was_prefetched:
+            self._acquire(bucket, None if update else _TRANSFER_BUFFERS)
+            self._fetch(bucket, self.storages if update else [MASTER])
+        elif update and GRADS in self:
+            self._fetch(bucket, [GRADS])
+        views = self._on_device[span][1]
         streams.update.wait(self._fetched)
         with streams.update:
-            made = job(bucket, views) if job else []
+            made = update(bucket, views) if update else []
             if target is not None:
                 target[span.slice].copy_(views[MASTER])
-        if job is not None:
-            self._take_down(bucket, views, made)
-            self._close(bucket, self._rested)
-        elif not is_ahead:
-            self._close(bucket, streams.update.mark())
+        if update is not None:
+            self._store(bucket, views, made)
+            self._give_back(bucket, self._stored)
+        elif not was_prefetched:
+            self._give_back(bucket, streams.update.mark())
 
-    def _take_down(self, bucket: Bucket, views: Views, made: Made) -> None:
-        streams = self.offload.streams
+    def _store(self, bucket: Bucket, views: Views, made: NewMoments) -> None:
+        streams = self.streams
         streams.d2h.wait(streams.update.mark())
-        parts = {field: [(bucket.span, view)] for field, view in views.items() if field != GRADS}
-        for field, span, values in made:
-            parts.setdefault(field, []).append((span, values.view(-1)))
+        parts = {state: [(bucket.span, view)] for state, view in views.items() if state != GRADS}
+        for state, span, values in made:
+            parts.setdefault(state, []).append((span, values.view(-1)))
         with streams.d2h:
-            for field, values_of in parts.items():
-                self.storages[field].take(streams, bucket.span, values_of)
-        self._rested = self._buckets_rested[bucket.span] = streams.d2h.mark()
+            for state, values_of in parts.items():
+                self.storages[state].take(streams, bucket.span, values_of)
+        self._stored = self._buckets_stored[bucket.span] = streams.d2h.mark()
         if made:
-            # Made by the optimizer in the work lane, which knows nothing of the copy: they must live until it is done.
-            self._rested.synchronize()
+            # The optimizer allocated them on the update stream, whose allocator does not know of the copy on d2h: the
+            # host keeps them alive until it is over. Only the first step makes any.
+            self._stored.synchronize()
 
-    def _close(self, bucket: Bucket, ready: Event) -> None:
-        del self._loaded[bucket.span]
-        self.offload.pool.give(self._slots.pop(bucket.span), ready)
-
-    def _open(self, bucket: Bucket, most: int | None = None) -> None:
-        """Take a slot, with room for everything the bucket may need."""
-        numel = bucket.span.numel
-        dtypes = {field: storage.dtype for field, storage in self.storages.items()}
-        pool = self.offload.pool
+    def _acquire(self, bucket: Bucket, most: int | None = None) -> None:
+        """Take a buffer of the pool with room for all states of the bucket."""
+        numel, pool = bucket.span.numel, self._offload.pool
+        dtypes = {state: storage.dtype for state, storage in self.storages.items()}
         pool.fit(sum(room_bytes(numel, dtype) for dtype in dtypes.values()))
-        self._slots[bucket.span] = slot = pool.take(most)
-        self._loaded[bucket.span] = slot.cut(numel, dtypes)
+        buffer = pool.take(most)
+        self._on_device[bucket.span] = buffer, buffer.cut(numel, dtypes)
 
-    def _bring(self, bucket: Bucket, fields: Iterable[str]) -> None:
-        streams, span = self.offload.streams, bucket.span
-        # After this bucket's own way down, not that of the bucket before it: up and down run at once.
-        streams.h2d.wait(self._slots[span].ready, self._buckets_rested.get(span, PAST), self._grads_rested)
+    def _give_back(self, bucket: Bucket, ready: Event) -> None:
+        buffer, _ = self._on_device.pop(bucket.span)
+        self._offload.pool.give(buffer, ready)
+
+    def _fetch(self, bucket: Bucket, states: Iterable[str]) -> None:
+        streams, span = self.streams, bucket.span
+        buffer, views = self._on_device[span]
+        # Ordered after this bucket's own way down, not after the previous bucket's: h2d and d2h run at once.
+        streams.h2d.wait(buffer.ready, self._buckets_stored.get(span, PAST), self._grads_stored)
         with streams.h2d:
-            for field in fields:
-                self.storages[field].bring(streams, span, self._loaded[span][field])
+            for state in states:
+                self.storages[state].bring(streams, span, views[state])
         self._fetched = streams.h2d.mark()
 
 
 @dataclass(frozen=True)
-class _FromDisk:
-    """A delivery as the staging sees it: all fields for an update, else the master alone."""
+class _TransferReads:
+    """What a transfer reads from the disk: all states for an update, else the master alone."""
 
-    states: UnitStates
+    states: OffloadedStates
     is_update: bool
 
     def chunks(self) -> Iterator[Chunk]:
         for bucket in self.states.buckets:
-            for field in list(self.states.storages) if self.is_update else [MASTER]:
-                storage = self.states.storages.get(field)
+            for state in list(self.states.storages) if self.is_update else [MASTER]:
+                storage = self.states.storages.get(state)
                 if isinstance(storage, DiskStorage):
                     yield from storage.chunks_in(bucket.span)
 
 
+class _Here:
+    """An arrival of values that are on the device: what is issued to the compute stream follows them."""
+
+    def following(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def wait(self) -> None:
+        pass
+
+
+HERE: Arrival = _Here()
+
+
 @dataclass
-class Arrival:
-    """A delivery under way; a handle as those of `comm` are."""
+class DeviceArrival:
+    """A transfer through the update stream."""
 
     streams: Streams
     event: Event
-    job: Job | None
+    update: BucketUpdate | None
 
-    def issue(self) -> None:
-        pass
+    def following(self) -> contextlib.AbstractContextManager[None]:
+        return self.streams.update
 
     def wait(self) -> None:
         self.streams.wait(self.event)
-        if self.job is not None:
-            self.job.done()
-        self.job = None
+        if self.update is not None:
+            self.update.done()
+        self.update = None
 
 
-def unit_states_for(name: str, policy: Policy, numel: int, offload: OffloadContext) -> UnitStates | None:
-    """A states for a unit of which something rests off the device."""
+def unit_states_for(name: str, policy: Policy, numel: int, offload: OffloadContext) -> UnitStates:
+    """Where the states of a unit rest, of which this rank owns `numel` elements."""
     leaves = policy.trainable and (policy.optim_tier != "device" or policy.grads_tier != "device")
-    return UnitStates(name, policy, numel, offload) if leaves or _master_leaves(policy) else None
+    if leaves or policy.master_tier != "device":
+        return OffloadedStates(name, policy, numel, offload)
+    return ResidentStates()
 
 
-def _master_leaves(policy: Policy) -> bool:
-    return policy.master_tier != "device"
+def prefetch(offload: OffloadContext, units: Iterable[OffloadedStates], progress: float) -> None:
+    """Fetch the states of the units that are updated first, while the h2d stream is idle; see `prefetch_limit`."""
+    limit = offload.prefetch_limit(progress)
+    for states in units:
+        for bucket in states.buckets:
+            if offload.pool.out >= limit or states.is_on_disk:  # the staging itself reads ahead from the disk
+                return
+            states.prefetch(bucket)
 
 
 def _buckets(numel: int, pieces: Sequence[Span], most: int) -> Iterator[Bucket]:

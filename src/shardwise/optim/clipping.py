@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardwise.comm.comm import Comm
+from shardwise.comm import Comm
 from shardwise.unit import norm
-from shardwise.unit.grads import Grads
+from shardwise.unit.reduced_shard import ReducedShard
 
 
 class Clip(NamedTuple):
@@ -23,16 +23,16 @@ class Clip(NamedTuple):
     coefficient: torch.Tensor | None
 
 
-def global_norm(grads: Sequence[Grads], comm: Comm, exact: bool) -> torch.Tensor:
-    """The global norm. Shards on the host left their part of it here; only the exact norm brings them back."""
+def grad_norm(shards: Sequence[ReducedShard], comm: Comm, exact: bool) -> torch.Tensor:
+    """The global norm. Offloaded shards left their part of it on the device; only the exact norm fetches them."""
     if exact:
-        return norm.global_norm(_Shards(grads), comm, exact=True)
-    here = [each.reduced for each in grads if not each.is_away]
-    if len(here) == len(grads):
+        return norm.global_norm(_Tensors(shards), comm, exact=True)
+    here = [shard.tensor for shard in shards if not shard.is_offloaded]
+    if len(here) == len(shards):
         return norm.global_norm(here, comm, exact=False)
     known = iter(norm.sums_of_squares(here, comm)) if here else iter(())
-    sums = torch.stack([each.sum_of_squares if each.is_away else next(known) for each in grads])
-    return norm.norm_from_sums(sums, comm)
+    sums = [shard.sum_of_squares(comm) if shard.is_offloaded else next(known) for shard in shards]
+    return norm.norm_from_sums(torch.stack(sums), comm)
 
 
 def unscale(grad_norm: torch.Tensor, scale: torch.Tensor | None, limit: float | None) -> Clip:
@@ -48,14 +48,14 @@ def unscale(grad_norm: torch.Tensor, scale: torch.Tensor | None, limit: float | 
     return Clip(grad_norm, overflow, None if coefficient is None else coefficient.view(1))
 
 
-class _Shards(Sequence[torch.Tensor]):
-    """Reduced shards, of which those on the host are brought to the device one at a time."""
+class _Tensors(Sequence[torch.Tensor]):
+    """The values of shards, of which offloaded ones are fetched one at a time."""
 
-    def __init__(self, grads: Sequence[Grads]) -> None:
-        self._grads = grads
+    def __init__(self, shards: Sequence[ReducedShard]) -> None:
+        self._shards = shards
 
     def __len__(self) -> int:
-        return len(self._grads)
+        return len(self._shards)
 
     def __getitem__(self, index: Any) -> Any:
-        return self._grads[index].reduced
+        return self._shards[index].tensor

@@ -1,8 +1,9 @@
 """Parameters whose `requires_grad` changes under an engine.
 
-torch's optimizers pass over a parameter without a gradient: neither momentum nor decay moves it, and its state stays.
-A piece of which all is frozen is passed over just so. Others hold more parameters than one, and the elements of those
-frozen meanwhile are put back as they were. The other way round there is no gradient buffer and no state to begin with.
+torch's optimizers skip a parameter without a gradient: neither momentum nor decay changes it, and its state stays. A
+piece of which every parameter is frozen is skipped the same way. Other pieces hold several parameters, and the elements
+of the frozen ones are restored after the update. A parameter that was frozen when the engine was made and is trainable
+now has no gradient buffer and no state: it is refused.
 """
 
 from __future__ import annotations
@@ -11,17 +12,18 @@ from collections.abc import Sequence
 
 import torch
 
-from shardwise.partition.layout import Span
-from shardwise.unit.unit import Unit
+from shardwise.partition import Span
+from shardwise.unit import Unit
+from shardwise.unit.param_guard import PLAINLY
 
 
 def check_none_thawed(units: Sequence[Unit]) -> None:
     """Refuse to go on where a parameter that was frozen when the engine was made has become trainable."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with PLAINLY():
         thawed = [
             name
             for unit in units
-            if unit.grads is None
+            if not unit.is_trainable
             for name, param in zip(unit.names, unit.params, strict=True)
             if param.requires_grad
         ]
@@ -35,8 +37,19 @@ def check_none_thawed(units: Sequence[Unit]) -> None:
 
 def has_frozen(unit: Unit) -> bool:
     """Whether a parameter of a trainable unit was frozen meanwhile."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with PLAINLY():
         return not all(param.requires_grad for param in unit.params)
+
+
+def check_none_frozen(unit: Unit) -> None:
+    """Refuse parameters that were frozen since: where states rest off the device, their elements are not restored."""
+    with PLAINLY():
+        frozen = [name for name, param in zip(unit.names, unit.params, strict=True) if not param.requires_grad]
+    if frozen:
+        raise RuntimeError(
+            f"{frozen[0]!r} was trainable when the engine was made and is frozen now, and its states rest off the "
+            "device, where a part of a unit cannot be left alone: initialize with it frozen, or without offload"
+        )
 
 
 class Frozen:
@@ -47,7 +60,7 @@ class Frozen:
         self._unit, self._optimizer = unit, optimizer
         self._spans = [span for span, is_frozen in _owned_spans(unit) if is_frozen]
         self._before = [(place, place.clone()) for place in _places(unit, optimizer, self._spans)]
-        self._had_state = any(optimizer.state.get(piece) for _, piece in unit.weights.pieces)
+        self._had_state = any(optimizer.state.get(piece.param) for piece in unit.weights.pieces)
 
     def put_back(self) -> None:
         """After the update."""
@@ -61,7 +74,7 @@ class Frozen:
 def _owned_spans(unit: Unit) -> list[tuple[Span, bool]]:
     """Where parameters lie in the owned elements, and whether they are frozen."""
     owned = unit.weights.owned
-    with torch._C.DisableTorchFunctionSubclass():
+    with PLAINLY():
         slots = [
             (slot.span.intersect(owned), param.requires_grad)
             for slot, param in zip(unit.layout.slots, unit.params, strict=True)
@@ -72,18 +85,18 @@ def _owned_spans(unit: Unit) -> list[tuple[Span, bool]]:
 def _pass_over_whole(unit: Unit) -> None:
     """Take the gradient from pieces that only hold frozen parameters."""
     spans = _owned_spans(unit)
-    for (_, piece), cut in zip(unit.weights.pieces, unit.weights.piece_spans, strict=True):
-        if all(is_frozen for span, is_frozen in spans if span.intersect(cut)):
-            piece.grad = None
+    for piece in unit.weights.pieces:
+        if all(is_frozen for span, is_frozen in spans if span.intersect(piece.span)):
+            piece.param.grad = None
 
 
 def _places(unit: Unit, optimizer: torch.optim.Optimizer, spans: Sequence[Span]) -> list[torch.Tensor]:
     """The frozen elements of the master copy, then those of all state laid out as it is."""
     weights = unit.weights
     places = [weights.master.detach()[span.slice] for span in spans]
-    for (_, piece), cut in zip(weights.pieces, weights.piece_spans, strict=True):
-        parts = [part.shift(-cut.start) for part in (span.intersect(cut) for span in spans) if part]
-        for value in optimizer.state.get(piece, {}).values():
-            if isinstance(value, torch.Tensor) and value.shape == piece.shape:
+    for piece in weights.pieces:
+        parts = [part.shift(-piece.span.start) for part in (span.intersect(piece.span) for span in spans) if part]
+        for value in optimizer.state.get(piece.param, {}).values():
+            if isinstance(value, torch.Tensor) and value.shape == piece.param.shape:
                 places += [value.view(-1)[part.slice] for part in parts]
     return places

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from shardwise.comm.comm import Comm
+from shardwise.comm import Comm
 from shardwise.offload.pinned import page_locked
 from shardwise.offload.streams import Streams, now
 
@@ -42,7 +42,7 @@ def balanced(host_rate: float, device_rate: float) -> float:
     return host_rate / (host_rate + device_rate)
 
 
-def take_cores() -> None:
+def use_cores() -> None:
     """This rank's share of the cores, whatever was set for threads that only issue; one is left for those."""
     cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     torch.set_num_threads(max(1, cores - 1))
@@ -54,7 +54,7 @@ def _measured(device: torch.device) -> float:
     rates: list[float] = []
 
     def measure() -> None:
-        take_cores()
+        use_cores()
         rates.append(_rate(update))
 
     thread = threading.Thread(target=measure)

@@ -1,59 +1,58 @@
-"""The update of a unit where its states rest: by torch's kernels for the CPU, in a thread beside the one that issues.
+"""The update of a unit on the host, where its states rest: torch's kernels for the CPU, in a thread of their own.
 
-What goes to the device afterwards are the weights alone, in the dtype that computes. They rest where the gradients
-were, which the update has read: the same memory, until the next gradients come. So an element that is updated here
-costs 4 bytes on the way, down and up, and one that is updated on the device 28.
+Only the weights then travel to the device, in the dtype that computes. They are written where the gradients were, which
+the update has read: the same memory, until the next gradients arrive. So an element that is updated here costs 4 bytes
+on the way, down and up, and one that is updated on the device 28.
 
-Kernels for the CPU round other than those for the device: the results agree to a few units in the last place of fp32,
-not in every bit. On the CPU itself they are the same kernels, and nothing runs beside anything.
+Kernels for the CPU round differently from those for the device: the results agree to a few units in the last place of
+fp32, not in every bit. On the CPU itself they are the same kernels, and there is no thread.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from shardwise.offload.streams import PAST, Event, Stream, Streams, now
-from shardwise.offload.unit_states import GRADS, MASTER, Bucket, UnitStates
-from shardwise.optim.host_share import take_cores
-from shardwise.optim.optimizers import twin
-from shardwise.optim.streamed_update import adopt, check_none_frozen, options_now
+from shardwise.offload.unit_states import GRADS, MASTER, Bucket, OffloadedStates
+from shardwise.optim.frozen import check_none_frozen
+from shardwise.optim.host_share import use_cores
+from shardwise.optim.piece_optimizer import PieceOptimizer, options_now
+from shardwise.optim.states import offload_moments
 from shardwise.profiling import mark
-from shardwise.unit.unit import Unit
-
-if TYPE_CHECKING:
-    from shardwise.optim.updater import Updater
+from shardwise.unit import Unit
 
 
 class HostWorker:
-    """What works on the host: one thread, an optimizer like the user's for it alone, and a lane for results.
+    """One thread, an optimizer like the user's for it alone, and a stream for its results.
 
-    The thread steps on parameters of its own over the same memory, with the same states: whatever is done to the
-    user's optimizer meanwhile (options, `zero_grad`, `load_state_dict`), it is not in its way.
+    The thread steps on parameters of its own over the same memory, with the same states: what happens to the user's
+    optimizer meanwhile (options, `zero_grad`, `load_state_dict`) does not interfere.
     """
 
-    def __init__(self, updater: Updater, device: torch.device) -> None:
-        self.given = updater.optimizer
-        self.updater = updater.beside(twin(updater.optimizer))
-        self.lane = Stream(device)
+    def __init__(self, optimizer: PieceOptimizer, device: torch.device) -> None:
+        self.optimizer = optimizer
+        self.twin = optimizer.beside()
+        self.stream = Stream(device)
         self.issuing = threading.Lock()
-        """Two threads may deliver, this one and the one that issues."""
+        """Both this thread and the main one may issue transfers."""
         self._thread = (
             ThreadPoolExecutor(1, "shardwise-update", _begin_thread, (device,)) if _works_beside(device) else None
         )
         self.begun: set[str] = set()
         """Units that it has updated before."""
         self._room = torch.empty(0)
-        self._told: StepScalars | None = None
+        self._scalars: StepScalars | None = None
 
     def do(self, work: Callable[[], None]) -> Future[None]:
-        """Do it after all that was asked before."""
+        """Do it after all work that was given before."""
         if self._thread is not None:
             return self._thread.submit(work)
         done: Future[None] = Future()
@@ -67,12 +66,13 @@ class HostWorker:
             self._room = torch.empty(numel)
         return self._room[:numel]
 
-    def told(self, coefficient: torch.Tensor | None, overflow: torch.Tensor | None) -> StepScalars:
-        """The same for all units of a step: what the device found out is on its way to the host once."""
-        asked = (coefficient, overflow)
-        if self._told is None or any(old is not new for old, new in zip(self._told.asked, asked, strict=True)):
-            self._told = StepScalars.ask(*asked)
-        return self._told
+    def scalars(self, coefficient: torch.Tensor | None, overflow: torch.Tensor | None) -> StepScalars:
+        """The scalars of a step, copied to the host once for all its units."""
+        on_device = (coefficient, overflow)
+        known = self._scalars
+        if known is None or any(old is not new for old, new in zip(known.on_device, on_device, strict=True)):
+            known = self._scalars = StepScalars.copy(*on_device)
+        return known
 
     def close(self) -> None:
         """End the thread."""
@@ -82,19 +82,19 @@ class HostWorker:
 
 @dataclass
 class StepScalars:
-    """What the host has to know of a step, and when it does."""
+    """What the host has to know of a step, valid after `event`."""
 
-    asked: tuple[torch.Tensor | None, torch.Tensor | None]
+    on_device: tuple[torch.Tensor | None, torch.Tensor | None]
     coefficient: torch.Tensor | None
     overflow: torch.Tensor | None
     event: Event
 
     @classmethod
-    def ask(cls, coefficient: torch.Tensor | None, overflow: torch.Tensor | None) -> StepScalars:
-        asked = (coefficient, overflow)
-        told = [None if value is None else _to_host(value) for value in asked]
-        devices = [value.device for value in asked if value is not None]
-        return cls(asked, told[0], told[1], now(devices[0]) if devices else PAST)
+    def copy(cls, coefficient: torch.Tensor | None, overflow: torch.Tensor | None) -> StepScalars:
+        on_device = (coefficient, overflow)
+        on_host = [None if value is None else _to_host(value) for value in on_device]
+        devices = [value.device for value in on_device if value is not None]
+        return cls(on_device, on_host[0], on_host[1], now(devices[0]) if devices else PAST)
 
     def skips(self) -> bool:
         return self.overflow is not None and bool(self.overflow.item())
@@ -103,100 +103,97 @@ class StepScalars:
 class HostedUpdate:
     """One unit's update on the host in one step, and then where its new weights are."""
 
-    def __init__(self, hands: HostWorker, unit: Unit, states: UnitStates, told: StepScalars) -> None:
+    def __init__(self, worker: HostWorker, unit: Unit, states: OffloadedStates, scalars: StepScalars) -> None:
         check_none_frozen(unit)
-        adopt(hands.given, unit)
-        self._hands, self._unit, self._states, self._told = hands, unit, states, told
-        self._groups = [options_now(group) for group in hands.given.param_groups]
-        self._piece_states = [hands.given.state.get(piece, {}) for _, piece in unit.weights.pieces]
-        self._at_rest = states.at_rest
-        self._made = states.fresh(unit.weights.policy.weight_dtype)
+        optimizer = worker.optimizer.optimizer
+        offload_moments(optimizer, unit)
+        self._worker, self._unit, self._states, self._scalars = worker, unit, states, scalars
+        self._groups = [options_now(group) for group in optimizer.param_groups]
+        self._piece_states = [optimizer.state.get(piece.param, {}) for piece in unit.weights.pieces]
+        self._in_flight = states.in_flight
+        self._new_weights = states.new_weights(unit.weights.policy.weight_dtype)
         self._read: Event = PAST
-        self._done = hands.do(self._work)
-        if unit.name not in hands.begun:
-            # The first makes the states, which are given room where they rest.
-            hands.begun.add(unit.name)
+        self._done = worker.do(self._work)
+        if unit.name not in worker.begun:
+            # The first update makes the moments, which then get their storages.
+            worker.begun.add(unit.name)
             self._done.result()
-            self._keep_states()
+            self._store_moments()
 
-    def deliver(self, target: torch.Tensor | None) -> HostedArrival:
-        """Bring the new weights to `target` as soon as they are made, whoever finds that they are."""
-        streams = self._states.offload.streams
-        arrival = HostedArrival(streams, self._done)
+    def transfer(self, target: torch.Tensor | None) -> HostArrival:
+        """Copy the new weights to `target` as soon as they are made; the thread that makes them issues the copy."""
+        streams = self._states.streams
+        arrival = HostArrival(streams, self._done)
         if target is not None:
             streams.moved_bytes["host to device"] += target.numel() * target.element_size()
             begun = streams.now()
-            self._done.add_done_callback(lambda done: self._bring(target, begun, arrival))
+            self._done.add_done_callback(lambda done: self._copy(target, begun, arrival))
         else:
             arrival.issued.set()
         return arrival
 
     def finish(self) -> Event:
-        """Have the host wait until the update is made; when the last delivery has read it."""
+        """Block the host until the update is made; returns when the last transfer has read it."""
         self._done.result()
         return self._read
 
-    def _bring(self, target: torch.Tensor, begun: Event, arrival: HostedArrival) -> None:
-        hands = self._hands
+    def _copy(self, target: torch.Tensor, begun: Event, arrival: HostArrival) -> None:
+        worker = self._worker
         try:
-            with hands.issuing:
-                hands.lane.wait(begun)
-                with hands.lane:
-                    target.copy_(self._made, non_blocking=True)
-                self._read = arrival.event = hands.lane.mark()
+            with worker.issuing:
+                worker.stream.wait(begun)
+                with worker.stream:
+                    target.copy_(self._new_weights, non_blocking=True)
+                self._read = arrival.event = worker.stream.mark()
         except BaseException as error:
             arrival.error = error
         arrival.issued.set()
 
-    def _keep_states(self) -> None:
-        given = self._hands.given
-        for (_, piece), state in zip(self._unit.weights.pieces, self._piece_states, strict=True):
+    def _store_moments(self) -> None:
+        optimizer = self._worker.optimizer
+        for piece, state in zip(self._unit.weights.pieces, self._piece_states, strict=True):
             if state:
-                given.state[piece] = state
-        adopt(given, self._unit)
-        self._hands.updater.account_for(self._unit)
+                optimizer.optimizer.state[piece.param] = state
+        offload_moments(optimizer.optimizer, self._unit)
+        optimizer.account_for(self._unit)
 
     @torch.no_grad()
     def _work(self) -> None:
-        for event in (self._told.event, *self._at_rest):
+        for event in (self._scalars.event, *self._in_flight):
             event.synchronize()
-        skips = self._told.skips()
+        skips, master = self._scalars.skips(), self._states.on_host(MASTER)
         with mark("update", self._unit.name):
             for bucket in self._states.buckets:
                 if not skips:
                     self._update(bucket)
-                if self._made is not self._master:
-                    self._made[bucket.span.slice].copy_(self._master[bucket.span.slice])
+                if self._new_weights is not master:
+                    self._new_weights[bucket.span.slice].copy_(master[bucket.span.slice])
 
     def _update(self, bucket: Bucket) -> None:
-        weights, span = self._unit.weights, bucket.span
+        span, optimizer = bucket.span, self._worker.twin
         grads = self._states.on_host(GRADS)[span.slice]
         if grads.dtype != torch.float32:
-            grads = self._hands.room(span.numel).copy_(grads)
-        if self._told.coefficient is not None:
-            grads.mul_(self._told.coefficient)
-        groups: list[list[nn.Parameter]] = [[] for _ in self._groups]
-        states = self._hands.updater.optimizer.state
+            grads = self._worker.room(span.numel).copy_(grads)
+        if self._scalars.coefficient is not None:
+            grads.mul_(self._scalars.coefficient)
+        params: list[list[nn.Parameter]] = [[] for _ in self._groups]
+        states = optimizer.optimizer.state
         for number in bucket.pieces:
-            group, piece = weights.pieces[number]
-            own = nn.Parameter(piece.data)
-            own.grad = grads[weights.piece_spans[number].shift(-span.start).slice].view(piece.shape)
-            groups[group].append(own)
+            piece = self._unit.weights.pieces[number]
+            own = nn.Parameter(piece.param.data)
+            own.grad = grads[piece.span.shift(-span.start).slice].view(piece.param.shape)
+            params[piece.group].append(own)
             states[own] = self._piece_states[number]
             _steps_to_host(states[own])
         try:
-            self._hands.updater.step_pieces(groups, self._groups)
+            optimizer.step(params, self._groups)
         finally:
             states.clear()
 
-    @property
-    def _master(self) -> torch.Tensor:
-        return self._states.on_host(MASTER)
-
 
 @dataclass
-class HostedArrival:
-    """A delivery of what the host makes; a handle as those of `comm` are."""
+class HostArrival:
+    """A transfer of new weights that the host makes."""
 
     streams: Streams
     done: Future[None]
@@ -204,21 +201,25 @@ class HostedArrival:
     error: BaseException | None = None
     issued: threading.Event = field(default_factory=threading.Event)
 
-    def issue(self) -> None:
-        """Have the host wait until the copy is issued, and the work lane come after it."""
+    def following(self) -> contextlib.AbstractContextManager[None]:
+        """Blocks the host until the copy is issued."""
+        self._await_issue()
+        self.streams.update.wait(self.event)
+        return self.streams.update
+
+    def wait(self) -> None:
+        self._await_issue()
+        self.streams.wait(self.event)
+
+    def _await_issue(self) -> None:
         self.done.result()
         self.issued.wait()
         if self.error is not None:
             raise self.error
-        self.streams.update.wait(self.event)
-
-    def wait(self) -> None:
-        self.issue()
-        self.streams.wait(self.event)
 
 
 def hosted(unit_bytes: Sequence[int], share: float) -> list[bool]:
-    """Which units the host updates, so that it has `share` of them at any point of the order, as nearly as may be.
+    """Which units the host updates, so that it has `share` of them at any point of the order, as nearly as possible.
 
     >>> hosted([10, 10, 10, 10, 10, 10], 1 / 3)
     [False, True, False, False, True, False]
@@ -232,13 +233,8 @@ def hosted(unit_bytes: Sequence[int], share: float) -> list[bool]:
     return chosen
 
 
-def can_host(states: UnitStates | None) -> bool:
-    """Whether everything that an update reads and writes rests on the host."""
-    return states is not None and states.holds_states and MASTER in states and GRADS in states
-
-
 def _works_beside(device: torch.device) -> bool:
-    """Whether the host has something else to do than the device."""
+    """Whether the host is idle while the device computes, so that a thread pays."""
     return device.type == "cuda"
 
 
@@ -248,13 +244,13 @@ def _to_host(value: torch.Tensor) -> torch.Tensor:
 
 
 def _steps_to_host(state: dict[str, Any]) -> None:
-    """Counts that a kernel on the device has kept there."""
+    """Move step counts that a kernel on the device has kept there."""
     for key, value in state.items():
         if isinstance(value, torch.Tensor) and not value.ndim and value.device.type != "cpu":
             state[key] = value.cpu()
 
 
 def _begin_thread(device: torch.device) -> None:
-    take_cores()
+    use_cores()
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # else it would hold a context on the first one
+        torch.cuda.set_device(device)  # otherwise the thread would create a context on the first device

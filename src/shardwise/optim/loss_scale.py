@@ -10,10 +10,11 @@ What the host learns of a step (`was_skipped`) is a copy on its way; asking for 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
-from shardwise.config import LossScale, Precision
+from shardwise.config.sections import LossScale, Precision
 
 _FACTOR = 2.0
 
@@ -82,3 +83,51 @@ class Outcome:
             self._event.synchronize()
         flags: list[bool] = self._flags.tolist()
         return flags
+
+
+class LossScaling:
+    """The scaler of an engine, if its precision needs one, and what became of its steps as far as the host knows."""
+
+    def __init__(self, precision: Precision, device: torch.device) -> None:
+        self.scaler = Scaler.of(precision, device)
+        self.skipped_steps = 0
+        self.was_skipped = False
+        self.is_exhausted = False
+        self._outcome: Outcome | None = None
+
+    @property
+    def scale(self) -> torch.Tensor | None:
+        return self.scaler.scale if self.scaler is not None else None
+
+    def note(self, overflow: torch.Tensor) -> None:
+        """A step was taken; its outcome is on its way to the host."""
+        assert self.scaler is not None
+        self._outcome = Outcome(overflow, self.scaler.update(overflow))
+
+    def learn(self) -> bool:
+        """Wait for the outcome of the last step; returns whether it is news that it was applied."""
+        outcome, self._outcome = self._outcome, None
+        if outcome is None:
+            return False
+        self.was_skipped = outcome.was_skipped()
+        self.is_exhausted = outcome.is_exhausted()
+        self.skipped_steps += self.was_skipped
+        return not self.was_skipped
+
+    def state_dict(self) -> dict[str, Any]:
+        """What checkpoints keep."""
+        return {
+            "skipped_steps": self.skipped_steps,
+            "was_skipped": self.was_skipped,
+            "is_exhausted": self.is_exhausted,
+            "scaler": self.scaler.state_dict() if self.scaler is not None else None,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `state_dict` gave."""
+        self._outcome = None
+        self.skipped_steps = state["skipped_steps"]
+        self.was_skipped = state["was_skipped"]
+        self.is_exhausted = state["is_exhausted"]
+        if self.scaler is not None and state["scaler"] is not None:
+            self.scaler.load_state_dict(state["scaler"])

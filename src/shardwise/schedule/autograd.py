@@ -1,19 +1,24 @@
-"""What the schedule asks of autograd's graphs: word when a backward reaches a place, leaves it, or is over.
+"""What the schedule asks of autograd: when a backward reaches a place, leaves it, or ends, and what it will do.
 
-A backward is a *task* of autograd's; a re-entrant checkpoint starts another inside it. Tasks know what they will do, so
-one that only looks (`torch.autograd.grad` on activations) is told from one that leaves gradients on parameters.
+A backward is a *task* of autograd; a re-entrant checkpoint starts another inside it. A task knows which nodes it will
+execute. So the schedule can tell a backward that leaves gradients on parameters from one that does not
+(`torch.autograd.grad` on activations).
 """
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from shardwise.tensors import map_tensors, tensors_in
+from shardwise.unit import Unit
+from shardwise.unit.param_guard import PLAINLY
+from shardwise.unit.weights import WeightsState
 
 
 def current_task() -> int:
@@ -26,23 +31,23 @@ def inside_backward() -> bool:
 
 
 def leaves_gradients_on(params: Iterable[torch.Tensor]) -> bool:
-    """Whether the backward we are in adds to `p.grad` of any of these, as far as it knows: one without a choice of
-    inputs may come to others inside a re-entrant checkpoint."""
+    """Whether the current backward adds to `p.grad` of any parameter, as far as it knows: one without a choice of
+    inputs may reach others inside a re-entrant checkpoint."""
     if torch.autograd.Variable._execution_engine.is_checkpoint_valid():
         return True
-    with torch._C.DisableTorchFunctionSubclass():
+    with PLAINLY():
         return any(_is_added_to(param) for param in params if param.requires_grad)
 
 
 def awaits_gradient(params: Iterable[torch.Tensor]) -> bool:
-    """Whether the backward we are in has yet to bring a gradient to one of these that has none."""
-    with torch._C.DisableTorchFunctionSubclass():
+    """Whether the current backward has yet to bring a gradient to a parameter that has none."""
+    with PLAINLY():
         return any(param.grad is None and param.requires_grad and _is_added_to(param) for param in params)
 
 
 def adds_to(params: Iterable[torch.Tensor]) -> bool:
-    """Whether the backward we are in brings, or has brought, a gradient to one of these."""
-    with torch._C.DisableTorchFunctionSubclass():
+    """Whether the current backward brings, or has brought, a gradient to one of the parameters."""
+    with PLAINLY():
         return any(param.requires_grad and _is_added_to(param) for param in params)
 
 
@@ -54,7 +59,7 @@ def _is_added_to(param: torch.Tensor) -> bool:
 
 
 def refuse_transforms() -> None:
-    """Inside `torch.func.grad` and its like there is no graph whose backward could be followed."""
+    """Raise inside `torch.func.grad` and its like, where the schedule cannot follow the backward."""
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise RuntimeError(
             "a module under an engine runs inside a transform of torch.func, whose backward cannot be followed: use "
@@ -63,7 +68,7 @@ def refuse_transforms() -> None:
 
 
 class BackwardEndCallback:
-    """A call at the end of the backward we are in; torch drops it, and so do we, if an exception breaks that off."""
+    """A call at the end of the current backward. torch drops it if an exception ends that backward."""
 
     def __init__(self, call: Callable[[], None]) -> None:
         def end() -> None:
@@ -77,8 +82,10 @@ class BackwardEndCallback:
 
 
 class OncePerBackward:
-    """A hook on tensors that acts once in each backward. Where that backward makes a graph of its own, `again` acts
-    once in each backward through it, before it comes to what was reached after this place."""
+    """A hook on tensors that calls `reached` once in each backward. Where that backward makes a graph of its own,
+    `again` is called once in each backward through that graph, before it reaches what came after this place."""
+
+    __slots__ = ("_again", "_reached", "_task")
 
     def __init__(self, reached: Callable[[], None], again: Callable[[], None] | None = None) -> None:
         self._reached = reached
@@ -95,7 +102,7 @@ class OncePerBackward:
 
 
 class _Boundary(torch.autograd.Function):
-    """An identity that tells when the backward has left what came after it."""
+    """An identity whose backward runs when the backward has left everything after it."""
 
     @staticmethod
     def forward(ctx: Any, leave: OncePerBackward, *tensors: torch.Tensor) -> Any:
@@ -111,7 +118,10 @@ class _Boundary(torch.autograd.Function):
 
 
 def mark_inputs(args: Any, kwargs: Any, leave: OncePerBackward) -> Any:
-    """Have `leave` called when the backward reaches what made the inputs, or else an identity in front of leaves."""
+    """Have `leave` called when the backward reaches what made the inputs; leaves get an identity in front.
+
+    Returns new arguments if some were replaced, else None.
+    """
     marked = {id(t): t for t in tensors_in(args, kwargs) if t.requires_grad}
     made = [tensor for tensor in marked.values() if tensor.grad_fn is not None]
     for tensor in made:
@@ -126,3 +136,53 @@ def mark_inputs(args: Any, kwargs: Any, leave: OncePerBackward) -> Any:
         return replaced.get(id(tensor), tensor)
 
     return map_tensors(args, change), map_tensors(kwargs, change)
+
+
+class _Saved(NamedTuple):
+    """A tensor in a unit's buffer that a backward will read."""
+
+    tensor: torch.Tensor
+    unit: Unit
+
+
+class SavedTensorGuard:
+    """Gathers the weights that a backward finds released, for backwards that do not begin at a module's outputs.
+
+    A tensor that a module neither returns nor keeps in its attributes (a loss appended to a global list, what a user's
+    hook caught) may start a backward inside the module before its outputs are reached. Only autograd's hooks on saved
+    tensors see that, and they cost a call for each saved tensor. So the first training forward runs under such hooks;
+    if its backward needed them, they stay for good.
+    """
+
+    def __init__(self, units: Sequence[Unit], gather: Callable[[Unit], None]) -> None:
+        self._units = {unit.weights.storage_id: unit for unit in units if unit.weights.policy.weights_sharded}
+        self._gather = gather
+        self._is_watching = bool(self._units)
+        self._is_needed = False
+
+    def watching(self) -> contextlib.AbstractContextManager[Any]:
+        """Around a forward. Hooks on saved tensors that the user has set are left alone."""
+        if not self._is_watching or not torch.is_grad_enabled() or _has_other_hooks():
+            return contextlib.nullcontext()
+        return saved_tensors_hooks(self._pack, self._unpack)
+
+    def end(self) -> None:
+        """A backward is over."""
+        self._is_watching = self._is_needed
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        unit = self._units.get(tensor.untyped_storage()._cdata)
+        return tensor if unit is None else _Saved(tensor, unit)
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        if not isinstance(packed, _Saved):
+            return cast(torch.Tensor, packed)
+        if packed.unit.weights.state is not WeightsState.GATHERED:
+            self._is_needed = True
+            self._gather(packed.unit)
+        return packed.tensor
+
+
+def _has_other_hooks() -> bool:
+    hooks: Any = torch._C._autograd
+    return not hooks._saved_tensors_hooks_is_enabled() or hooks._top_saved_tensors_default_hooks(True) is not None

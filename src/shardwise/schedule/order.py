@@ -1,16 +1,19 @@
-"""The order of units: learned from the last forward, it decides what is gathered ahead and what stays."""
+"""The order of units: recorded in a forward, it decides what is prefetched, what stays, and the order of reductions."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardwise.config import Runtime
-from shardwise.unit.unit import Unit
+from shardwise.config.sections import Runtime
+from shardwise.unit import Unit
+
+_AGREE_EVERY = 100
+"""Backwards that reduce, between two exchanges of the recorded orders."""
 
 
 @dataclass(frozen=True)
-class Ahead:
+class Prefetch:
     """How far gathers run ahead of use: so many units, so many bytes of them, and so many with the one in use."""
 
     units: int = 1
@@ -18,12 +21,11 @@ class Ahead:
     gathered_bytes: int | None = None
 
     @classmethod
-    def of(cls, runtime: Runtime) -> Ahead:
+    def of(cls, runtime: Runtime) -> Prefetch:
         return cls(runtime.prefetch, runtime.prefetch_bytes, runtime.max_gathered_bytes)
 
     def choose(self, unit: Unit, following: Sequence[Unit]) -> list[Unit]:
-        """Those of the `following` units, without repetitions, that are released and may be gathered while `unit`
-        computes."""
+        """Those of the `following` units, without repetitions, that may be gathered while `unit` computes."""
         chosen: list[Unit] = []
         total = 0
         for other in dict.fromkeys(following):
@@ -42,8 +44,8 @@ class Ahead:
 
 
 def merged(sequences: Sequence[Sequence[int]]) -> list[int]:
-    """One sequence with everything that is in any of them: the first, and what others have besides, each behind what it
-    follows there.
+    """One sequence of everything that is in any of them: the first, with the others' items inserted, each behind what
+    it follows in its own.
 
     >>> merged([[0, 1, 3], [0, 2, 3, 4]])
     [0, 2, 1, 3, 4]
@@ -60,38 +62,59 @@ def merged(sequences: Sequence[Sequence[int]]) -> list[int]:
 
 
 class Order:
-    """The order in which a forward entered the units; at first, that of registration."""
+    """The order in which a forward entered the units; at first, that of registration.
 
-    def __init__(self, units: Sequence[Unit], ahead: Ahead) -> None:
+    One rank follows its own forwards. Several keep an order that all of them have: the ranks' data may make them enter
+    other units, and reduce-scatters must be issued in one order.
+    """
+
+    def __init__(self, units: Sequence[Unit], prefetch: Prefetch) -> None:
         self._all = list(units)
-        self._choice = ahead
+        self._prefetch = prefetch
+        self._comm = units[0].comm if units and units[0].comm.is_checked else None
+        self._agreements = 0
+        self._recorded: list[Unit] = []
         self._entered: list[Unit] = []
         self.forward: list[Unit] = []
         self.last: Unit | None = None
         self.backward: list[Unit] = []
-        self._ahead: list[list[Unit]] = []
-        self._behind: dict[str, list[Unit]] = {}
+        self._after: list[list[Unit]] = []
+        self._before: dict[str, list[Unit]] = {}
         self._stays_from: dict[str, int] = {}
-        self.learn(self._all)
+        self._follow(self._all)
 
-    def learn(self, entered: Sequence[Unit]) -> None:
-        """Adopt the entries of a forward, in order and with repetitions."""
+    def record(self, entered: Sequence[Unit]) -> None:
+        """Take the entries of a forward of this rank, in order and with repetitions."""
+        self._recorded = list(entered)
+        if self._comm is None:
+            self._follow(self._recorded)
+
+    def agree(self) -> None:
+        """Before reductions: now and then, make one order of those that the ranks recorded. A collective."""
+        if self._comm is not None and self._agreements % _AGREE_EVERY == 0:
+            numbers = [self._all.index(unit) for unit in self._recorded]
+            everyone = self._comm.share_object(numbers, "the order of units")
+            self._follow([self._all[number] for number in merged(everyone)])
+        self._agreements += 1
+
+    def _follow(self, entered: Sequence[Unit]) -> None:
         if self._entered == list(entered):
             return
         self._entered = list(entered)
         seen = list(dict.fromkeys(entered))
+        unseen = [unit for unit in self._all if unit not in seen]
         self.last = seen[-1] if seen else None
-        self.forward = seen + [unit for unit in self._all if unit not in seen]
-        self.backward = [unit for unit in self._all if unit not in seen] + seen[::-1]
-        self._ahead = [self._choice.choose(unit, entered[index + 1 :]) for index, unit in enumerate(entered)]
+        self.forward = seen + unseen
+        self.backward = unseen + seen[::-1]
+        self._after = [self._prefetch.choose(unit, entered[index + 1 :]) for index, unit in enumerate(entered)]
         first = {unit.name: index for index, unit in reversed(list(enumerate(entered)))}
-        self._behind = {unit.name: self._choice.choose(unit, entered[: first[unit.name]][::-1]) for unit in seen}
+        self._before = {unit.name: self._prefetch.choose(unit, entered[: first[unit.name]][::-1]) for unit in seen}
         last = {unit.name: index for index, unit in enumerate(entered)}
         end = list(entered[-1:])
-        self._stays_from = {unit.name: last[unit.name] for unit in end + [u for e in end for u in self.behind(e)]}
+        self._stays_from = {unit.name: last[unit.name] for unit in end + [u for e in end for u in self.before(e)]}
 
     def place(self, unit: Unit, before: int) -> int:
-        """Where a unit that is entered stands: at its next place after `before`, or there if it has none."""
+        """The index at which a unit is entered next after `before`; `before` if the order has no such entry."""
         for index in range(before + 1, len(self._entered)):
             if self._entered[index] is unit:
                 return index
@@ -102,17 +125,15 @@ class Order:
         """The units that are not released between forward and backward."""
         return [unit for unit in self._all if unit.name in self._stays_from]
 
-    def ahead(self, index: int) -> Sequence[Unit]:
+    def after(self, index: int) -> Sequence[Unit]:
         """The units to gather while the one entered at `index` computes its forward."""
-        if 0 <= index < len(self._ahead):
-            return self._ahead[index]
-        return ()
+        return self._after[index] if 0 <= index < len(self._after) else ()
 
-    def behind(self, unit: Unit) -> Sequence[Unit]:
+    def before(self, unit: Unit) -> Sequence[Unit]:
         """The units to gather while `unit` computes its backward."""
-        return self._behind.get(unit.name, ())
+        return self._before.get(unit.name, ())
 
     def is_needed_next(self, unit: Unit, entered: int) -> bool:
-        """Whether the backward begins with `unit`, or gathers it ahead at once, and `entered` entries bring no more
-        of it: then it is in memory at the peak anyway, and releasing it would only send it once more."""
+        """Whether the backward begins with `unit`, or prefetches it at once, and `entered` entries bring no more of
+        it: then it is in memory at the peak anyway, and releasing it would only send it once more."""
         return entered > self._stays_from.get(unit.name, entered)

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from shardwise.comm.comm import Comm
+from shardwise.comm import Comm
 
 _BLOCK_NUMEL = 1 << 16
 _BITS, _PARTS = 16, 4

@@ -29,6 +29,10 @@ class Owner(Protocol):
         """They are not any more."""
 
 
+PLAINLY = torch._C.DisableTorchFunctionSubclass
+"""Within it, guarded parameters are plain: their attributes are read and set without a call into Python."""
+
+
 def _functions(kind: str, *names: str) -> set[Any]:
     return {getattr(getattr(torch.Tensor, name), kind) for name in names}
 

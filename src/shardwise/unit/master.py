@@ -1,0 +1,272 @@
+"""The master: the elements of a unit that this rank updates, in the dtype that is updated, wherever they rest.
+
+`Weights` fills the part of the unit's full buffer that this rank owns (the *slot*) from the master, through one
+interface. The optimizer's parameters are *master pieces*: one flat tensor for each parameter group, or each tensor in
+its own shape where the optimizer needs whole ones (`Layout.updates`).
+
+    SharedMaster     on the device; weights and master have one dtype. It lies in the slot while the full buffer is
+                     allocated and moves to a buffer of its own when that is released: no element is held twice
+    SeparateMaster   on the device, in a buffer of its own; the slot gets a cast of it
+    OffloadedMaster  on the host or a disk; the slot is filled from there
+    CachedMaster     on the host or a disk, with a copy of the weights of this rank's shard on the device
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from shardwise.comm import DONE, Handle
+from shardwise.memory import Buffer, Entry, Kind, Ledger, Tier
+from shardwise.offload.unit_states import HERE, MASTER, Arrival, OffloadedStates, UnitStates
+from shardwise.partition import Span
+from shardwise.partition.layout import GroupRun
+from shardwise.unit.plan import UnitPlan
+
+
+class MasterPiece(NamedTuple):
+    """A parameter of the optimizer: elements `span` of those that this rank owns, in `shape`, all of one group."""
+
+    group: int
+    param: nn.Parameter
+    span: Span
+    shape: tuple[int, ...]
+
+
+def pieces_of(runs: Sequence[GroupRun]) -> list[MasterPiece]:
+    """A master piece for each run of elements; the master binds their values."""
+    return [
+        MasterPiece(run.group, nn.Parameter(torch.empty(0)), run.shard, run.shape or (run.shard.numel,)) for run in runs
+    ]
+
+
+class Master(ABC):
+    """The master of one unit; `slot` is the place of its elements in the full buffer."""
+
+    frees_nothing = False
+    """Whether releasing the full buffer of a unit that one rank owns alone would free nothing."""
+
+    def __init__(self, pieces: list[MasterPiece], slot: torch.Tensor) -> None:
+        self.pieces = pieces
+        self._slot = slot
+
+    @property
+    @abstractmethod
+    def values(self) -> torch.Tensor:
+        """The current values. Off the device, this blocks the host until they are there."""
+
+    @abstractmethod
+    def adopt(self, values: torch.Tensor, in_slot: bool) -> None:
+        """Take the first values; `in_slot` says that the slot holds them as well."""
+
+    @abstractmethod
+    def fill_slot(self) -> Arrival:
+        """Bring the values into the slot, after a pending update."""
+
+    @abstractmethod
+    def write_back(self) -> None:
+        """Make what was written into the slot the master's value. Unchanged elements keep every bit of theirs."""
+
+    def take_over(self, before: Master, in_slot: bool) -> None:
+        """Adopt the values of the master that this one replaces, and drop that."""
+        values = before.values if isinstance(before, OffloadedMaster) else before.values.clone()
+        before.free()
+        self.adopt(values, in_slot)
+
+    def leave_slot(self) -> None:
+        """The full buffer is about to be freed."""
+
+    def refresh(self, is_released: bool) -> None:
+        """The master was written, or its update is pending; `is_released` says that there is no full buffer."""
+
+    def wait(self) -> None:
+        """Order the compute stream after what is in flight."""
+
+    def free(self) -> None:
+        """Drop the values."""
+        for piece in self.pieces:
+            piece.param.data = torch.empty(0)
+
+    def cut(self, owned: torch.Tensor) -> list[torch.Tensor]:
+        """A flat tensor of the owned elements as the pieces of it."""
+        if len(self.pieces) == 1 and self.pieces[0].shape == owned.shape:
+            return [owned.view(-1)]
+        return [owned[piece.span.slice].view(piece.shape) for piece in self.pieces]
+
+    def bind(self) -> None:
+        """Point the pieces at the values."""
+        self._bind(self.cut(self.values))
+
+    def _bind(self, values: Sequence[torch.Tensor]) -> None:
+        for piece, value in zip(self.pieces, values, strict=True):
+            piece.param.data = value
+
+
+class SeparateMaster(Master):
+    """A master beside weights of another dtype."""
+
+    def __init__(self, pieces: list[MasterPiece], slot: torch.Tensor, buffer: Buffer) -> None:
+        super().__init__(pieces, slot)
+        self._buffer = buffer
+
+    @property
+    def values(self) -> torch.Tensor:
+        return self._buffer.tensor
+
+    def adopt(self, values: torch.Tensor, in_slot: bool) -> None:
+        self._buffer.allocate().copy_(values)
+        self.bind()
+
+    def fill_slot(self) -> Arrival:
+        self._slot.copy_(self._buffer.tensor)
+        return HERE
+
+    def write_back(self) -> None:
+        self._buffer.tensor.copy_(_rewritten(self._buffer.tensor, self._slot))
+
+    def free(self) -> None:
+        super().free()
+        self._buffer.free()
+
+
+class SharedMaster(Master):
+    """A master that is the weights of its elements. Its moments may rest off the device."""
+
+    frees_nothing = True
+
+    def __init__(self, pieces: list[MasterPiece], slot: torch.Tensor, buffer: Buffer, states: UnitStates) -> None:
+        super().__init__(pieces, slot)
+        self._buffer = buffer
+        self._states = states
+        self._updating: Handle = DONE
+
+    @property
+    def values(self) -> torch.Tensor:
+        return self._buffer.tensor if self._buffer.live else self._slot
+
+    def adopt(self, values: torch.Tensor, in_slot: bool) -> None:
+        if not in_slot:
+            self._buffer.allocate().copy_(values)
+        self.bind()
+
+    def fill_slot(self) -> Arrival:
+        if self._buffer.live:
+            self.wait()
+            self._slot.copy_(self._buffer.tensor)
+            self._buffer.free()
+            self.bind()
+        return self._update()
+
+    def leave_slot(self) -> None:
+        self._buffer.allocate().copy_(self._slot)
+        self.bind()
+
+    def refresh(self, is_released: bool) -> None:
+        if is_released and self._states.pending is not None:
+            self.wait()
+            self._updating = self._update()
+
+    def _update(self) -> Arrival:
+        """Issue a pending update, which changes the values where they are."""
+        if isinstance(self._states, OffloadedStates) and self._states.pending is not None:
+            return self._states.transfer(None)
+        return HERE
+
+    def write_back(self) -> None:
+        pass  # what was written is the master
+
+    def wait(self) -> None:
+        self._updating.wait()
+        self._updating = DONE
+
+    def free(self) -> None:
+        super().free()
+        self._buffer.free()
+
+
+class OffloadedMaster(Master):
+    """A master that rests on the host or on a disk."""
+
+    def __init__(self, pieces: list[MasterPiece], slot: torch.Tensor, states: OffloadedStates) -> None:
+        super().__init__(pieces, slot)
+        self._states = states
+
+    @property
+    def values(self) -> torch.Tensor:
+        return self._states.read(MASTER, self._states.everything)
+
+    def adopt(self, values: torch.Tensor, in_slot: bool) -> None:
+        self._states.write(MASTER, self._states.everything, values)
+        self.bind()
+
+    def fill_slot(self) -> Arrival:
+        return self._states.transfer(self._slot)
+
+    def write_back(self) -> None:
+        written = _rewritten(self.values.to(self._slot.device), self._slot)
+        self._states.write(MASTER, self._states.everything, written)
+
+    def bind(self) -> None:
+        storage = self._states.storages[MASTER]
+        self._bind([storage.at_rest(piece.span, torch.Size(piece.shape)) for piece in self.pieces])
+
+
+class CachedMaster(OffloadedMaster):
+    """An offloaded master, and on the device the weights of this rank's shard, which the slot is filled from."""
+
+    def __init__(self, pieces: list[MasterPiece], slot: torch.Tensor, states: OffloadedStates, weights: Buffer) -> None:
+        super().__init__(pieces, slot, states)
+        self._weights = weights
+        self._renewing: Handle = DONE
+
+    def adopt(self, values: torch.Tensor, in_slot: bool) -> None:
+        super().adopt(values, in_slot)
+        self._weights.allocate().copy_(values)
+
+    def fill_slot(self) -> Arrival:
+        self.wait()
+        self._slot.copy_(self._weights.tensor)
+        return HERE
+
+    def refresh(self, is_released: bool) -> None:
+        self.wait()
+        self._renewing = self._states.transfer(self._weights.tensor)
+
+    def write_back(self) -> None:
+        super().write_back()
+        self._weights.tensor.copy_(self._slot)
+
+    def wait(self) -> None:
+        self._renewing.wait()
+        self._renewing = DONE
+
+    def free(self) -> None:
+        super().free()
+        self._weights.free()
+
+
+def make_master(
+    plan: UnitPlan, pieces: list[MasterPiece], slot: torch.Tensor, states: UnitStates, ledger: Ledger
+) -> Master:
+    """The master of a unit whose states rest in `states`."""
+    policy = plan.policy
+
+    def buffer(kind: Kind, dtype: torch.dtype) -> Buffer:
+        return Buffer(ledger, Entry(kind, plan.name, Tier.DEVICE), plan.owned_numel, dtype, slot.device)
+
+    if isinstance(states, OffloadedStates) and MASTER in states:
+        if policy.weights_sharded and policy.weights_tier == "device":
+            return CachedMaster(pieces, slot, states, buffer(Kind.WEIGHTS, policy.weight_dtype))
+        return OffloadedMaster(pieces, slot, states)
+    if policy.weight_dtype == policy.master_dtype:
+        return SharedMaster(pieces, slot, buffer(Kind.WEIGHTS, policy.master_dtype), states)
+    return SeparateMaster(pieces, slot, buffer(Kind.OPTIM, policy.master_dtype))
+
+
+def _rewritten(master: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The master with the elements replaced whose weights are no longer its cast."""
+    return torch.where(weights == master.to(weights.dtype), master, weights.to(master.dtype))

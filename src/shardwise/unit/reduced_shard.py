@@ -1,0 +1,146 @@
+"""This rank's shard of the reduced gradients: where a reduce-scatter adds its mean, and where it rests meanwhile.
+
+SlotShard       a slot of the unit's full gradients, where gradients are replicated
+HeldShard       a buffer of its own on the device, to which later micro-batches add
+OffloadedShard  host memory; it leaves the device when it is made, and comes back to add the next micro-batch
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+
+from shardwise.comm import Comm
+from shardwise.memory import Buffer
+from shardwise.offload.streams import Event
+from shardwise.offload.unit_states import GRADS, OffloadedStates
+from shardwise.unit import norm
+
+
+class ReducedShard(ABC):
+    """One unit's reduced shard."""
+
+    is_offloaded = False
+
+    @property
+    @abstractmethod
+    def tensor(self) -> torch.Tensor:
+        """The values; a fresh copy where they rest on the host."""
+
+    @abstractmethod
+    def target(self) -> tuple[torch.Tensor, bool]:
+        """Where the mean of a micro-batch goes, and whether it is added to what is there."""
+
+    def prefetch(self) -> None:
+        """Gradients of the next micro-batch are about to arrive."""
+
+    def store(self) -> None:
+        """The target holds the new sum."""
+
+    def edit(self, change: Callable[[torch.Tensor], None]) -> None:
+        """Call `change` on the values, which it may write to."""
+        change(self.tensor)
+
+    def sum_of_squares(self, comm: Comm) -> torch.Tensor:
+        """Of the values: fp64, on the device."""
+        return norm.sums_of_squares([self.tensor], comm)[0]
+
+    def forget(self) -> None:
+        """The update has the values, or will read them: the next micro-batch starts anew."""
+
+    def free(self) -> None:
+        """Free the memory, after all that is in flight."""
+
+
+class SlotShard(ReducedShard):
+    """A slot of the full gradients, which are freed with them."""
+
+    def __init__(self, slot: torch.Tensor) -> None:
+        self._slot = slot
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        return self._slot
+
+    def target(self) -> tuple[torch.Tensor, bool]:
+        return self._slot, False
+
+
+class HeldShard(ReducedShard):
+    """A buffer on the device."""
+
+    def __init__(self, buffer: Buffer) -> None:
+        self._buffer = buffer
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        return self._buffer.tensor
+
+    def target(self) -> tuple[torch.Tensor, bool]:
+        if self._buffer.live:
+            return self._buffer.tensor, True
+        return self._buffer.allocate(), False
+
+    def free(self) -> None:
+        self._buffer.free()
+
+
+class OffloadedShard(HeldShard):
+    """A shard that rests on the host. Its part of the global norm stays on the device."""
+
+    is_offloaded = True
+
+    def __init__(self, buffer: Buffer, states: OffloadedStates, comm: Comm) -> None:
+        super().__init__(buffer)
+        self._states = states
+        self._comm = comm
+        self._sum: torch.Tensor | None = None
+        self._fetching: Event | None = None
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        copy = torch.empty_like(self._buffer.tensor)
+        self._states.streams.wait(self._states.fetch(GRADS, copy))
+        return copy
+
+    def prefetch(self) -> None:
+        """Copy the sum of earlier micro-batches back, ahead of what is added to it."""
+        if self._sum is not None and self._fetching is None:
+            # The buffer may still be the source of its last way down: wait, and free it, before it is used again.
+            self._states.streams.arrive()
+            self._fetching = self._states.fetch(GRADS, self._buffer.allocate())
+
+    def target(self) -> tuple[torch.Tensor, bool]:
+        self.prefetch()
+        self._wait_fetched()
+        return super().target()
+
+    def store(self) -> None:
+        self._sum = norm.sums_of_squares([self._buffer.tensor], self._comm)[0]
+        self._states.offload(GRADS, self._buffer.tensor, self._buffer.free)
+
+    def edit(self, change: Callable[[torch.Tensor], None]) -> None:
+        shard = self.tensor
+        change(shard)
+        self._sum = norm.sums_of_squares([shard], self._comm)[0]
+        keep = [shard]  # alive until the copy is over
+        self._states.offload(GRADS, shard, keep.clear)
+
+    def sum_of_squares(self, comm: Comm) -> torch.Tensor:
+        assert self._sum is not None, "no gradients were reduced"
+        return self._sum
+
+    def forget(self) -> None:
+        self._sum = None
+
+    def free(self) -> None:
+        self._wait_fetched()
+        self._states.streams.arrive()
+        super().free()
+
+    def _wait_fetched(self) -> None:
+        if self._fetching is not None:
+            self._states.streams.wait(self._fetching)
+            self._fetching = None

@@ -35,7 +35,7 @@ import torch.distributed as dist
 
 import shardwise
 import shardwise.engine.initialize
-from shardwise.checkpoint import blocks, folder
+from shardwise.checkpoint import files, folder
 
 PR_SET_PDEATHSIG = 1
 LIMIT_S = 60.0
@@ -134,15 +134,15 @@ def save_for_ever(rank: int, ranks: int, root: Path, store: Path, shared: mmap.m
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115  (until the kill)
     meeting = dist.FileStore(str(store), ranks)
     dist.init_process_group("gloo", store=meeting, rank=rank, world_size=ranks, timeout=timedelta(seconds=LIMIT_S))
-    write = blocks.BlockWriter.write
+    write = files.BlockWriter.write
 
-    def count(writer: blocks.BlockWriter, data: memoryview) -> None:
+    def count(writer: files.BlockWriter, data: memoryview) -> None:
         is_first = not writer.size_bytes
         write(writer, data)
         if is_first:
             struct.pack_into("q", shared, BUSY, struct.unpack_from("q", shared, BUSY)[0] + 1)
 
-    blocks.BlockWriter.write = count  # type: ignore[method-assign]  # to know when to kill
+    files.BlockWriter.write = count  # type: ignore[method-assign]  # to know when to kill
     engine = start(width)
     number = engine.load(root, fallback=False)["number"] if folder.list_checkpoints(root) else 0
     while True:

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,8 @@ import torch
 from torch import nn
 
 import shardwise
-from shardwise.checkpoint import background, blocks, files, folder, prepare, saving
+from shardwise import checkpoint
+from shardwise.checkpoint import files, folder, prepare, saving
 from shardwise.errors import CheckpointError, DamagedError
 from support import matrix, ranks, run_command, run_ranks
 from support.training import digest, make_model, make_optimizer, make_sgd, start, train_step
@@ -194,7 +196,7 @@ def test_states_that_are_not_flat_come_back(rank, world_size, optimizer, tmp_pat
 def test_a_rank_reads_what_it_owns(rank, world_size, tmp_path):
     read, stored = load_counted(rank, tmp_path, "zero3")
     assert stored > 4 * 2**20
-    assert read < 0.5 * stored + 4 * blocks.BLOCK_BYTES
+    assert read < 0.5 * stored + 4 * files.BLOCK_BYTES
     assert load_counted(rank, tmp_path, "zero0")[0] > 0.9 * stored
 
 
@@ -204,12 +206,12 @@ def load_counted(rank, path, preset):
     engine.backward(engine(torch.ones(1, 512)).sum())
     engine.step()
     saved = engine.save(path / preset)
-    counted, plain = [], blocks._read_at
-    blocks._read_at = lambda file, start, size: counted.append(size) or plain(file, start, size)
+    counted, plain = [], files._read_at
+    files._read_at = lambda file, start, size: counted.append(size) or plain(file, start, size)
     try:
         engine.load(saved)
     finally:
-        blocks._read_at = plain
+        files._read_at = plain
     engine.destroy()
     return sum(counted), sum(file.stat().st_size for file in saved.glob("*.safetensors"))
 
@@ -565,8 +567,8 @@ def test_an_interrupt_while_a_commit_is_under_way_leaves_it_whole(tmp_path, monk
         raise KeyboardInterrupt
 
     monkeypatch.setattr(folder, "sync_folder", slow)
-    monkeypatch.setattr(background, "first", interrupt)
     engine.save(tmp_path, "same", blocking=False)
+    monkeypatch.setattr(saving, "on_rank_0", interrupt)
     with pytest.raises(KeyboardInterrupt):
         engine.finish_save()
     (path,) = tmp_path.iterdir()
@@ -577,21 +579,21 @@ def test_an_interrupt_while_a_commit_is_under_way_leaves_it_whole(tmp_path, monk
 @ranks(2)
 def test_a_rank_that_fails_does_not_remove_what_rank_0_commits(rank, world_size, tmp_path):
     engine = start("mlp", config("zero2"))
-    job = prepare(engine, tmp_path, "a", None, None, staged=False)
+    write = prepare(engine, tmp_path, "a", None, None, staged=False)
 
-    def first(comm, work):
+    def on_rank_0(comm, work):
         if rank == 1:
             raise RuntimeError("rank 2 is gone")
         time.sleep(0.3)
         work()
 
-    plain, saving.first = saving.first, first
+    plain, saving.on_rank_0 = saving.on_rank_0, on_rank_0
     try:
-        saving.save(job, engine.comm)
+        saving.save(write, engine.comm)
     except RuntimeError:
         assert rank == 1
     finally:
-        saving.first = plain
+        saving.on_rank_0 = plain
     torch.distributed.barrier()
     folder.verify(tmp_path / "a")
     engine.destroy()
@@ -599,15 +601,15 @@ def test_a_rank_that_fails_does_not_remove_what_rank_0_commits(rank, world_size,
 
 def test_an_engine_that_goes_away_waits_while_others_write(tmp_path, monkeypatch):
     """Three times the limit, with files that grow."""
-    calls, plain = [], saving.Job.is_written
+    calls, plain = [], saving.CheckpointWrite.is_written
 
-    def is_written(job):
+    def is_written(write):
         calls.append(1)
-        (job.draft.path / "growing").write_bytes(b"x" * len(calls))
-        return len(calls) * background._POLL_S > 1.5 and plain(job)
+        (write.draft.path / "growing").write_bytes(b"x" * len(calls))
+        return len(calls) * saving.POLL_S > 1.5 and plain(write)
 
-    monkeypatch.setattr(background, "_LAST_WAIT_S", 0.5)
-    monkeypatch.setattr(saving.Job, "is_written", is_written)
+    monkeypatch.setattr(checkpoint, "AsyncSave", partial(saving.AsyncSave, last_wait_s=0.5))
+    monkeypatch.setattr(saving.CheckpointWrite, "is_written", is_written)
     engine = start("mlp", config("zero1"))
     path = engine.save(tmp_path, blocking=False)
     engine.destroy()
@@ -629,9 +631,11 @@ def test_a_program_that_ends_completes_its_save(tmp_path):
 
 
 ABANDONED = """
-from shardwise.checkpoint import background, saving
-background._LAST_WAIT_S = 0.2
-saving.Job.is_written = lambda job: False
+from functools import partial
+from shardwise import checkpoint
+from shardwise.checkpoint import saving
+checkpoint.AsyncSave = partial(saving.AsyncSave, last_wait_s=0.2)
+saving.CheckpointWrite.is_written = lambda write: False
 """
 
 

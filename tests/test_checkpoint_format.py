@@ -38,22 +38,22 @@ def cut_tensors(draw):
     """A tensor's elements in stored ranges, and a span to read."""
     numel = draw(st.integers(1, 60))
     cuts = sorted({0, numel, *draw(st.lists(st.integers(1, numel), max_size=6))})
-    pieces = [StoredRange(file, a, b, draw(st.integers(0, 9)) * 4) for file, (a, b) in enumerate(pairwise(cuts))]
+    ranges = [StoredRange(file, a, b, draw(st.integers(0, 9)) * 4) for file, (a, b) in enumerate(pairwise(cuts))]
     start = draw(st.integers(0, numel))
-    return numel, pieces, Span(start, draw(st.integers(start, numel)))
+    return numel, ranges, Span(start, draw(st.integers(start, numel)))
 
 
 @settings(deadline=None)
 @given(cut_tensors())
 def test_what_is_fetched_is_what_was_wanted(case):
-    _, pieces, wanted = case
+    _, ranges, wanted = case
     got = []
-    for read in file_reads(pieces, 4, wanted):
-        piece = pieces[read.file]
-        first = piece.start + (read.offset - piece.offset) // 4
+    for read in file_reads(ranges, 4, wanted):
+        stored = ranges[read.file]
+        first = stored.start + (read.offset - stored.offset) // 4
         assert first == read.elements.start
-        assert piece.start <= first
-        assert read.elements.stop <= piece.stop
+        assert stored.start <= first
+        assert read.elements.stop <= stored.stop
         got += range(first, first + read.elements.numel)
     assert got == list(range(wanted.start, wanted.stop))
 
@@ -61,12 +61,12 @@ def test_what_is_fetched_is_what_was_wanted(case):
 @settings(deadline=None)
 @given(cut_tensors(), st.data())
 def test_a_gap_is_found(case, data):
-    numel, pieces, _ = case
-    assert gap(pieces, numel) is None
-    assert gap(pieces, numel + 1) == Span(numel, numel + 1)
-    lost = data.draw(st.integers(0, len(pieces) - 1))
-    assert gap(pieces[:lost] + pieces[lost + 1 :], numel) is not None
-    assert gap(pieces[:lost] + [pieces[lost]] * 2 + pieces[lost + 1 :], numel) is not None
+    numel, ranges, _ = case
+    assert gap(ranges, numel) is None
+    assert gap(ranges, numel + 1) == Span(numel, numel + 1)
+    lost = data.draw(st.integers(0, len(ranges) - 1))
+    assert gap(ranges[:lost] + ranges[lost + 1 :], numel) is not None
+    assert gap(ranges[:lost] + [ranges[lost]] * 2 + ranges[lost + 1 :], numel) is not None
 
 
 # Plain values
@@ -209,7 +209,7 @@ def test_a_link_is_not_followed(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("piece", "message"),
+    ("stored_range", "message"),
     [
         (StoredRange(0, 0, 2, 16), "elements 2 to 3 of param/w are missing"),
         (StoredRange(1, 0, 3, 16), "outside of every file"),
@@ -217,8 +217,8 @@ def test_a_link_is_not_followed(tmp_path):
         (StoredRange(0, 0, 3, -1), "outside of every file"),
     ],
 )
-def test_pieces_that_cannot_be_are_refused(tmp_path, piece, message):
-    stored = StoredTensor(dtype="float32", shape=(3,), pieces=(piece,))
+def test_impossible_ranges_are_refused(tmp_path, stored_range, message):
+    stored = StoredTensor(dtype="float32", shape=(3,), pieces=(stored_range,))
     write_manifest(tmp_path, make_manifest(tensors={"param/w": stored}))
     with pytest.raises(CheckpointError, match=message):
         read_manifest(tmp_path)

@@ -1,4 +1,4 @@
-"""Models built without their values: the same training, little memory, and weights straight from files."""
+"""Deferred initialisation: the same training, little memory, and weights read from files."""
 
 import json
 
@@ -34,7 +34,7 @@ def test_training_is_that_of_a_model_built_ordinarily(rank, world_size, preset, 
     config = {"preset": preset, "precision": {"compute": precision}}
     expected = train(model, config, rank, steps=2)
     ledger.POISON = True
-    with Recording(DeferredSession(torch.device("cpu")), small_bytes=small_bytes):  # as deferred_init, but for the size
+    with Recording(DeferredSession(torch.device("cpu")), small_bytes=small_bytes):  # deferred_init with another size
         built = make_model(model)
     assert any(param.is_meta for param in built.parameters())
     engine = shardwise.initialize(built, make_optimizer(built), config)
@@ -87,7 +87,7 @@ def test_the_start_takes_the_shard_and_two_units(rank, world_size, precision, so
         unit_bytes = 512 * 512 * 4
         assert len(engine.units) == 10
         assert observer.current_bytes <= 10 * unit_bytes / world_size + 4096
-        # Twice 20 states of the generator, 5 kB each: kept, and on their way from rank 0.
+        # 20 generator states of 5 kB each, twice: those recorded, and those received from rank 0.
         states_bytes = 2 * 20 * 5056 if source == "made" else 0
         assert observer.peak_bytes <= 10 * unit_bytes / world_size + 2 * unit_bytes + states_bytes + 4096
     engine.destroy()

@@ -1,4 +1,4 @@
-"""Deferred tensors: whatever a constructor does, the values are those it would have had."""
+"""Deferred tensors have the values of ordinary construction, for all that constructors do."""
 
 import gc
 import weakref
@@ -11,7 +11,7 @@ from shardwise.deferred.recording import SMALL_BYTES, Recording, deferred_storag
 
 
 class Everything(nn.Module):
-    """What constructors are seen to do."""
+    """What constructors of common models do."""
 
     def __init__(self):
         super().__init__()
@@ -32,7 +32,7 @@ class Everything(nn.Module):
         self.largest = bool((self.own > 0.4).any())
         self.apply(self.again)
         self.product = nn.Parameter(self.own.detach()[:40] @ self.own.detach().t())
-        self.own.data.mul_(2)  # what was made of it before stays what it was
+        self.own.data.mul_(2)  # does not change the tensors computed from it before
         self.half = nn.Linear(100, 90).half()
         self.tied = nn.Linear(32, 200, bias=False)
         self.tied.weight = self.embed.weight
@@ -44,7 +44,7 @@ class Everything(nn.Module):
         self.register_buffer("frequencies", 1.0 / 10000 ** (torch.arange(0, 8192, 2) / 8192))
 
     def again(self, module):
-        """A second initialisation after all modules are built, as libraries of models do it."""
+        """A second initialisation after all modules are built, as in transformers."""
         if isinstance(module, nn.Linear) and not nn.utils.parametrize.is_parametrized(module):
             module.weight.data.normal_(0, 0.02)
 

@@ -2,8 +2,8 @@
 
 `manifest.json` is one line, `{"sha256": "...", "manifest": {...}}`. The digest is that of the inner text, byte for
 byte, so it finds any changed bit. Tensors are keyed by parameter names. World size, units and stages are not part of
-the format: a tensor is stored as pieces, each a range of its flat elements in some file, and a rank that loads
-intersects these ranges with the elements that it owns. So every layout loads what any other layout saved.
+the format: a tensor is stored as ranges of its flat elements, each in some file, and a rank that loads intersects these
+ranges with the elements that it owns. So every layout loads what any other layout saved.
 """
 
 from __future__ import annotations
@@ -48,28 +48,28 @@ class FileRead(NamedTuple):
     elements: Span
 
 
-def file_reads(pieces: Sequence[StoredRange], itemsize: int, wanted: Span) -> Iterator[FileRead]:
-    """What to read for the elements `wanted`, in their order. `pieces` are sorted and cover them.
+def file_reads(ranges: Sequence[StoredRange], itemsize: int, wanted: Span) -> Iterator[FileRead]:
+    """What to read for the elements `wanted`, in their order. `ranges` are sorted and cover them.
 
     >>> [read.elements for read in file_reads([StoredRange(0, 0, 10, 8), StoredRange(1, 10, 16, 8)], 4, Span(8, 12))]
     [Span(start=8, stop=10), Span(start=10, stop=12)]
     """
-    index = bisect_right(pieces, wanted.start, key=lambda piece: piece.stop)
+    index = bisect_right(ranges, wanted.start, key=lambda each: each.stop)
     position = wanted.start
     while position < wanted.stop:
-        piece = pieces[index]
-        part = Span(position, min(piece.stop, wanted.stop))
-        yield FileRead(piece.file, piece.offset + (position - piece.start) * itemsize, part)
+        stored = ranges[index]
+        part = Span(position, min(stored.stop, wanted.stop))
+        yield FileRead(stored.file, stored.offset + (position - stored.start) * itemsize, part)
         position, index = part.stop, index + 1
 
 
-def gap(pieces: Sequence[StoredRange], numel: int) -> Span | None:
-    """The first elements of a tensor of `numel` that sorted `pieces` lack or have twice; None if there are none."""
+def gap(ranges: Sequence[StoredRange], numel: int) -> Span | None:
+    """The first elements of a tensor of `numel` that sorted `ranges` lack or have twice; None if there are none."""
     position = 0
-    for piece in pieces:
-        if piece.start != position or piece.stop <= piece.start:
-            return Span(min(position, piece.start), max(position, piece.start))
-        position = piece.stop
+    for stored in ranges:
+        if stored.start != position or stored.stop <= stored.start:
+            return Span(min(position, stored.start), max(position, stored.start))
+        position = stored.stop
     return None if position == numel else Span(min(position, numel), max(position, numel))
 
 
@@ -97,7 +97,7 @@ class StoredFile(_ManifestModel):
 
 
 class StoredTensor(_ManifestModel):
-    """A tensor, in one or more ranges of its flat elements, sorted."""
+    """A tensor, in sorted ranges of its flat elements, which the format calls pieces."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -171,7 +171,7 @@ class Manifest(_ManifestModel):
                 stop = piece.offset + (piece.stop - piece.start) * stored.torch_dtype.itemsize
                 size_bytes = self.files[piece.file].size_bytes if 0 <= piece.file < len(self.files) else -1
                 if not 0 <= piece.offset <= stop <= size_bytes:
-                    raise CheckpointError(f"a piece of {key} lies outside of every file")
+                    raise CheckpointError(f"a range of {key} lies outside of every file")
 
     @property
     def size_bytes(self) -> int:

@@ -244,12 +244,12 @@ def _stored_tensors(
     }
     for number, table in enumerate(tables):
         for key, dtype, shape, start, stop, offset in table["tensors"]:
-            pieces = found.setdefault(key, (dtype, tuple(shape), []))[2]
+            ranges = found.setdefault(key, (dtype, tuple(shape), []))[2]
             if stop > start:
-                pieces.append(StoredRange(number, start, stop, offset))
+                ranges.append(StoredRange(number, start, stop, offset))
     return {
-        key: StoredTensor(dtype=dtype, shape=shape, pieces=tuple(sorted(pieces, key=lambda piece: piece.start)))
-        for key, (dtype, shape, pieces) in found.items()
+        key: StoredTensor(dtype=dtype, shape=shape, pieces=tuple(sorted(ranges, key=lambda each: each.start)))
+        for key, (dtype, shape, ranges) in found.items()
     }
 
 

@@ -1,10 +1,11 @@
-"""Time and memory of checkpoints: save, load, export; beside torch.distributed.checkpoint with the same bytes.
+"""Measure time and memory of save, load and export, and of torch.distributed.checkpoint with the same bytes.
 
     python benchmarks/checkpoint_cost.py --layers 64 --json benchmarks/results/DATE-checkpoint-cost.json
 
-One process, zero3, AdamW in fp32 on `--layers` matrices of 1024 x 1024. `extra MB` is the peak of anonymous memory
-during the operation above what the process had before it; `kept MB` what it has more of afterwards (a load makes the
-optimizer's state). What counts is `beside MB`, the difference: what an operation needs beside what it is for.
+One process, zero3, AdamW in fp32 on `--layers` matrices of 1024 x 1024. `extra_mb` is the peak of anonymous memory
+during the operation minus the memory before it. `kept_mb` is the memory after it minus the memory before it (a load
+allocates the optimizer's state). `beside_mb`, the temporary memory of the operation, is the peak minus the larger of
+the memory before and after it.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def main() -> None:
     rows = []
     try:
         for work in (saving, loading, exporting, exporting_offline, *([] if options.no_peer else [saving_by_dcp])):
-            # A process of its own: what one leaves in the heap is not the next one's.
+            # Each in a new process, so that free heap memory of one does not hide the cost of the next.
             with multiprocessing.get_context("spawn").Pool(1) as pool:
                 for row in pool.apply(work, (root, options.layers, options.device)):
                     print(json.dumps(row), flush=True)
@@ -77,7 +78,7 @@ def saving(root: Path, layers: int, device: str) -> list[dict[str, Any]]:
     engine = start(layers, device, 1)
     rows = [measured("save", lambda: engine.save(root / "ours"), root / "ours")]
     rows.append(
-        measured("save, asynchronous: until training goes on", lambda: engine.save(root / "async", blocking=False))
+        measured("save, asynchronous: until training continues", lambda: engine.save(root / "async", blocking=False))
     )
     engine.finish_save()
     return rows
@@ -103,13 +104,12 @@ def exporting_offline(root: Path, layers: int, device: str) -> list[dict[str, An
 
 
 def saving_by_dcp(root: Path, layers: int, device: str) -> list[dict[str, Any]]:
-    """The same values as whole tensors, which is the easy case for it: one rank, no boxes."""
+    """The same values as whole tensors: the easy case for it, with one rank and no boxes."""
     engine = start(layers, device, 1)
     values: dict[str, torch.Tensor] = {}
-    for unit in engine.units:
-        for held_name in unit.names:
-            values[held_name] = engine.full_param(held_name)
-            values |= {f"{held_name}.{key}": value for key, value in engine.full_state(held_name).items()}
+    for name, _ in engine.module.named_parameters():
+        values[name] = engine.full_param(name)
+        values |= {f"{name}.{key}": value for key, value in engine.full_state(name).items()}
     target = {key: torch.empty_like(value) for key, value in values.items()}
     rows = [
         measured(

@@ -1,14 +1,14 @@
-"""Kill ranks while they save, again and again; after each kill the newest complete checkpoint must load.
+"""Kill ranks while they save, many times; after each kill the newest complete checkpoint must load.
 
     python benchmarks/checkpoint_kills.py --kills 1000 --log benchmarks/results/DATE-checkpoint-kills.jsonl
 
 Ranks save without pause, blocking and asynchronously in turn. At a random moment one of them, or all, get SIGKILL.
-Then a process of its own loads the newest checkpoint: every value of it must be that of one save, and that save not
-older than the last one that had returned. A line of the log says where each kill fell, told from what lay on disk with
-all ranks stopped: `inside` is after the first byte was written and before the rename.
+Then a new process loads the newest checkpoint: all of its values must be from one save, and that save must not be older
+than the last one that had returned. The log has a line for each kill, with the moment at which it happened, as the
+files showed while all ranks were stopped: `inside` is after the first byte was written and before the rename.
 
-Processes are forked from one that has imported everything, so a kill costs a fraction of a second. Several of these
-with seeds of their own can run at once and append to one log.
+Processes are forked from one that has imported everything, so a kill takes a fraction of a second. Several runs with
+different seeds can append to one log at the same time.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # by the parent, once: every engine needs it
+import torch._dynamo  # once, in the parent: every engine needs it
 import torch.distributed as dist
 
 import shardwise
 import shardwise.engine.initialize
-from shardwise.checkpoint import blocks, folder
+from shardwise.checkpoint import files, folder
 
 PR_SET_PDEATHSIG = 1
 LIMIT_S = 60.0
-BUSY, RETURNED = 0, 8  # in the memory that parent and ranks share: files begun so far, the last save that returned
+BUSY, RETURNED = 0, 8  # offsets in the shared memory: files begun so far, the last save that returned
 
 
 def main() -> None:
@@ -70,19 +70,19 @@ def main() -> None:
     print(json.dumps({"kills": options.kills, "loaded": options.kills, **counts}))
 
 
-def kill_once(root: Path, chance: random.Random, ranks: int, width: int, newest: int) -> dict[str, Any]:
-    """Start ranks, kill at a random moment, look at what is left, load."""
+def kill_once(root: Path, rng: random.Random, ranks: int, width: int, newest: int) -> dict[str, Any]:
+    """Start ranks, kill some of them at a random moment, and load what is left in a new process."""
     shared = mmap.mmap(-1, 16)
-    store = root / f"store-{chance.random()}"
-    pids = [fork(lambda rank=rank: save_for_ever(rank, ranks, root, store, shared, width)) for rank in range(ranks)]
-    victims = chance.choice([*([rank] for rank in range(ranks)), list(range(ranks))])
-    wait_for_write(shared, chance, ranks)
+    store = root / f"store-{rng.random()}"
+    pids = [fork(lambda rank=rank: save_forever(rank, ranks, root, store, shared, width)) for rank in range(ranks)]
+    victims = rng.choice([*([rank] for rank in range(ranks)), list(range(ranks))])
+    wait_for_write(shared, rng, ranks)
     for pid in pids:
-        os.kill(pid, signal.SIGSTOP)  # so that what is on disk is what the kill finds
-    where = place_of(root)
+        os.kill(pid, signal.SIGSTOP)  # so that the files do not change before the kill
+    where = moment_of(root)
     for rank, pid in enumerate(pids):
         os.kill(pid, signal.SIGKILL if rank in victims else signal.SIGCONT)
-    time.sleep(chance.choice([0.0, 0.05]))  # survivors may still commit, or fail
+    time.sleep(rng.choice([0.0, 0.05]))  # survivors may still commit, or fail
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
@@ -95,16 +95,16 @@ def kill_once(root: Path, chance: random.Random, ranks: int, width: int, newest:
     return {"ok": status == 0, "where": where, "victims": victims, "returned": returned, **outcome}
 
 
-def wait_for_write(shared: mmap.mmap, chance: random.Random, ranks: int) -> None:
-    """Until some file has got its first bytes, then perhaps a little longer."""
+def wait_for_write(shared: mmap.mmap, rng: random.Random, ranks: int) -> None:
+    """Wait until some file has its first bytes, and then for a random time."""
     deadline = time.monotonic() + LIMIT_S
-    begun = chance.randrange(3 * ranks)
+    begun = rng.randrange(3 * ranks)
     while struct.unpack_from("q", shared, BUSY)[0] <= begun and time.monotonic() < deadline:
         time.sleep(0.0002)
-    time.sleep(chance.uniform(0, chance.choice([0.0, 0.002, 0.01, 0.05])))
+    time.sleep(rng.uniform(0, rng.choice([0.0, 0.002, 0.01, 0.05])))
 
 
-def place_of(root: Path) -> str:
+def moment_of(root: Path) -> str:
     drafts = [path for path in root.glob(".tmp-*") if not path.name.startswith(".tmp-removed")]
     written = [file for draft in drafts for file in draft.glob("*.safetensors") if file.stat().st_size]
     return "inside" if written else "before the first byte" if drafts else "between saves"
@@ -130,19 +130,19 @@ def start(width: int) -> shardwise.Engine:
     return shardwise.initialize(model, torch.optim.AdamW(model.parameters()), "zero3")
 
 
-def save_for_ever(rank: int, ranks: int, root: Path, store: Path, shared: mmap.mmap, width: int) -> None:
+def save_forever(rank: int, ranks: int, root: Path, store: Path, shared: mmap.mmap, width: int) -> None:
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115  (until the kill)
-    meeting = dist.FileStore(str(store), ranks)
-    dist.init_process_group("gloo", store=meeting, rank=rank, world_size=ranks, timeout=timedelta(seconds=LIMIT_S))
-    write = blocks.BlockWriter.write
+    file_store = dist.FileStore(str(store), ranks)
+    dist.init_process_group("gloo", store=file_store, rank=rank, world_size=ranks, timeout=timedelta(seconds=LIMIT_S))
+    write = files.BlockWriter.write
 
-    def count(writer: blocks.BlockWriter, data: memoryview) -> None:
+    def count(writer: files.BlockWriter, data: memoryview) -> None:
         is_first = not writer.size_bytes
         write(writer, data)
         if is_first:
             struct.pack_into("q", shared, BUSY, struct.unpack_from("q", shared, BUSY)[0] + 1)
 
-    blocks.BlockWriter.write = count  # type: ignore[method-assign]  # to know when to kill
+    files.BlockWriter.write = count  # type: ignore[method-assign]  # to know when to kill
     engine = start(width)
     number = engine.load(root, fallback=False)["number"] if folder.list_checkpoints(root) else 0
     while True:

@@ -1,4 +1,4 @@
-"""Contract C6: what is saved loads at any other layout with every bit, and resuming is never having stopped."""
+"""Contract C6: a checkpoint loads at any other layout with every bit, and a resumed run equals an uninterrupted one."""
 
 import json
 import random
@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,8 @@ import torch
 from torch import nn
 
 import shardwise
-from shardwise.checkpoint import background, blocks, files, folder, prepare, saving
+from shardwise import checkpoint
+from shardwise.checkpoint import files, folder, prepare, saving
 from shardwise.errors import CheckpointError, DamagedError
 from support import matrix, ranks, run_command, run_ranks
 from support.training import digest, make_model, make_optimizer, make_sgd, start, train_step
@@ -48,7 +50,7 @@ def config(preset, precision="fp32", accumulation=1, min_unit_bytes=None):
 )
 @ranks()
 def test_resuming_is_never_having_stopped(rank, world_size, preset, precision, accumulation, model, blocking, tmp_path):
-    """In fp16 the first steps overflow: the loss scale and the skipped steps are part of what is resumed."""
+    """In fp16 the first steps overflow, so the loss scale and the skipped steps are resumed too."""
     settings = config(preset, precision, accumulation)
     engine = scheduled(model, settings)
     for step in range(2):
@@ -72,7 +74,7 @@ def scheduled(model, settings):
 
 
 def go_on(engine, rank):
-    """Everything that two more steps show."""
+    """All results of two more steps."""
     seen = []
     for step in range(2, 4):
         train_step(engine, rank, step)
@@ -100,7 +102,7 @@ PAIRS = [(saved, loaded) for saved in SAVED for _ in SAVED[saved] for loaded in 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """A checkpoint of every layout in SAVED, each with the whole values beside it."""
+    """A checkpoint of every layout in SAVED, each with its whole values in a file beside it."""
     root = tmp_path_factory.mktemp("checkpoints")
     for world_size in SAVED:
         run_ranks(save_layouts, world_size, root)
@@ -133,7 +135,7 @@ def test_any_layout_loads_at_any_other_with_every_bit(rank, world_size, checkpoi
     for layout in LOADED[world_size]:
         engine = start("odd", config(*layout[:2], min_unit_bytes=layout[2]))
         for path in sorted(path for path in checkpoints.iterdir() if path.is_dir()):
-            train_step(engine, rank, 7)  # what is there is not what will be loaded
+            train_step(engine, rank, 7)  # so that the values differ from those in the checkpoint
             engine.load(path)
             compare(engine, torch.load(f"{path}.pt"))
             assert engine.steps == 2
@@ -146,7 +148,7 @@ def compare(engine, expected):
     for name, values in expected.items():
         assert seen[name].keys() == values.keys()
         for key, value in values.items():
-            # A frozen weight is its own master: loaded into another precision, it is rounded to it.
+            # A frozen weight has no separate master: loading casts it to the precision of this engine.
             exact = value.to(seen[name][key].dtype)
             assert torch.equal(seen[name][key], exact), (name, key)
         assert torch.equal(computing[name], seen[name]["param"].to(computing[name].dtype)), name
@@ -172,7 +174,7 @@ def adafactor(model):
 @ranks(2)
 @pytest.mark.parametrize("optimizer", [muon, adafactor])
 def test_states_that_are_not_flat_come_back(rank, world_size, optimizer, tmp_path):
-    """Whole tensors under zero3, saved; loaded where everything is replicated."""
+    """Saved as whole tensors under zero3; loaded under zero3 and where everything is replicated."""
     engine = start("gpt", config("zero3"), optimizer)
     for step in range(2):
         train_step(engine, rank, step)
@@ -194,7 +196,7 @@ def test_states_that_are_not_flat_come_back(rank, world_size, optimizer, tmp_pat
 def test_a_rank_reads_what_it_owns(rank, world_size, tmp_path):
     read, stored = load_counted(rank, tmp_path, "zero3")
     assert stored > 4 * 2**20
-    assert read < 0.5 * stored + 4 * blocks.BLOCK_BYTES
+    assert read < 0.5 * stored + 4 * files.BLOCK_BYTES
     assert load_counted(rank, tmp_path, "zero0")[0] > 0.9 * stored
 
 
@@ -204,19 +206,19 @@ def load_counted(rank, path, preset):
     engine.backward(engine(torch.ones(1, 512)).sum())
     engine.step()
     saved = engine.save(path / preset)
-    counted, plain = [], blocks._read_at
-    blocks._read_at = lambda file, start, size: counted.append(size) or plain(file, start, size)
+    counted, plain = [], files._read_at
+    files._read_at = lambda file, start, size: counted.append(size) or plain(file, start, size)
     try:
         engine.load(saved)
     finally:
-        blocks._read_at = plain
+        files._read_at = plain
     engine.destroy()
     return sum(counted), sum(file.stat().st_size for file in saved.glob("*.safetensors"))
 
 
-@ranks(2, fresh=True)  # processes whose heap has no room left by other tests
+@ranks(2, fresh=True)  # new processes, without free heap memory from other tests
 def test_load_and_export_need_little_beside_what_is_there(rank, world_size, tmp_path):
-    """Two units and some MB, seen by the kernel; a rank that held all weights would need three times as much."""
+    """At most two units and some MB, measured by the kernel; all weights would take at least three times as much."""
     engine, unit_bytes, layers = wide_layers(12)
     bound_bytes = 2 * unit_bytes + 8 * 2**20
     engine.save(tmp_path / "saved")
@@ -228,7 +230,7 @@ def test_load_and_export_need_little_beside_what_is_there(rank, world_size, tmp_
 
 
 def wide_layers(count):
-    """An engine, the bytes of one of its units and how many there are."""
+    """An engine, the bytes of its largest unit and the number of units."""
     model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(count)))
     engine = shardwise.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "zero3")
     engine.backward(engine(torch.ones(1, 1024)).sum())
@@ -238,8 +240,8 @@ def wide_layers(count):
 
 
 def peak_beside(work):
-    """Bytes of resident memory that a piece of work needs for a time, beyond what there is before and after."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    """The peak of resident memory during `work`, above the memory before or after it, in bytes."""
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = resident("VmRSS")
     work()
     return resident("VmHWM") - max(before, resident("VmRSS"))
@@ -411,7 +413,7 @@ def test_another_optimizer_is_refused(tmp_path):
 
 @ranks(2)
 def test_damage_is_told_and_passed_over(rank, world_size, tmp_path):
-    """Every file of the newest of two checkpoints, damaged in every way."""
+    """Damage every file of the newer of two checkpoints in every way."""
     engine = start("mlp", config("zero3"))
     expected = []
     for step in range(2):
@@ -441,7 +443,7 @@ def damage(path, how, rank):
         elif how == "cut":
             path.write_bytes(good[: len(good) * 2 // 3])
         else:
-            # In the values: what is before them is the header, which only other readers need.
+            # In the values: the header before them is not read by `load`.
             flipped = bytearray(good)
             flipped[len(good) // 2] ^= 4
             path.write_bytes(flipped)
@@ -497,7 +499,7 @@ def save_and_wait(engine, path, blocking):
 
 
 class full_disk:
-    """Within it, this process can write no file beyond a few kB."""
+    """Within it, this process cannot write more than a few kB to a file."""
 
     def __init__(self, is_full):
         self.is_full = is_full
@@ -565,8 +567,8 @@ def test_an_interrupt_while_a_commit_is_under_way_leaves_it_whole(tmp_path, monk
         raise KeyboardInterrupt
 
     monkeypatch.setattr(folder, "sync_folder", slow)
-    monkeypatch.setattr(background, "first", interrupt)
     engine.save(tmp_path, "same", blocking=False)
+    monkeypatch.setattr(saving, "on_rank_0", interrupt)
     with pytest.raises(KeyboardInterrupt):
         engine.finish_save()
     (path,) = tmp_path.iterdir()
@@ -577,37 +579,37 @@ def test_an_interrupt_while_a_commit_is_under_way_leaves_it_whole(tmp_path, monk
 @ranks(2)
 def test_a_rank_that_fails_does_not_remove_what_rank_0_commits(rank, world_size, tmp_path):
     engine = start("mlp", config("zero2"))
-    job = prepare(engine, tmp_path, "a", None, None, staged=False)
+    write = prepare(engine, tmp_path, "a", None, None, staged=False)
 
-    def first(comm, work):
+    def on_rank_0(comm, work):
         if rank == 1:
             raise RuntimeError("rank 2 is gone")
         time.sleep(0.3)
         work()
 
-    plain, saving.first = saving.first, first
+    plain, saving.on_rank_0 = saving.on_rank_0, on_rank_0
     try:
-        saving.save(job, engine.comm)
+        saving.save(write, engine.comm)
     except RuntimeError:
         assert rank == 1
     finally:
-        saving.first = plain
+        saving.on_rank_0 = plain
     torch.distributed.barrier()
     folder.verify(tmp_path / "a")
     engine.destroy()
 
 
 def test_an_engine_that_goes_away_waits_while_others_write(tmp_path, monkeypatch):
-    """Three times the limit, with files that grow."""
-    calls, plain = [], saving.Job.is_written
+    """For three times the limit, while files grow."""
+    calls, plain = [], saving.CheckpointWrite.is_written
 
-    def is_written(job):
+    def is_written(write):
         calls.append(1)
-        (job.draft.path / "growing").write_bytes(b"x" * len(calls))
-        return len(calls) * background._POLL_S > 1.5 and plain(job)
+        (write.draft.path / "growing").write_bytes(b"x" * len(calls))
+        return len(calls) * saving.POLL_S > 1.5 and plain(write)
 
-    monkeypatch.setattr(background, "_LAST_WAIT_S", 0.5)
-    monkeypatch.setattr(saving.Job, "is_written", is_written)
+    monkeypatch.setattr(checkpoint, "AsyncSave", partial(saving.AsyncSave, last_wait_s=0.5))
+    monkeypatch.setattr(saving.CheckpointWrite, "is_written", is_written)
     engine = start("mlp", config("zero1"))
     path = engine.save(tmp_path, blocking=False)
     engine.destroy()
@@ -629,9 +631,11 @@ def test_a_program_that_ends_completes_its_save(tmp_path):
 
 
 ABANDONED = """
-from shardwise.checkpoint import background, saving
-background._LAST_WAIT_S = 0.2
-saving.Job.is_written = lambda job: False
+from functools import partial
+from shardwise import checkpoint
+from shardwise.checkpoint import saving
+checkpoint.AsyncSave = partial(saving.AsyncSave, last_wait_s=0.2)
+saving.CheckpointWrite.is_written = lambda write: False
 """
 
 
@@ -647,7 +651,7 @@ def test_a_program_that_ends_does_not_wait_for_ranks_that_are_gone(tmp_path):
 
 @pytest.mark.timeout(200)
 def test_kills_at_random_moments_lose_nothing():
-    """A few dozen; a longer log is in benchmarks/results."""
+    """24 kills; benchmarks/results has a longer log."""
     command = [sys.executable, ROOT / "benchmarks" / "checkpoint_kills.py", "--kills", "24", "--width", "128"]
     started = time.monotonic()
     shown = json.loads(run_command(command, timeout=180, forked=True).stdout)

@@ -1,4 +1,4 @@
-"""The parts of a checkpoint that need no engine: ranges, blocks, plain values, manifest, folder."""
+"""The parts of a checkpoint that need no engine: stored ranges, blocks, plain values, manifest, folder."""
 
 import json
 import os
@@ -14,10 +14,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.checkpoint import blocks, folder
-from shardwise.checkpoint.manifest import Manifest, ParamInfo, Stored, StoredFile, read_manifest
+from shardwise.checkpoint import folder
+from shardwise.checkpoint.files import BlockReader, BlockWriter
+from shardwise.checkpoint.manifest import (
+    Manifest,
+    ParamInfo,
+    StoredFile,
+    StoredRange,
+    StoredTensor,
+    file_reads,
+    gap,
+    read_manifest,
+)
 from shardwise.checkpoint.plain import from_plain, to_plain
-from shardwise.checkpoint.ranges import Piece, fetches, gap
 from shardwise.errors import CheckpointError, DamagedError
 from shardwise.partition.layout import Span
 
@@ -26,38 +35,38 @@ from shardwise.partition.layout import Span
 
 @st.composite
 def cut_tensors(draw):
-    """A tensor's elements cut into pieces, and a span that is wanted of them."""
+    """A tensor's elements in stored ranges, and a span to read."""
     numel = draw(st.integers(1, 60))
     cuts = sorted({0, numel, *draw(st.lists(st.integers(1, numel), max_size=6))})
-    pieces = [Piece(file, a, b, draw(st.integers(0, 9)) * 4) for file, (a, b) in enumerate(pairwise(cuts))]
+    ranges = [StoredRange(file, a, b, draw(st.integers(0, 9)) * 4) for file, (a, b) in enumerate(pairwise(cuts))]
     start = draw(st.integers(0, numel))
-    return numel, pieces, Span(start, draw(st.integers(start, numel)))
+    return numel, ranges, Span(start, draw(st.integers(start, numel)))
 
 
 @settings(deadline=None)
 @given(cut_tensors())
 def test_what_is_fetched_is_what_was_wanted(case):
-    _, pieces, wanted = case
+    _, ranges, wanted = case
     got = []
-    for fetch in fetches(pieces, 4, wanted):
-        piece = pieces[fetch.file]
-        first = piece.start + (fetch.offset - piece.offset) // 4
-        assert first == fetch.elements.start
-        assert piece.start <= first
-        assert fetch.elements.stop <= piece.stop
-        got += range(first, first + fetch.elements.numel)
+    for read in file_reads(ranges, 4, wanted):
+        stored = ranges[read.file]
+        first = stored.start + (read.offset - stored.offset) // 4
+        assert first == read.elements.start
+        assert stored.start <= first
+        assert read.elements.stop <= stored.stop
+        got += range(first, first + read.elements.numel)
     assert got == list(range(wanted.start, wanted.stop))
 
 
 @settings(deadline=None)
 @given(cut_tensors(), st.data())
 def test_a_gap_is_found(case, data):
-    numel, pieces, _ = case
-    assert gap(pieces, numel) is None
-    assert gap(pieces, numel + 1) == Span(numel, numel + 1)
-    lost = data.draw(st.integers(0, len(pieces) - 1))
-    assert gap(pieces[:lost] + pieces[lost + 1 :], numel) is not None
-    assert gap(pieces[:lost] + [pieces[lost]] * 2 + pieces[lost + 1 :], numel) is not None
+    numel, ranges, _ = case
+    assert gap(ranges, numel) is None
+    assert gap(ranges, numel + 1) == Span(numel, numel + 1)
+    lost = data.draw(st.integers(0, len(ranges) - 1))
+    assert gap(ranges[:lost] + ranges[lost + 1 :], numel) is not None
+    assert gap(ranges[:lost] + [ranges[lost]] * 2 + ranges[lost + 1 :], numel) is not None
 
 
 # Plain values
@@ -111,11 +120,6 @@ def test_what_cannot_be_held_is_named():
 # Blocks
 
 
-@pytest.fixture
-def small_blocks(monkeypatch):
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", 16)
-
-
 @settings(max_examples=50, deadline=None)
 @given(
     data=st.binary(max_size=100),
@@ -124,28 +128,26 @@ def small_blocks(monkeypatch):
 )
 def test_any_part_reads_as_it_was_written(tmp_path_factory, data, cuts, part):
     path = tmp_path_factory.mktemp("blocks") / "file"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocks, "BLOCK_BYTES", 16)
-        edges = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
-        with blocks.BlockWriter(path) as writer:
-            for a, b in pairwise(edges):
-                writer.write(memoryview(data)[a:b])
-        reader = blocks.BlockReader(path, writer.size_bytes, writer.checksums)
-        start, stop = sorted(min(edge, len(data)) for edge in part)
-        target = bytearray(stop - start)
-        reader.read_into(memoryview(target), start)
-        reader.close()
-        assert target == data[start:stop]
+    edges = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
+    with BlockWriter(path, block_bytes=16) as writer:
+        for a, b in pairwise(edges):
+            writer.write(memoryview(data)[a:b])
+    reader = BlockReader(path, writer.size_bytes, writer.checksums, block_bytes=16)
+    start, stop = sorted(min(edge, len(data)) for edge in part)
+    target = bytearray(stop - start)
+    reader.read_into(memoryview(target), start)
+    reader.close()
+    assert target == data[start:stop]
 
 
-def test_only_the_blocks_that_are_touched_are_verified(tmp_path, small_blocks):
+def test_only_the_blocks_that_are_touched_are_verified(tmp_path):
     path = tmp_path / "file"
-    with blocks.BlockWriter(path) as writer:
+    with BlockWriter(path, block_bytes=16) as writer:
         writer.write(memoryview(bytes(range(48))))
     damaged = bytearray(path.read_bytes())
     damaged[40] ^= 1
     path.write_bytes(damaged)
-    reader = blocks.BlockReader(path, 48, writer.checksums)
+    reader = BlockReader(path, 48, writer.checksums, block_bytes=16)
     reader.read_into(memoryview(bytearray(20)), 5)
     with pytest.raises(DamagedError, match=r"file is damaged: its bytes 32 to 48"):
         reader.read_into(memoryview(bytearray(20)), 15)
@@ -164,7 +166,7 @@ def make_manifest(**changes):
         "optimizer": None,
         "files": (StoredFile(name="rank-00000.safetensors", size_bytes=48, crc32="00000000"),),
         "params": {"w": ParamInfo(compute="float32")},
-        "tensors": {"param/w": Stored(dtype="float32", shape=(3,), pieces=(Piece(0, 0, 3, 16),))},
+        "tensors": {"param/w": StoredTensor(dtype="float32", shape=(3,), pieces=(StoredRange(0, 0, 3, 16),))},
         "training": {"lr": 0.1},
     }
     return Manifest(**{**fields, **changes})
@@ -195,7 +197,7 @@ def test_any_flipped_bit_of_a_manifest_is_found(tmp_path):
 
 @pytest.mark.parametrize("name", ["../other", "/etc/passwd", "a/b", "..", ".hidden", "", "a\0b"])
 def test_a_manifest_cannot_name_files_elsewhere(name):
-    with pytest.raises(ValueError, match="no plain file name"):
+    with pytest.raises(ValueError, match="not a plain file name"):
         StoredFile(name=name, size_bytes=1, crc32="")
 
 
@@ -203,20 +205,20 @@ def test_a_link_is_not_followed(tmp_path):
     (tmp_path / "secret").write_bytes(b"x")
     (tmp_path / "link").symlink_to(tmp_path / "secret")
     with pytest.raises(DamagedError, match="link cannot be read"):
-        blocks.BlockReader(tmp_path / "link", 1, [0])
+        BlockReader(tmp_path / "link", 1, [0])
 
 
 @pytest.mark.parametrize(
-    ("piece", "message"),
+    ("stored_range", "message"),
     [
-        (Piece(0, 0, 2, 16), "elements 2 to 3 of param/w are missing"),
-        (Piece(1, 0, 3, 16), "outside of every file"),
-        (Piece(0, 0, 3, 40), "outside of every file"),
-        (Piece(0, 0, 3, -1), "outside of every file"),
+        (StoredRange(0, 0, 2, 16), "elements 2 to 3 of param/w are missing"),
+        (StoredRange(1, 0, 3, 16), "outside of every file"),
+        (StoredRange(0, 0, 3, 40), "outside of every file"),
+        (StoredRange(0, 0, 3, -1), "outside of every file"),
     ],
 )
-def test_pieces_that_cannot_be_are_refused(tmp_path, piece, message):
-    stored = Stored(dtype="float32", shape=(3,), pieces=(piece,))
+def test_impossible_ranges_are_refused(tmp_path, stored_range, message):
+    stored = StoredTensor(dtype="float32", shape=(3,), pieces=(stored_range,))
     write_manifest(tmp_path, make_manifest(tensors={"param/w": stored}))
     with pytest.raises(CheckpointError, match=message):
         read_manifest(tmp_path)
@@ -232,7 +234,7 @@ def test_a_newer_format_is_refused(tmp_path):
 
 
 def commit(root, tag):
-    draft = folder.Draft.begin(root, tag)
+    draft = folder.CheckpointDraft.begin(root, tag)
     (draft.path / "rank-00000.safetensors").write_bytes(b"\0" * 48)
     draft.commit(make_manifest(tag=tag, serial=draft.serial))
     return draft.target
@@ -249,7 +251,7 @@ def test_the_newest_is_the_last_one_written(tmp_path):
 def test_the_same_tag_again_replaces_the_old_one_after_the_new_one_is_there(tmp_path):
     commit(tmp_path, "a")
     again = commit(tmp_path, "a")
-    assert [found.path for found in folder.list_checkpoints(tmp_path)] == [again]
+    assert [entry.path for entry in folder.list_checkpoints(tmp_path)] == [again]
     assert folder.candidates(tmp_path, "a", False) == [again]
 
 
@@ -297,7 +299,7 @@ def test_retention_counts_what_is_whole(tmp_path):
 def test_leftovers_are_removed_and_never_taken_for_checkpoints(tmp_path):
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
-    mine = folder.Draft.begin(tmp_path, "a").path
+    mine = folder.CheckpointDraft.begin(tmp_path, "a").path
     left = mine.with_name(mine.name.replace(f"-{os.getpid()}-", f"-{dead.pid}-"))
     elsewhere, old = (mine.with_name(f".tmp-{digit * 12}-{os.getpid()}-a-1-0") for digit in "12")
     removed = tmp_path / ".tmp-removed-b-0"
@@ -314,4 +316,4 @@ def test_leftovers_are_removed_and_never_taken_for_checkpoints(tmp_path):
 @pytest.mark.parametrize("tag", ["latest", "", "../x", "a/b", ".a", "a b"])
 def test_tags_are_names_of_folders(tmp_path, tag):
     with pytest.raises(CheckpointError, match="cannot be a checkpoint's tag"):
-        folder.Draft.begin(tmp_path, tag)
+        folder.CheckpointDraft.begin(tmp_path, tag)

@@ -1,4 +1,4 @@
-"""What works on checkpoints without training: export, inspect, and what is read of DeepSpeed's."""
+"""The tools for checkpoints: export, inspect and the import of DeepSpeed's checkpoints."""
 
 import contextlib
 import json
@@ -32,7 +32,7 @@ CASES = sorted(path.name for path in DEEPSPEED.iterdir() if path.is_dir())
 
 
 class WithConfig(nn.Module):
-    """A model as Hugging Face's are: it has a configuration that writes itself."""
+    """A model with a configuration object, as Hugging Face's models have."""
 
     class config:
         @staticmethod
@@ -152,7 +152,7 @@ def saved(tmp_path):
 
 
 def test_what_cannot_be_written_is_one_message(tmp_path, saved, monkeypatch, capsys):
-    (tmp_path / "file").write_text("")  # not even root can make a folder in it
+    (tmp_path / "file").write_text("")  # not even root can create a folder in a file
     (tmp_path / "out").mkdir()
     deepspeed = ("import-deepspeed", DEEPSPEED / "zero3-fp32")
     for words in (("export", saved), deepspeed):
@@ -172,7 +172,7 @@ def check_message(shown, message):
 
 @contextlib.contextmanager
 def full_disk():
-    """Within it, this process can write no file beyond a few bytes."""
+    """Within it, this process cannot write more than a few bytes to a file."""
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (64, before[1]))
@@ -218,7 +218,7 @@ def test_elements_are_found_in_vectors_laid_end_to_end(lengths, data):
 
 
 def small_model():
-    """That of deepspeed_checkpoints/make.py, with other values."""
+    """The model of deepspeed_checkpoints/make.py, with other values."""
     torch.manual_seed(99)
     model = nn.Module()
     model.embed = nn.Embedding(11, 6)

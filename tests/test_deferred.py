@@ -1,4 +1,4 @@
-"""Models built without their values: the same training, little memory, and weights straight from files."""
+"""Deferred initialisation: the same training, little memory, and weights read from files."""
 
 import json
 
@@ -8,7 +8,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 import shardwise
-from shardwise.deferred import pretrained, recording
+from shardwise.deferred import pretrained
+from shardwise.deferred.deferred import DeferredSession
+from shardwise.deferred.recording import Recording
 from shardwise.memory import ledger
 from shardwise.models.built_in import GPT
 from shardwise.observe import StorageObserver
@@ -31,12 +33,11 @@ STAGES = ["zero0", "zero1", "zero2", "zero3"]
 def test_training_is_that_of_a_model_built_ordinarily(rank, world_size, preset, model, precision, small_bytes):
     config = {"preset": preset, "precision": {"compute": precision}}
     expected = train(model, config, rank, steps=2)
-    ledger.POISON, recording.SMALL_BYTES = True, small_bytes
-    with shardwise.deferred_init():
+    ledger.POISON = True
+    with Recording(DeferredSession(torch.device("cpu")), small_bytes=small_bytes):  # deferred_init with another size
         built = make_model(model)
     assert any(param.is_meta for param in built.parameters())
     engine = shardwise.initialize(built, make_optimizer(built), config)
-    recording.SMALL_BYTES = 16 << 10
     assert not any(buffer.is_meta for buffer in built.buffers())
     for step in range(2):
         train_step(engine, rank, step)
@@ -86,7 +87,7 @@ def test_the_start_takes_the_shard_and_two_units(rank, world_size, precision, so
         unit_bytes = 512 * 512 * 4
         assert len(engine.units) == 10
         assert observer.current_bytes <= 10 * unit_bytes / world_size + 4096
-        # Twice 20 states of the generator, 5 kB each: kept, and on their way from rank 0.
+        # 20 generator states of 5 kB each, twice: those recorded, and those received from rank 0.
         states_bytes = 2 * 20 * 5056 if source == "made" else 0
         assert observer.peak_bytes <= 10 * unit_bytes / world_size + 2 * unit_bytes + states_bytes + 4096
     engine.destroy()
@@ -199,14 +200,14 @@ def test_each_rank_reads_its_own_rows(rank, world_size, tmp_path):
     path = tmp_path / f"{rank}.safetensors"
     save_file({name: param.detach() for name, param in Tower().named_parameters()}, path)
     reads = []
-    read = pretrained.Stored.read
-    pretrained.Stored.read = lambda self, part: reads.append(part.numel) or read(self, part)
+    read = pretrained.PretrainedTensor.read
+    pretrained.PretrainedTensor.read = lambda self, part: reads.append(part.numel) or read(self, part)
     try:
         with shardwise.deferred_init(path):
             model = Tower()
         shardwise.initialize(model, torch.optim.SGD(model.parameters()), "zero3").destroy()
     finally:
-        pretrained.Stored.read = read
+        pretrained.PretrainedTensor.read = read
     assert sum(reads) == 10 * 512 * 512 // world_size
 
 
@@ -254,8 +255,8 @@ def test_paths_that_hold_no_weights_are_refused(tmp_path):
         ("nowhere", "there is no"),
         ("empty", "holds neither"),
         ("broken.safetensors", "cannot be read as safetensors"),
-        ("list.json", "is no index"),
-        ("out.json", "no file beside it"),
+        ("list.json", "is not an index"),
+        ("out.json", "not a file beside it"),
     ]:
         with pytest.raises(ValueError, match=message), shardwise.deferred_init(tmp_path / name):
             pass
@@ -270,6 +271,6 @@ def test_parameters_without_values_are_refused():
         shardwise.initialize(model, torch.optim.SGD(model.parameters()), "zero1")
     with shardwise.deferred_init():
         model = nn.Linear(100, 100)
-    model.half()  # too late: nobody notes it
+    model.half()  # after the context: not recorded
     with pytest.raises(shardwise.ConfigError, match=r"cast \(model.to\(dtype\)\)"):
         shardwise.initialize(model, torch.optim.SGD(model.parameters()), "zero1")

@@ -1,22 +1,17 @@
-"""Deferred tensors: whatever a constructor does, the values are those it would have had."""
+"""Deferred tensors have the values of ordinary construction, for all that constructors do."""
 
 import gc
+import weakref
 
 import pytest
 import torch
 from torch import nn
 
-from shardwise.deferred import recording
-from shardwise.deferred.recording import Recording, random_operations, store_of, value
-
-
-@pytest.fixture(params=[0, recording.SMALL_BYTES], ids=["all deferred", "large deferred"])
-def small_bytes(request, monkeypatch):
-    monkeypatch.setattr(recording, "SMALL_BYTES", request.param)
+from shardwise.deferred.recording import SMALL_BYTES, Recording, deferred_storage, random_operations, session_of, value
 
 
 class Everything(nn.Module):
-    """What constructors are seen to do."""
+    """What constructors of common models do."""
 
     def __init__(self):
         super().__init__()
@@ -37,7 +32,7 @@ class Everything(nn.Module):
         self.largest = bool((self.own > 0.4).any())
         self.apply(self.again)
         self.product = nn.Parameter(self.own.detach()[:40] @ self.own.detach().t())
-        self.own.data.mul_(2)  # what was made of it before stays what it was
+        self.own.data.mul_(2)  # does not change the tensors computed from it before
         self.half = nn.Linear(100, 90).half()
         self.tied = nn.Linear(32, 200, bias=False)
         self.tied.weight = self.embed.weight
@@ -49,7 +44,7 @@ class Everything(nn.Module):
         self.register_buffer("frequencies", 1.0 / 10000 ** (torch.arange(0, 8192, 2) / 8192))
 
     def again(self, module):
-        """A second initialisation after all modules are built, as libraries of models do it."""
+        """A second initialisation after all modules are built, as in transformers."""
         if isinstance(module, nn.Linear) and not nn.utils.parametrize.is_parametrized(module):
             module.weight.data.normal_(0, 0.02)
 
@@ -58,32 +53,45 @@ def everything(model):
     return [*model.named_parameters(), *model.named_buffers()]
 
 
+@pytest.mark.parametrize("small_bytes", [0, SMALL_BYTES], ids=["all deferred", "large deferred"])
 def test_values_and_generator_are_those_of_ordinary_construction(small_bytes):
     torch.manual_seed(3)
     plain = Everything()
     drawn = torch.rand(3)
     torch.manual_seed(3)
-    with Recording():
+    with Recording(small_bytes=small_bytes):
         deferred = Everything()
     assert torch.equal(torch.rand(3), drawn)
     assert (deferred.rates, deferred.first, deferred.largest) == (plain.rates, plain.first, plain.largest)
     before = torch.get_rng_state()
     for (name, expected), (_, tensor) in reversed([*zip(everything(plain), everything(deferred), strict=True)]):
-        assert store_of(tensor) is not None or tensor.nbytes <= recording.SMALL_BYTES, name
-        seen = value(tensor) if store_of(tensor) is not None else tensor
+        is_deferred = deferred_storage(tensor) is not None
+        assert is_deferred or tensor.nbytes <= small_bytes, name
+        seen = value(tensor) if is_deferred else tensor
         assert torch.equal(seen, expected), name
         assert (seen.dtype, seen.stride()) == (expected.dtype, expected.stride())
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_nothing_is_remembered_of_a_model_that_is_gone():
-    with Recording():
+    class Session:
+        pass
+
+    session = Session()
+    with Recording(session):
         model = Everything()
-    assert recording._alive
-    del model
+    tensors = [tensor for _, tensor in everything(model)]
+    assert all(session_of(tensor) is session for tensor in tensors)
+    storages = [weakref.ref(deferred_storage(tensor)) for tensor in tensors if deferred_storage(tensor) is not None]
+    session = weakref.ref(session)
     gc.collect()
-    assert not recording._alive
-    assert not recording._present
+    assert storages
+    assert all(storage() for storage in storages)
+    del model, tensors
+    while gc.collect():
+        pass  # the first pass frees the storages of modules in cycles, the next their operations
+    assert not any(storage() for storage in storages)
+    assert not session()
 
 
 def test_overwritten_values_are_not_made_again():
@@ -91,19 +99,19 @@ def test_overwritten_values_are_not_made_again():
         weight = torch.empty(100, 100).normal_()
         weight.uniform_()
         weight[3].fill_(0)
-    (store,) = [store_of(weight)]
-    assert [operation.func._schema.name for operation in store.writes] == [
+    storage = deferred_storage(weight)
+    assert [operation.func._schema.name for operation in storage.writes] == [
         "aten::empty",
         "aten::normal_",
         "aten::uniform_",
         "aten::fill_",
     ]
     done = []
-    for operation in store.writes:
+    for operation in storage.writes:
         operation.func = Noted(operation.func, done)
     assert value(weight)[3].sum() == 0
     assert done == ["aten::uniform_", "aten::fill_"]
-    assert len(random_operations([store])) == 2
+    assert len(random_operations([storage])) == 2
 
 
 class Noted:

@@ -1,4 +1,4 @@
-"""The errors that users meet. Each message names what was seen and what to do about it."""
+"""The errors that shardwise raises. Each message names what was found and what to do about it."""
 
 __all__ = [
     "CheckpointError",
@@ -12,28 +12,28 @@ __all__ = [
 
 
 class ShardwiseError(Exception):
-    """Base of every error that shardwise raises on purpose."""
+    """Base of all errors of shardwise."""
 
 
 class ConfigError(ShardwiseError, ValueError):
-    """A configuration that is wrong, contradictory, or asks for something shardwise does not do."""
+    """A configuration is invalid, contradictory or not supported."""
 
 
 class CheckpointError(ShardwiseError, ValueError):
-    """A checkpoint that cannot be written, is missing or damaged, or does not fit the engine."""
+    """A checkpoint cannot be written, is missing or damaged, or does not fit the engine."""
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint of which a file is missing, cut short or changed."""
+    """A file of a checkpoint is missing, cut short or changed."""
 
 
 class DiskError(ShardwiseError, OSError):
-    """What rests on the disk cannot be written there, or is not there any more as it was written."""
+    """State that is offloaded to disk cannot be written, or is not read back as it was written."""
 
 
 class ConfigWarning(UserWarning):
-    """A configuration that loads, but holds something its author should know about."""
+    """A configuration is valid, but has an effect that its author may not expect."""
 
 
 class DisagreementError(ShardwiseError, RuntimeError):
-    """The ranks do not issue the same operations, or one of them is gone: none can go on. Start all of them again."""
+    """The ranks do not issue the same operations, or one of them has ended. No rank can continue: restart all."""

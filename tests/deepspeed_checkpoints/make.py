@@ -1,11 +1,11 @@
-"""Make the folders beside this file with the real DeepSpeed, on two CPU processes.
+"""Write the folders beside this file with DeepSpeed itself, in two CPU processes.
 
     make bench-env
     DS_ACCELERATOR=cpu .bench-env/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 \
         tests/deepspeed_checkpoints/make.py
 
-Each folder is a checkpoint as `engine.save_checkpoint` writes it, with `expected.safetensors` beside: what DeepSpeed's
-own functions say that the whole values are.
+Each folder is a checkpoint that `engine.save_checkpoint` wrote, and `expected.safetensors`: the whole values according
+to DeepSpeed's own functions.
 """
 
 import os
@@ -95,12 +95,12 @@ def make(name: str, stage: int, precision: str) -> None:
     if dist.get_rank() == 0:
         save_file(expected, folder / "expected.safetensors")
         for script in folder.glob("*.py"):
-            script.unlink()  # DeepSpeed's own converters, copied into every checkpoint
+            script.unlink()  # DeepSpeed copies its converters into every checkpoint
     dist.barrier()
 
 
 def moment(engine: deepspeed.DeepSpeedEngine, param: nn.Parameter, state: str) -> torch.Tensor:
-    """DeepSpeed's own function for stage 3; it fails for others, which say where their fragments lie."""
+    """DeepSpeed's own function works for stage 3 only; stages 1 and 2 record where their fragments lie."""
     if hasattr(param, "ds_id"):
         return safe_get_full_optimizer_state(param, state)
     flat = torch.zeros(param.numel())
@@ -128,4 +128,4 @@ if __name__ == "__main__":
     for case in sys.argv[1:] or CASES:
         make(case, **CASES[case])
     dist.barrier()
-    os._exit(0)  # DeepSpeed's threads outlive it
+    os._exit(0)  # DeepSpeed's threads would keep the process alive

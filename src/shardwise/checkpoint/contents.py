@@ -1,154 +1,109 @@
-"""What a rank writes of an engine: each element by its owner in the layout, and by nobody else.
+"""What a rank writes of an engine: the elements that it owns in the layout.
 
-Where states are replicated every rank holds everything, and still writes only its own shard: no rank gathers, none
-writes what another one writes.
+Where states are replicated, every rank has all of them and still writes only its own shard: no rank gathers, and no
+element is written twice.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import nn
 
 from shardwise._version import __version__
-from shardwise.checkpoint import rng
-from shardwise.checkpoint.plain import dtype_name, to_plain
-from shardwise.optim.optimizers import members
+from shardwise.checkpoint.checkpointable import (
+    Checkpointable,
+    config_text,
+    group_options,
+    optimizer_name,
+    overlaps,
+    persistent_buffers,
+)
+from shardwise.checkpoint.files import TensorSlice
+from shardwise.checkpoint.plain import dtype_name, rng_states, to_plain
 from shardwise.optim.states import extras_of, state_views
-from shardwise.partition.layout import Slot, Span
+from shardwise.partition.layout import Span
 from shardwise.unit.state_view import StateView
 from shardwise.unit.unit import Unit
 
-if TYPE_CHECKING:
-    from shardwise.engine.engine import Engine
-
-# How a group's kernel is run is this machine's affair; the rest of its options is part of the training.
-_NOT_SAVED = ("params", "fused", "foreach", "capturable", "differentiable")
-
-
-@dataclass(frozen=True)
-class Item:
-    """A run of a tensor's flat elements to be written; `read` gives any part of them."""
-
-    key: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    elements: Span
-    read: Callable[[Span], torch.Tensor]
-
-    @property
-    def size_bytes(self) -> int:
-        return self.elements.numel * self.dtype.itemsize
+_ALIGNMENT = 16
 
 
 @dataclass
-class Contents:
-    """What one rank writes: items into its file; `extras` and `rng` into the manifest; `head`, all else in it."""
+class RankContents:
+    """What one rank writes: `slices` into its file, `extras` and `rng` into the manifest, and on rank 0 `head`, the
+    rest of the manifest."""
 
-    items: list[Item]
+    slices: list[TensorSlice]
     extras: dict[str, dict[str, Any]]
     rng: Any
     head: dict[str, Any] = field(default_factory=dict)
 
-    def staged(self, device: torch.device) -> Contents:
-        """The same, copied to host memory, so that training may go on; `device` is where most of it is."""
+    def staged(self, device: torch.device) -> RankContents:
+        """A copy in host memory, so that training can continue; `device` is where most values are."""
         on_device = device.type == "cuda"
-        total = sum(-(-item.size_bytes // 16) * 16 for item in self.items)
+        total = sum(_aligned(each.size_bytes) for each in self.slices)
         arena = torch.empty(total, dtype=torch.uint8, pin_memory=on_device)
-        items, start = [], 0
-        for item in self.items:
-            copy = arena[start : start + item.size_bytes].view(item.dtype)
-            copy.copy_(item.read(Span(0, item.elements.numel)), non_blocking=True)
-            items.append(replace(item, read=_reader(copy)))
-            start += -(-item.size_bytes // 16) * 16
+        slices, start = [], 0
+        for each in self.slices:
+            copy = arena[start : start + each.size_bytes].view(each.dtype)
+            copy.copy_(each.read(Span(0, each.elements.numel)), non_blocking=True)
+            slices.append(replace(each, read=_reader(copy)))
+            start += _aligned(each.size_bytes)
         if on_device:
+            # The copies are asynchronous. The thread that writes them does not wait for the stream, so the host waits
+            # here: test_gpu's test_resuming_is_never_having_stopped.
             torch.cuda.current_stream(device).synchronize()
-        return replace(self, items=items)
+        return replace(self, slices=slices)
 
 
-def contents_of(engine: Engine, state: Any, own_buffers: set[str]) -> Contents:
-    """What this rank writes of `engine`, and of the user's `state` if it is rank 0."""
+def contents_of(engine: Checkpointable, state: Any, own_buffers: set[str]) -> RankContents:
+    """What this rank writes of `engine`, and on rank 0 also of the user's `state`."""
     rank, tensors = engine.comm.rank, dict[str, torch.Tensor]()
     extras: dict[str, dict[str, Any]] = defaultdict(dict)
     for unit in engine.units:
         for name, key, value in _extras(unit, engine):
             extras[name][key] = to_plain(value, tensors, f"extra/{key}/{name}")
-    states = to_plain(rng.capture(engine.comm.device), tensors, f"rank-{rank}/rng")
+    rng = to_plain(rng_states(engine.comm.device), tensors, f"rank-{rank}/rng")
     buffers = persistent_buffers(engine.module)
     tensors.update({f"rank-{rank}/buffer/{name}": buffers[name] for name in own_buffers})
     tensors.update({f"buffer/{name}": buffer for name, buffer in buffers.items()} if rank == 0 else {})
     head = _head(engine, state, tensors) if rank == 0 else {}
-    items = [item for unit in engine.units for item in _items(unit, engine)]
-    items += [_whole(key, tensor) for key, tensor in tensors.items()]
-    return Contents(items, dict(extras), states, head)
+    slices = [each for unit in engine.units for each in _slices(unit, engine)]
+    slices += [TensorSlice.whole(key, tensor) for key, tensor in tensors.items()]
+    return RankContents(slices, dict(extras), rng, head)
 
 
-def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers that belong to the model's state, each under its first name."""
-    hidden = {
-        f"{path}.{name}" if path else name
-        for path, module in model.named_modules()
-        for name in module._non_persistent_buffers_set
-    }
-    return {name: buffer for name, buffer in model.named_buffers() if name not in hidden}
-
-
-def group_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of an optimizer's parameter group that are part of the training."""
-    return {key: value for key, value in group.items() if key not in _NOT_SAVED}
-
-
-def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
-    """The class of an optimizer, or those of all that work together."""
-    everyone = members(optimizer)
-    return " + ".join(type(each).__name__ for each in (everyone[1:] or everyone))
-
-
-def config_text(model: nn.Module) -> str | None:
-    """The text of a Hugging Face model's `config.json`."""
-    to_text = getattr(getattr(model, "config", None), "to_json_string", None)
-    return str(to_text()) if to_text is not None else None
-
-
-def overlaps(unit: Unit, span: Span) -> Iterator[tuple[Slot, Span]]:
-    """The tensors of a unit that `span` of its flat buffer touches, and the common part."""
-    for slot in unit.layout.slots:
-        part = slot.span.intersect(span)
-        if part:
-            yield slot, part
-
-
-def _items(unit: Unit, engine: Engine) -> Iterator[Item]:
-    mine = unit.layout.shard(engine.comm.rank)
-    for held in state_views(unit, engine.optimizer):
-        for slot, part in overlaps(unit, held.span.intersect(mine)):
-            elements = part.shift(-slot.span.start)
-            key = f"{held.key}/{slot.spec.name}"
-            yield Item(key, held.dtype, slot.spec.shape, elements, _shifted(held, part.start))
-
-
-def _extras(unit: Unit, engine: Engine) -> Iterator[tuple[str, str, Any]]:
-    """Extras of the parameters whose first element this rank owns."""
-    mine = unit.layout.shard(engine.comm.rank)
-    for extra in extras_of(unit, engine.optimizer):
-        for slot, part in overlaps(unit, extra.span.intersect(mine)):
-            if part.start == slot.span.start:
-                yield slot.spec.name, extra.key, extra.value
-
-
-def own_buffers(engine: Engine) -> set[str]:
-    """The buffers that are not as on rank 0, such as running statistics of local batches. A collective."""
+def own_buffers(engine: Checkpointable) -> set[str]:
+    """The buffers that differ from rank 0's, such as running statistics of local batches. A collective."""
     mine = {name: _digest(buffer) for name, buffer in persistent_buffers(engine.module).items()}
     theirs = engine.comm.share_object(mine, "checkpoint, buffers")[0] if mine else {}
     return {name for name, digest in mine.items() if digest != theirs.get(name)}
 
 
-def _head(engine: Engine, state: Any, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+def _slices(unit: Unit, engine: Checkpointable) -> Iterator[TensorSlice]:
+    owned = unit.layout.shard(engine.comm.rank)
+    for view in state_views(unit, engine.optimizer):
+        for slot, part in overlaps(unit, view.span.intersect(owned)):
+            elements = part.shift(-slot.span.start)
+            key = f"{view.key}/{slot.spec.name}"
+            yield TensorSlice(key, view.dtype, slot.spec.shape, elements, _shifted(view, part.start))
+
+
+def _extras(unit: Unit, engine: Checkpointable) -> Iterator[tuple[str, str, Any]]:
+    """Extras of the parameters whose first element this rank owns."""
+    owned = unit.layout.shard(engine.comm.rank)
+    for extra in extras_of(unit, engine.optimizer):
+        for slot, part in overlaps(unit, extra.span.intersect(owned)):
+            if part.start == slot.span.start:
+                yield slot.spec.name, extra.key, extra.value
+
+
+def _head(engine: Checkpointable, state: Any, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     training = {**engine.progress(), "groups": None, "lr_scheduler": None}
     if engine.optimizer is not None:
         training["groups"] = [group_options(group) for group in engine.optimizer.param_groups]
@@ -166,16 +121,16 @@ def _head(engine: Engine, state: Any, tensors: dict[str, torch.Tensor]) -> dict[
     }
 
 
-def _params(engine: Engine) -> dict[str, dict[str, Any]]:
+def _params(engine: Checkpointable) -> dict[str, dict[str, Any]]:
     """Shape, dtype, group and other names of every parameter, in the model's order."""
     slots = {slot.spec.name: (unit, slot) for unit in engine.units for slot in unit.layout.slots}
     params: dict[str, dict[str, Any]] = {}
-    first: dict[int, str] = {}
+    first_names: dict[int, str] = {}
     for name, param in engine.module.named_parameters(remove_duplicate=False):
-        if id(param) in first:
-            params[first[id(param)]]["aliases"].append(name)
+        if id(param) in first_names:
+            params[first_names[id(param)]]["aliases"].append(name)
             continue
-        first[id(param)] = name
+        first_names[id(param)] = name
         unit, slot = slots[name]
         group = slot.spec.group if unit.is_trainable else None
         dtype = unit.weights.policy.master_dtype
@@ -184,17 +139,16 @@ def _params(engine: Engine) -> dict[str, dict[str, Any]]:
     return params
 
 
-def _whole(key: str, tensor: torch.Tensor) -> Item:
-    flat = tensor.detach().reshape(-1)
-    return Item(key, tensor.dtype, tuple(tensor.shape), Span(0, flat.numel()), _reader(flat))
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _reader(flat: torch.Tensor) -> Callable[[Span], torch.Tensor]:
     return lambda part: flat[part.slice]
 
 
-def _shifted(held: StateView, start: int) -> Callable[[Span], torch.Tensor]:
-    return lambda part: held.read(part.shift(start))
+def _shifted(view: StateView, start: int) -> Callable[[Span], torch.Tensor]:
+    return lambda part: view.read(part.shift(start))
 
 
 def _digest(tensor: torch.Tensor) -> str:

@@ -1,23 +1,25 @@
-"""From a DeepSpeed ZeRO checkpoint to one of ours: values, optimizer state, counters and loss scale."""
+"""Conversion of a DeepSpeed ZeRO checkpoint to shardwise's format: values, optimizer state, counters, loss scale."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from shardwise.checkpoint.contents import Contents, Item, group_options
-from shardwise.checkpoint.deepspeed_files import Found, LossScaler, Param, Part, find, read
-from shardwise.checkpoint.folder import Draft, writing
+from shardwise.checkpoint.checkpointable import group_options
+from shardwise.checkpoint.contents import RankContents
+from shardwise.checkpoint.deepspeed_files import DeepSpeedCheckpoint, DeepSpeedParam, InertLossScaler, find, read
+from shardwise.checkpoint.files import TensorSlice
+from shardwise.checkpoint.folder import CheckpointDraft, writing
 from shardwise.checkpoint.plain import dtype_name, to_plain
-from shardwise.checkpoint.saving import Job
+from shardwise.checkpoint.saving import CheckpointWrite
 from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.partition.layout import Span
 
-# What DeepSpeed itself puts beside the user's `client_state`.
+# The keys that DeepSpeed itself stores beside those of the user's `client_state`.
 _OWN_KEYS = {
     *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"),
     *("shared_params", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names", "skipped_steps"),
@@ -28,127 +30,124 @@ _COMPUTE = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16"}
 
 
 def convert(source: Path, out: Path, tag: str | None = None) -> Path:
-    """Write the DeepSpeed checkpoint in `source` as one of ours into the folder `out`; where it is.
+    """Convert the DeepSpeed checkpoint in `source` and write it into the folder `out`; returns its path.
 
-    `source` is what `save_checkpoint` was given; `tag` names one of the checkpoints in it, or the one that its file
-    `latest` names.
+    `source` is the folder that `save_checkpoint` was given. `tag` names one of the checkpoints in it; the default is
+    the one that its file `latest` names.
     """
     folder = find(source, tag)
     with _expecting(folder):
         contents = _contents(read(folder))
     with writing(out):
-        draft = Draft.begin(out, folder.name)
-        job = Job(draft, rank=0, world_size=1, keep=None)
-        job.contents = contents
+        draft = CheckpointDraft.begin(out, folder.name)
+        write = CheckpointWrite(draft, contents, rank=0, world_size=1)
         try:
-            with _expecting(folder):
-                job.write()
-            job.commit()
+            with _expecting(folder):  # the tensors are mapped: their values are read only now
+                write.write()
+            write.commit()
         except BaseException:
-            job.discard()
+            write.discard()
             raise
     return draft.target
 
 
 @contextlib.contextmanager
 def _expecting(folder: Path) -> Iterator[None]:
-    """Within it, files that hold other things than DeepSpeed writes are a CheckpointError."""
+    """Within it, an error caused by content that DeepSpeed does not write becomes a CheckpointError."""
     try:
         yield
     except ShardwiseError:
         raise
     except (LookupError, TypeError, AttributeError, ValueError, RuntimeError) as error:
-        told = f"{type(error).__name__}: {error}".split("\n")[0]
-        raise CheckpointError(f"{folder} does not hold what DeepSpeed's ZeRO stages 1 to 3 write: {told}") from error
+        reason = f"{type(error).__name__}: {error}".split("\n")[0]
+        raise CheckpointError(f"{folder} does not hold what DeepSpeed's ZeRO stages 1 to 3 write: {reason}") from error
 
 
-def _contents(found: Found) -> Contents:
-    module = found.model["module"]
-    tensors = {f"buffer/{name}": module[name] for name in found.model["buffer_names"] if name in module}
-    head = _head(found, tensors)
-    items = [item for name, param in found.params.items() for item in _items(name, param)]
-    items += [_whole(key, tensor) for key, tensor in tensors.items()]
-    return Contents(items, _extras(found), None, head)
+def _contents(source: DeepSpeedCheckpoint) -> RankContents:
+    module = source.model["module"]
+    tensors = {f"buffer/{name}": module[name] for name in source.model["buffer_names"] if name in module}
+    head = _head(source, tensors)
+    slices = [each for name, param in source.params.items() for each in _slices(name, param)]
+    slices += [TensorSlice.whole(key, tensor) for key, tensor in tensors.items()]
+    return RankContents(slices, _extras(source), None, head)
 
 
-def _extras(found: Found) -> dict[str, dict[str, Any]]:
+def _extras(source: DeepSpeedCheckpoint) -> dict[str, dict[str, Any]]:
     return {
         name: {key: to_plain(value, {}, key) for key, value in param.extras.items()}
-        for name, param in found.params.items()
+        for name, param in source.params.items()
     }
 
 
-def _items(name: str, param: Param) -> Iterator[Item]:
-    for key, tensors in param.sources.items():
-        if param.parts:
-            yield _item(f"{key}/{name}", param.shape, param.parts, tensors)
+def _slices(name: str, param: DeepSpeedParam) -> Iterator[TensorSlice]:
+    """The values and states of a parameter, each as one whole tensor."""
+    elements = Span(0, torch.Size(param.shape).numel())
+    for key, vectors in param.sources.items() if param.fragments else ():
+        yield TensorSlice(f"{key}/{name}", vectors[0][0].dtype, param.shape, elements, _joined(param, vectors))
 
 
-def _item(key: str, shape: Sequence[int], parts: Sequence[Part], tensors: Sequence[Sequence[torch.Tensor]]) -> Item:
+def _joined(param: DeepSpeedParam, vectors: Sequence[Sequence[torch.Tensor]]) -> Callable[[Span], torch.Tensor]:
+    """A function that returns any elements of a parameter, joined from its fragments."""
+
     def read(wanted: Span) -> torch.Tensor:
         found = []
-        for part in parts:
-            common = part.elements.intersect(wanted)
+        for fragment in param.fragments:
+            common = fragment.elements.intersect(wanted)
             if common:
-                flat = tensors[part.rank][part.vector].reshape(-1)
-                found.append(flat[common.shift(part.start - part.elements.start).slice])
+                flat = vectors[fragment.rank][fragment.vector].reshape(-1)
+                found.append(flat[common.shift(fragment.start - fragment.elements.start).slice])
         return torch.cat(found) if found else torch.empty(0)
 
-    dtype = tensors[0][0].dtype
-    return Item(key, dtype, tuple(shape), Span(0, torch.Size(shape).numel()), read)
+    return read
 
 
-def _whole(key: str, tensor: torch.Tensor) -> Item:
-    return _item(key, tensor.shape, [Part(Span(0, tensor.numel()), 0, 0, 0)], [[tensor]])
-
-
-def _head(found: Found, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    model = found.model
+def _head(source: DeepSpeedCheckpoint, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    model = source.model
     state = {key: value for key, value in model.items() if key not in _OWN_KEYS}
     return {
         "steps": model["global_steps"],
         "world_size": 1,
         "written_by": f"DeepSpeed {model.get('ds_version')}, converted",
         "optimizer": None,
-        "training": to_plain(_training(found), tensors, "training"),
+        "training": to_plain(_training(source), tensors, "training"),
         "state": to_plain(state or None, tensors, "state"),
         "config": None,
-        "params": _params(found),
+        "params": _params(source),
     }
 
 
-def _training(found: Found) -> dict[str, Any]:
-    scaler = found.optim.get("loss_scaler")
-    base = found.optim.get("base_optimizer_state") or found.optim["optimizer_state_dict"]
+def _training(source: DeepSpeedCheckpoint) -> dict[str, Any]:
+    scaler = source.optim.get("loss_scaler")
+    base = source.optim.get("base_optimizer_state") or source.optim["optimizer_state_dict"]
     return {
-        "steps": found.model["global_steps"],
-        "skipped_steps": found.model["skipped_steps"],
+        "steps": source.model["global_steps"],
+        "skipped_steps": source.model["skipped_steps"],
         "was_skipped": False,
         "is_exhausted": False,
-        "scaler": _scaler(scaler) if _compute(found) == "float16" and scaler is not None else None,
+        "scaler": _scaler(scaler) if _compute(source) == "float16" and scaler is not None else None,
         "groups": [group_options(group) for group in base["param_groups"]],
         "lr_scheduler": None,
     }
 
 
-def _params(found: Found) -> dict[str, dict[str, Any]]:
+def _params(source: DeepSpeedCheckpoint) -> dict[str, dict[str, Any]]:
     names: dict[str, list[str]] = {}
-    for alias, first in found.aliases.items():
+    for alias, first in source.aliases.items():
         names.setdefault(first, []).append(alias)
     return {
         name: {
             "shape": param.shape,
             "dtype": param.dtype,
-            "compute": _compute(found) if param.dtype.is_floating_point else dtype_name(param.dtype),
+            "compute": _compute(source) if param.dtype.is_floating_point else dtype_name(param.dtype),
             "group": param.group,
             "aliases": names.get(name, []),
         }
-        for name, param in found.params.items()
+        for name, param in source.params.items()
     }
 
 
-def _compute(found: Found) -> str:
-    config = found.model.get("ds_config") or {}
+def _compute(source: DeepSpeedCheckpoint) -> str:
+    config = source.model.get("ds_config") or {}
     return next((name for key, name in _COMPUTE.items() if _is_on(config, key)), "float32")
 
 
@@ -157,7 +156,7 @@ def _is_on(config: Mapping[str, Any], key: str) -> bool:
     return isinstance(section, Mapping) and bool(section.get("enabled"))
 
 
-def _scaler(scaler: LossScaler) -> dict[str, torch.Tensor]:
+def _scaler(scaler: InertLossScaler) -> dict[str, torch.Tensor]:
     good_steps = scaler.cur_iter - scaler.last_overflow_iter - 1
     return {
         "scale": torch.tensor(float(scaler.cur_scale)),

@@ -1,25 +1,33 @@
-"""Tensors in safetensors files, streamed: neither side ever holds more than a piece of one."""
+"""Tensors in safetensors files: written once from front to back, read anywhere, a few MB at a time.
+
+Contents are checksummed in blocks of 1 MiB, so a reader of a part verifies only the blocks that the part touches. The
+checksum is CRC-32, which finds every flipped bit and every burst of up to 32 bits. It guards against accidents, not
+against forgery.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+import os
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
 
-from shardwise.checkpoint.blocks import BlockReader, BlockWriter
-from shardwise.checkpoint.contents import Item
-from shardwise.checkpoint.manifest import Manifest, Stored
-from shardwise.checkpoint.ranges import fetches
-from shardwise.errors import CheckpointError
+from shardwise.checkpoint.manifest import Manifest, StoredTensor, file_reads
+from shardwise.errors import CheckpointError, DamagedError
 from shardwise.partition.layout import Span
 
+BLOCK_BYTES = 1 << 20
 CHUNK_BYTES = 4 << 20
+_CACHED_BLOCKS = 8
+"""Small tensors lie side by side: the blocks they share are read and verified once."""
 _NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -39,18 +47,63 @@ _NAMES = {
 }
 
 
-def write_tensors(path: Path, items: Sequence[Item]) -> tuple[BlockWriter, list[int]]:
-    """Write a safetensors file; what was written, and where each item's bytes begin in it."""
+@dataclass(frozen=True)
+class TensorSlice:
+    """A range of a tensor's flat elements to write; `read` returns any part of the range, counted from its start."""
+
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    elements: Span
+    read: Callable[[Span], torch.Tensor]
+
+    @classmethod
+    def whole(cls, key: str, tensor: torch.Tensor) -> TensorSlice:
+        flat = tensor.detach().reshape(-1)
+        return cls(key, tensor.dtype, tuple(tensor.shape), Span(0, flat.numel()), lambda part: flat[part.slice])
+
+    @property
+    def size_bytes(self) -> int:
+        return self.elements.numel * self.dtype.itemsize
+
+    @property
+    def shape_in_file(self) -> Sequence[int]:
+        """The tensor's shape for a slice that is all of it; otherwise the slice is flat."""
+        return self.shape if self.elements == Span(0, math.prod(self.shape)) else [self.elements.numel]
+
+
+def write_tensors(path: Path, slices: Sequence[TensorSlice]) -> tuple[BlockWriter, list[int]]:
+    """Write a safetensors file, durably; returns its writer, and where each slice's bytes begin in the file."""
     # Wider elements first, so that each tensor is aligned to its element.
-    order = sorted(range(len(items)), key=lambda index: -items[index].dtype.itemsize)
-    header, offsets = header_of((items[index].key, items[index].dtype, _shape(items[index])) for index in order)
+    order = sorted(range(len(slices)), key=lambda index: -slices[index].dtype.itemsize)
+    ordered = [slices[index] for index in order]
+    header, offsets = header_of((each.key, each.dtype, each.shape_in_file) for each in ordered)
     with BlockWriter(path) as writer:
         writer.write(memoryview(header))
-        for index in order:
-            for part in chunks(Span(0, items[index].elements.numel), items[index].dtype.itemsize):
-                writer.write(as_bytes(items[index].read(part)))
-    by_item = dict(zip(order, offsets, strict=True))
-    return writer, [by_item[index] for index in range(len(items))]
+        for each in ordered:
+            for part in chunks(Span(0, each.elements.numel), each.dtype.itemsize):
+                writer.write(as_bytes(each.read(part)))
+    by_slice = dict(zip(order, offsets, strict=True))
+    return writer, [by_slice[index] for index in range(len(slices))]
+
+
+def header_of(
+    tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadata: bool = False
+) -> tuple[bytes, list[int]]:
+    """The header of a safetensors file that holds these tensors in this order, and where the bytes of each begin."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}} if metadata else {}
+    position, starts = 0, []
+    for key, dtype, shape in tensors:
+        if dtype not in _NAMES:
+            raise CheckpointError(f"{key} has dtype {dtype}, which a checkpoint cannot hold")
+        stop = position + math.prod(shape) * dtype.itemsize
+        entries[key] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [position, stop]}
+        starts.append(position)
+        position = stop
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(8, "little") + text
+    return header, [start + len(header) for start in starts]
 
 
 def chunks(span: Span, itemsize: int) -> Iterator[Span]:
@@ -61,27 +114,27 @@ def chunks(span: Span, itemsize: int) -> Iterator[Span]:
 
 
 def as_bytes(values: torch.Tensor) -> memoryview:
-    """A tensor's bytes; a copy only if it is not in host memory."""
+    """A tensor's bytes; a copy only of a tensor outside host memory or not contiguous."""
     flat = values.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
-class Reader:
-    """Reads the tensors of a checkpoint, verified; opens a file when something in it is wanted."""
+class CheckpointReader:
+    """Reads and verifies the tensors of a checkpoint. A file is opened when its first tensor is read."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder = folder
         self.manifest = manifest
         self._readers: dict[int, BlockReader] = {}
 
-    def parts(self, stored: Stored, wanted: Span) -> Iterator[tuple[Span, torch.Tensor]]:
+    def parts(self, stored: StoredTensor, wanted: Span) -> Iterator[tuple[Span, torch.Tensor]]:
         """The elements `wanted` of a tensor, in parts of a few MB."""
         dtype = stored.torch_dtype
-        for fetch in fetches(stored.pieces, dtype.itemsize, wanted):
-            for part in chunks(fetch.elements, dtype.itemsize):
+        for read in file_reads(stored.pieces, dtype.itemsize, wanted):
+            for part in chunks(read.elements, dtype.itemsize):
                 values = torch.empty(part.numel, dtype=dtype)
-                offset = fetch.offset + (part.start - fetch.elements.start) * dtype.itemsize
-                self._file(fetch.file).read_into(as_bytes(values), offset)
+                offset = read.offset + (part.start - read.elements.start) * dtype.itemsize
+                self._file(read.file).read_into(as_bytes(values), offset)
                 yield part, values
 
     def whole(self, key: str) -> torch.Tensor:
@@ -103,33 +156,113 @@ class Reader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *details: object) -> None:
         with contextlib.ExitStack() as stack:
             for reader in self._readers.values():
                 stack.callback(reader.close)
 
 
-def header_of(
-    tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadata: bool = False
-) -> tuple[bytes, list[int]]:
-    """The beginning of a safetensors file that holds these tensors in this order, and where the bytes of each begin."""
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}} if metadata else {}
-    position, starts = 0, []
-    for key, dtype, shape in tensors:
-        if dtype not in _NAMES:
-            raise CheckpointError(f"{key} has dtype {dtype}, which a checkpoint cannot hold")
-        stop = position + math.prod(shape) * dtype.itemsize
-        entries[key] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [position, stop]}
-        starts.append(position)
-        position = stop
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    header = len(text).to_bytes(8, "little") + text
-    return header, [start + len(header) for start in starts]
+class BlockWriter:
+    """Writes a new file and computes a checksum of every block."""
+
+    def __init__(self, path: Path, block_bytes: int = BLOCK_BYTES) -> None:
+        self.path = path
+        self.size_bytes = 0
+        self.checksums: list[int] = []
+        self._block_bytes = block_bytes
+        self._file = path.open("xb", buffering=0)
+
+    def write(self, data: memoryview) -> None:
+        """Append bytes."""
+        position = 0
+        while position < len(data):
+            room = self._block_bytes - self.size_bytes % self._block_bytes
+            part = data[position : position + room]
+            if room == self._block_bytes:
+                self.checksums.append(0)
+            self.checksums[-1] = zlib.crc32(part, self.checksums[-1])
+            self._write_all(part)
+            self.size_bytes += len(part)
+            position += len(part)
+
+    def _write_all(self, data: memoryview) -> None:
+        while data:
+            data = data[self._file.write(data) :]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
+        try:
+            if kind is None:
+                # The bytes are durable before the rank's table says that the file is complete, and so before the
+                # rename that makes the folder a checkpoint: test_kills_at_random_moments_lose_nothing.
+                os.fsync(self._file.fileno())
+        finally:
+            self._file.close()
 
 
-def _shape(item: Item) -> Sequence[int]:
-    is_whole = item.elements == Span(0, math.prod(item.shape))
-    return item.shape if is_whole else [item.elements.numel]
+class BlockReader:
+    """Reads parts of a file and verifies each block that they touch."""
+
+    def __init__(self, path: Path, size_bytes: int, checksums: list[int], block_bytes: int = BLOCK_BYTES) -> None:
+        self.path = path
+        self.size_bytes = size_bytes
+        self._checksums = checksums
+        self._block_bytes = block_bytes
+        self._blocks: OrderedDict[int, bytes] = OrderedDict()
+        self._descriptor = _open(path)
+        seen = os.fstat(self._descriptor).st_size
+        if seen != size_bytes:
+            os.close(self._descriptor)
+            raise DamagedError(f"{path} is damaged: it has {seen} bytes, and {size_bytes} were written")
+
+    def read_into(self, target: memoryview, offset: int) -> None:
+        """Fill `target` with the bytes from `offset` on."""
+        position = 0
+        while position < len(target):
+            number, start = divmod(offset + position, self._block_bytes)
+            part = memoryview(self._block(number))[start : start + len(target) - position]
+            target[position : position + len(part)] = part
+            position += len(part)
+
+    def verify(self) -> None:
+        """Read and verify all blocks."""
+        for number in range(len(self._checksums)):
+            self._block(number)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+    def _block(self, number: int) -> bytes:
+        if number not in self._blocks:
+            start = number * self._block_bytes
+            data = _read_at(self._descriptor, start, min(self._block_bytes, self.size_bytes - start))
+            if zlib.crc32(data) != self._checksums[number]:
+                stop = start + len(data)
+                raise DamagedError(
+                    f"{self.path} is damaged: its bytes {start} to {stop} are not those that were written"
+                )
+            self._blocks[number] = data
+            if len(self._blocks) > _CACHED_BLOCKS:
+                self._blocks.popitem(last=False)
+        return self._blocks[number]
+
+
+def _open(path: Path) -> int:
+    # A symbolic link could lead out of the checkpoint's folder: test_a_link_is_not_followed.
+    try:
+        return os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
+    except OSError as error:
+        raise DamagedError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def _read_at(descriptor: int, offset: int, size: int) -> bytes:
+    parts = []
+    while size:
+        part = os.pread(descriptor, size, offset)
+        if not part:
+            break
+        parts.append(part)
+        offset, size = offset + len(part), size - len(part)
+    return b"".join(parts)

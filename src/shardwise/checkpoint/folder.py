@@ -1,8 +1,8 @@
-"""A folder of checkpoints: finding them, committing a new one by a rename, removing old ones.
+"""A folder of checkpoints: listing them, committing a new one by a rename, removing old ones.
 
-A checkpoint is a folder with a manifest. It is written as `.tmp-...`, which nobody takes for one, and exists from the
-moment that folder gets its name. Everything in it was made durable before. The newest is the one with the highest
-serial number; no file says which it is, so none can be wrong about it.
+A checkpoint is a folder with a manifest. It is written as `.tmp-...`, which `list_checkpoints` ignores. When all of
+its bytes are durable, one rename gives it its name and makes it a checkpoint. The newest checkpoint is the one with the
+highest serial number. No file says which one it is, so no file can be wrong about it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.checkpoint.blocks import BlockReader
+from shardwise.checkpoint.files import BlockReader
 from shardwise.checkpoint.manifest import FILE_NAME, Manifest, read_head, read_manifest
 from shardwise.errors import CheckpointError, DamagedError
 
@@ -29,13 +29,13 @@ _TEMPORARY = ".tmp-"
 _REMOVED = f"{_TEMPORARY}removed-"
 _OWNER = re.compile(r"\.tmp-([0-9a-f]{12})-([0-9]+)-")
 _ABANDONED_S = 86_400.0
-"""Whether a process of another machine lives cannot be seen: what nobody has touched for this long is left over."""
+"""A draft of another machine, whose processes are not visible here, is abandoned after this long without a write."""
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 
 
 @dataclass(frozen=True)
-class Found:
-    """A checkpoint in a folder; `problem` says why its manifest cannot be read."""
+class CheckpointEntry:
+    """A checkpoint in a folder; `problem` says why its manifest cannot be read, and is None if it can."""
 
     path: Path
     tag: str
@@ -44,8 +44,8 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Draft:
-    """A checkpoint while it is written: in `path`, to become `target`."""
+class CheckpointDraft:
+    """A checkpoint that is being written: `commit` renames `path` to `target`."""
 
     path: Path
     target: Path
@@ -53,22 +53,28 @@ class Draft:
     serial: int
 
     @classmethod
-    def begin(cls, root: Path, tag: str) -> Draft:
-        """A fresh folder for a checkpoint, with what killed processes left of theirs removed."""
+    def begin(cls, root: Path, tag: str) -> CheckpointDraft:
+        """Make a new folder to write a checkpoint into. Removes the drafts of processes that were killed."""
         check_tag(tag)
         root.mkdir(parents=True, exist_ok=True)
         for draft in root.glob(f"{_TEMPORARY}*"):
-            if _is_left_over(draft):
+            if _is_abandoned(draft):
                 shutil.rmtree(draft, ignore_errors=True)
-        serial = 1 + max((found.serial for found in list_checkpoints(root)), default=0)
+        serial = 1 + max((entry.serial for entry in list_checkpoints(root)), default=0)
         path = root / f"{_TEMPORARY}{_host()}-{os.getpid()}-{tag}-{serial}-{os.urandom(4).hex()}"
         path.mkdir()
-        # The same tag again: the old one goes only after the new one is there.
+        # The old checkpoint of the same tag keeps its name: `commit` removes it after the new one exists
+        # (test_the_same_tag_again_replaces_the_old_one_after_the_new_one_is_there).
         target = root / tag if not (root / tag).exists() else root / f"{tag}.{serial}"
         return cls(path, target, tag, serial)
 
     def commit(self, manifest: Manifest) -> None:
-        """Make it a checkpoint."""
+        """Turn the draft into a checkpoint. Until the rename, `load` does not see it; from then on it is complete.
+
+        What makes it complete is durable before the rename: the ranks' files (`BlockWriter` syncs them), the manifest,
+        and the names of both. Older checkpoints of the same tag are removed only after the new name is durable. So a
+        kill or a power failure leaves the old or the new one (test_kills_at_random_moments_lose_nothing).
+        """
         for file in manifest.files:
             seen = (self.path / file.name).stat().st_size if (self.path / file.name).exists() else None
             if seen != file.size_bytes:
@@ -83,29 +89,31 @@ class Draft:
         sync_folder(self.path)
         os.rename(self.path, self.target)
         sync_folder(self.target.parent)
+        # Another process may have removed files of the draft. Older checkpoints are removed only after this check:
+        # test_an_old_checkpoint_stays_if_the_new_one_is_not_whole.
         if missing := missing_files(self.target):
             remove(self.target)
             raise CheckpointError(f"{missing[0]} was removed from {self.path} while it became a checkpoint: save again")
-        for found in list_checkpoints(self.target.parent):
-            if found.tag == self.tag and found.serial < self.serial:
-                remove(found.path)
+        for entry in list_checkpoints(self.target.parent):
+            if entry.tag == self.tag and entry.serial < self.serial:
+                remove(entry.path)
 
     def size_bytes(self) -> int:
-        """What has been written so far."""
+        """The bytes written so far."""
         size_bytes = 0
         for file in self.path.glob("*"):
-            with contextlib.suppress(FileNotFoundError):  # a table that got its name meanwhile
+            with contextlib.suppress(FileNotFoundError):  # a rank may rename its table in the meantime
                 size_bytes += file.stat().st_size
         return size_bytes
 
     def discard(self) -> None:
-        """Remove it; nothing happens once it is a checkpoint."""
+        """Remove the draft; does nothing after `commit`, which renamed it."""
         shutil.rmtree(self.path, ignore_errors=True)
 
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """What the file system refuses within it becomes a CheckpointError about `path`."""
+    """Within it, an OSError becomes a CheckpointError that names `path`."""
     try:
         yield
     except OSError as error:
@@ -113,21 +121,21 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def check_tag(tag: str) -> None:
-    """A tag is the name of a folder."""
+    """Raise a CheckpointError unless `tag` can be the name of a checkpoint's folder."""
     if tag == LATEST or not _TAG.fullmatch(tag):
         raise CheckpointError(
-            f"{tag!r} cannot be a checkpoint's tag: take letters, digits, '.', '_' and '-', not 'latest'"
+            f"{tag!r} cannot be a checkpoint's tag: use letters, digits, '.', '_' and '-', and not 'latest'"
         )
 
 
-def list_checkpoints(root: Path) -> list[Found]:
-    """The checkpoints in a folder, the newest first; those whose manifest cannot be read come last."""
+def list_checkpoints(root: Path) -> list[CheckpointEntry]:
+    """The checkpoints in a folder, newest first; those whose manifest cannot be read come last."""
     if not root.is_dir():
         return []
     paths = [path for path in sorted(root.iterdir()) if not path.name.startswith(".") and path.is_dir()]
-    # With files but without a manifest it was one: nothing gets its name before it is complete.
-    found = [look_at(path) for path in paths if (path / FILE_NAME).exists() or any(path.glob("rank-*.safetensors"))]
-    return sorted(found, key=lambda each: -each.serial)
+    # A folder with a rank's file but no manifest is a damaged checkpoint: it was complete when it got its name.
+    entries = [_entry(path) for path in paths if (path / FILE_NAME).exists() or any(path.glob("rank-*.safetensors"))]
+    return sorted(entries, key=lambda entry: -entry.serial)
 
 
 def is_empty(root: Path) -> bool:
@@ -135,50 +143,45 @@ def is_empty(root: Path) -> bool:
     return not (root / FILE_NAME).exists() and not list_checkpoints(root)
 
 
-def look_at(path: Path) -> Found:
-    """Tag and serial number of the checkpoint at `path`, or why they cannot be read."""
-    try:
-        tag, serial = read_head(path)
-    except CheckpointError as error:
-        return Found(path, path.name, -1, str(error))
-    return Found(path, tag, serial)
-
-
 def candidates(root: Path, tag: str, fallback: bool) -> list[Path]:
-    """The checkpoint that `tag` names, or the newest, or `root` itself; with `fallback`, then the others by age."""
+    """The paths to load from, the first choice first.
+
+    The first is `root`, if it is a checkpoint itself, or the checkpoint that `tag` names, or the newest. With
+    `fallback`, all other checkpoints follow, newest first.
+    """
     if (root / FILE_NAME).exists():
         return [root]
-    everything = list_checkpoints(root)
-    damaged = [found for found in everything if found.problem]
-    sound = [found for found in everything if not found.problem]
+    entries = list_checkpoints(root)
+    damaged = [entry for entry in entries if entry.problem]
+    readable = [entry for entry in entries if not entry.problem]
     if tag == LATEST:
-        named = sound[:1]
-        # Which one is the newest cannot be told while one of them cannot be read.
+        named = readable[:1]
+        # A checkpoint whose manifest cannot be read has no known serial number and may be the newest.
         problems = damaged
     else:
-        named = [found for found in sound if found.tag == tag][:1]
-        problems = [] if named else [found for found in damaged if found.path.name == tag]
+        named = [entry for entry in readable if entry.tag == tag][:1]
+        problems = [] if named else [entry for entry in damaged if entry.path.name == tag]
     if problems and not fallback:
         raise DamagedError(f"{problems[0].problem}; fallback=True loads the newest complete checkpoint instead")
-    if not (named or (fallback and sound)):
+    if not (named or (fallback and readable)):
         wanted = "no checkpoint" if tag == LATEST else f"no checkpoint {tag!r}"
-        there = ", ".join(repr(found.tag) for found in everything) or "none"
-        raise CheckpointError(f"there is {wanted} in {root}; found: {there}")
-    for each in problems:
-        _LOG.warning("%s; passed over for an older checkpoint", each.problem)
-    others = [found for found in sound if found not in named] if fallback else []
-    return [found.path for found in named + others]
+        present = ", ".join(repr(entry.tag) for entry in entries) or "none"
+        raise CheckpointError(f"there is {wanted} in {root}; found: {present}")
+    for entry in problems:
+        _LOG.warning("%s; skipped for an older checkpoint", entry.problem)
+    others = [entry for entry in readable if entry not in named] if fallback else []
+    return [entry.path for entry in named + others]
 
 
 def keep_newest(root: Path, count: int) -> None:
-    """Remove all but the `count` newest checkpoints that are whole; what is damaged is left alone and not counted."""
-    whole = [found for found in list_checkpoints(root) if not found.problem and not missing_files(found.path)]
-    for found in whole[count:]:
-        remove(found.path)
+    """Remove all but the `count` newest complete checkpoints. Damaged ones are neither removed nor counted."""
+    complete = [entry for entry in list_checkpoints(root) if not entry.problem and not missing_files(entry.path)]
+    for entry in complete[count:]:
+        remove(entry.path)
 
 
 def missing_files(path: Path) -> list[str]:
-    """The files of a checkpoint that are absent or of another size than was written."""
+    """The files of a checkpoint that are absent or whose size is not the one that was written."""
     try:
         files = read_manifest(path).files
     except CheckpointError:
@@ -187,7 +190,7 @@ def missing_files(path: Path) -> list[str]:
 
 
 def verify(path: Path) -> Manifest:
-    """Read every byte of a checkpoint; a DamagedError names the file that is not as it was written."""
+    """Read every byte of a checkpoint; a DamagedError names the first file that has changed."""
     manifest = read_manifest(path)
     for file in manifest.files:
         with contextlib.closing(BlockReader(path / file.name, file.size_bytes, file.checksums)) as reader:
@@ -196,14 +199,16 @@ def verify(path: Path) -> Manifest:
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint: it stops being one first, so that a kill leaves no half of it."""
+    """Delete a checkpoint."""
+    # The rename comes first: a kill in the middle of rmtree must not leave half a checkpoint under its name
+    # (test_kills_at_random_moments_lose_nothing). The next save removes the rest.
     hidden = path.parent / f"{_REMOVED}{path.name}-{os.urandom(4).hex()}"
     os.rename(path, hidden)
     shutil.rmtree(hidden, ignore_errors=True)
 
 
 def sync_folder(path: Path) -> None:
-    """Make the names in a folder durable."""
+    """Make the names in a folder durable; fsync of a file does not include its name."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -215,23 +220,33 @@ def _has_size(path: Path, size_bytes: int) -> bool:
     return path.exists() and path.stat().st_size == size_bytes
 
 
+def _entry(path: Path) -> CheckpointEntry:
+    try:
+        tag, serial = read_head(path)
+    except CheckpointError as error:
+        return CheckpointEntry(path, path.name, -1, str(error))
+    return CheckpointEntry(path, tag, serial)
+
+
 def _host() -> str:
-    """This machine, in a folder's name."""
+    """This machine's name in drafts."""
     return hashlib.sha256(socket.gethostname().encode()).hexdigest()[:12]
 
 
-def _is_left_over(draft: Path) -> bool:
-    """Whether nobody writes this draft any more: others may save into the same folder at this moment."""
+def _is_abandoned(draft: Path) -> bool:
+    """Whether the process that wrote this draft is gone."""
+    # Other processes may save into the same folder at this moment, and their drafts must stay:
+    # test_leftovers_are_removed_and_never_taken_for_checkpoints.
     if draft.name.startswith(_REMOVED):
         return True
     owner = _OWNER.match(draft.name)
     if owner is not None and owner[1] == _host():
         return not _is_alive(int(owner[2]))
-    touched = 0.0
+    last_write = 0.0
     for path in (draft, *draft.glob("*")):
         with contextlib.suppress(FileNotFoundError):
-            touched = max(touched, path.stat().st_mtime)
-    return time.time() > touched + _ABANDONED_S
+            last_write = max(last_write, path.stat().st_mtime)
+    return time.time() > last_write + _ABANDONED_S
 
 
 def _is_alive(pid: int) -> bool:
@@ -240,5 +255,5 @@ def _is_alive(pid: int) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:
-        pass  # it lives, as another user
+        pass  # it exists and belongs to another user
     return True

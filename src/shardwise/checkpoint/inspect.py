@@ -1,4 +1,4 @@
-"""What is in a checkpoint, or in a folder of them, in words: `shardwise inspect`."""
+"""`shardwise inspect`: describe a checkpoint, or a folder of checkpoints, in words."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from shardwise.sizes import format_bytes, format_count
 
 
 def describe(path: Path, verified: bool = False) -> str:
-    """One checkpoint in detail, or a line for each in a folder; with `verified`, every byte is read."""
+    """One checkpoint in detail, or a line for each checkpoint in a folder; `verified` reads every byte."""
     if (path / FILE_NAME).exists():
         manifest = verify(path) if verified else read_manifest(path)
         return "\n".join(_details(path, manifest, verified))
-    found = list_checkpoints(path)
-    if not found:
+    entries = list_checkpoints(path)
+    if not entries:
         raise CheckpointError(f"there is no checkpoint in {path}")
-    return "\n".join(_line(each.path, verified) for each in found)
+    return "\n".join(_line(entry.path, verified) for entry in entries)
 
 
 def summary(path: Path) -> dict[str, Any]:

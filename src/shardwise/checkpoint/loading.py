@@ -1,35 +1,37 @@
-"""Loading: every rank reads what it owns, from whichever files hold it, into the engine as it is placed now."""
+"""Loading: every rank reads the elements that it owns now, from the files that have them."""
 
 from __future__ import annotations
 
+import difflib
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from shardwise.checkpoint import rng
-from shardwise.checkpoint.contents import overlaps, persistent_buffers
-from shardwise.checkpoint.files import Reader
-from shardwise.checkpoint.fit import check_fit
+from shardwise.checkpoint.checkpointable import (
+    Checkpointable,
+    on_all_ranks,
+    on_rank_0,
+    optimizer_name,
+    overlaps,
+    persistent_buffers,
+)
+from shardwise.checkpoint.files import CheckpointReader
 from shardwise.checkpoint.folder import candidates, is_empty, missing_files
-from shardwise.checkpoint.manifest import Manifest, Stored, read_manifest
-from shardwise.checkpoint.plain import from_plain
-from shardwise.checkpoint.together import first, together
+from shardwise.checkpoint.manifest import Manifest, StoredTensor, read_manifest
+from shardwise.checkpoint.plain import from_plain, set_rng_states
 from shardwise.errors import CheckpointError, DamagedError
-from shardwise.optim.states import piece_spans, prepare, set_extra, state_views
+from shardwise.optim.states import MASTER, piece_spans, prepare, set_extra, state_views
 from shardwise.unit.unit import Unit
-
-if TYPE_CHECKING:
-    from shardwise.engine.engine import Engine
 
 _LOG = logging.getLogger("shardwise")
 
 
-def load(engine: Engine, root: Path, tag: str, fallback: bool, missing_ok: bool) -> Any:
-    """See `Engine.load`."""
-    paths = first(engine.comm, lambda: [] if missing_ok and is_empty(root) else candidates(root, tag, fallback))
+def load(engine: Checkpointable, root: Path, tag: str, fallback: bool, missing_ok: bool) -> Any:
+    """Restore an engine from a checkpoint in `root`; returns the user's state. See `Engine.load`. A collective."""
+    paths = on_rank_0(engine.comm, lambda: [] if missing_ok and is_empty(root) else candidates(root, tag, fallback))
     if not paths:
         return None
     for path in paths:
@@ -43,49 +45,89 @@ def load(engine: Engine, root: Path, tag: str, fallback: bool, missing_ok: bool)
     raise AssertionError("there is at least one candidate")
 
 
-def _load_one(engine: Engine, path: Path) -> Any:
-    """Nothing of the engine changes before the checkpoint is known to fit and its files have their sizes."""
+def _load_one(engine: Checkpointable, path: Path) -> Any:
     comm = engine.comm
-    first(comm, lambda: _check_files(path))
-    manifests: list[Manifest] = []
-    together(comm, lambda: manifests.append(_read_fitting(engine, path)))
-    manifest = manifests[0]
+    # Both checks pass on all ranks before the engine changes, so a checkpoint that does not fit leaves it as it was:
+    # test_a_checkpoint_of_another_model_is_refused.
+    on_rank_0(comm, lambda: _check_files(path))
+    manifest = on_all_ranks(comm, lambda: _read_fitting(engine, path))
     engine.zero_grad()
-    results: list[Any] = []
-    with Reader(path, manifest) as reader:
-        together(comm, lambda: results.append(_restore(engine, reader)))
+    with CheckpointReader(path, manifest) as reader:
+        state = on_all_ranks(comm, lambda: _restore(engine, reader))
     for unit in engine.units:
         unit.weights.refresh()
-    return results[0]
+    return state
 
 
 def _check_files(path: Path) -> None:
     missing = missing_files(path)
     if missing:
-        read_manifest(path)  # says what is wrong, if it is the manifest
+        read_manifest(path)  # raises a more precise error if the manifest is the problem
         raise DamagedError(f"{path / missing[0]} is missing or cut short")
 
 
-def _read_fitting(engine: Engine, path: Path) -> Manifest:
+def _read_fitting(engine: Checkpointable, path: Path) -> Manifest:
     manifest = read_manifest(path)
     check_fit(engine, manifest, path)
     return manifest
 
 
-def _restore(engine: Engine, reader: Reader) -> Any:
-    """Read everything that this rank owns; the user's state."""
+def check_fit(engine: Checkpointable, manifest: Manifest, path: Path) -> None:
+    """Raise a CheckpointError that names the first parameter, buffer or option that does not fit the engine."""
+    shapes = {slot.spec.name: slot.spec.shape for unit in engine.units for slot in unit.layout.slots}
+    buffers = {name: tuple(buffer.shape) for name, buffer in persistent_buffers(engine.module).items()}
+    stored = [key.removeprefix("buffer/") for key in manifest.tensors if key.startswith("buffer/")]
+    _check_names("parameter", shapes, manifest.params, path)
+    _check_names("buffer", buffers, stored, path)
+    wanted = {f"{MASTER}/{name}": shape for name, shape in shapes.items()}
+    wanted |= {f"buffer/{name}": shape for name, shape in buffers.items()}
+    for key, shape in wanted.items():
+        seen = manifest.tensors[key].shape
+        if seen != shape:
+            raise CheckpointError(f"{path} is of another model: {key} has shape {list(seen)} there, {list(shape)} here")
+    _check_optimizer(engine, manifest, path)
+
+
+def _check_names(what: str, here: Collection[str], there: Collection[str], path: Path) -> None:
+    missing = [name for name in here if name not in there]
+    surplus = [name for name in there if name not in here]
+    if missing:
+        near = difflib.get_close_matches(missing[0], surplus, n=1)
+        hint = f"; it has {near[0]!r}" if near else ""
+        raise CheckpointError(f"{path} is of another model: it has no {what} {missing[0]!r}{hint}")
+    if surplus:
+        raise CheckpointError(f"{path} is of another model: this one has no {what} {surplus[0]!r}")
+
+
+def _check_optimizer(engine: Checkpointable, manifest: Manifest, path: Path) -> None:
+    groups = manifest.training.get("groups")
+    if engine.optimizer is None or groups is None:
+        return
+    kind = optimizer_name(engine.optimizer)
+    if manifest.optimizer is not None and manifest.optimizer != kind:
+        raise CheckpointError(f"{path} was saved with the optimizer {manifest.optimizer}; this engine has {kind}")
+    if len(groups) != len(engine.optimizer.param_groups):
+        raise CheckpointError(
+            f"{path} has {len(groups)} parameter groups; the optimizer has {len(engine.optimizer.param_groups)}"
+        )
+    for unit in engine.units:
+        for slot in unit.layout.slots if unit.is_trainable else ():
+            saved = manifest.params[slot.spec.name].group
+            if saved not in (None, slot.spec.group):
+                raise CheckpointError(
+                    f"{path} has {slot.spec.name!r} in parameter group {saved}; the optimizer has it in group "
+                    f"{slot.spec.group}"
+                )
+
+
+def _restore(engine: Checkpointable, reader: CheckpointReader) -> Any:
+    """Read everything that this rank owns; returns the user's state."""
     manifest, comm = reader.manifest, engine.comm
     states = _states_by_param(manifest)
     for unit in engine.units:
         if engine.optimizer is not None and unit.is_trainable:
             _prepare_states(unit, engine.optimizer, reader, states)
-        for held in state_views(unit, engine.optimizer):
-            for slot, part in overlaps(unit, held.span):
-                stored = manifest.tensors.get(f"{held.key}/{slot.spec.name}")
-                if stored is None:
-                    continue  # an average that was not kept when this was saved: `Engine.set_progress` begins it anew
-                for elements, values in reader.parts(stored, part.shift(-slot.span.start)):
-                    held.write(elements.shift(slot.span.start), values)
+        _restore_unit(unit, engine.optimizer, reader)
     same_ranks = manifest.world_size == comm.world_size
     for name, buffer in persistent_buffers(engine.module).items():
         own = f"rank-{comm.rank}/buffer/{name}"
@@ -94,13 +136,23 @@ def _restore(engine: Engine, reader: Reader) -> Any:
             buffer.copy_(reader.whole(own if is_own else f"buffer/{name}"))
     _restore_training(engine, from_plain(manifest.training, reader.whole))
     if same_ranks and manifest.ranks[comm.rank] is not None:
-        rng.restore(from_plain(manifest.ranks[comm.rank], reader.whole), comm.device)
+        set_rng_states(from_plain(manifest.ranks[comm.rank], reader.whole), comm.device)
     return from_plain(manifest.state, reader.whole)
 
 
-def _states_by_param(manifest: Manifest) -> dict[str, dict[str, Stored]]:
+def _restore_unit(unit: Unit, optimizer: torch.optim.Optimizer | None, reader: CheckpointReader) -> None:
+    for view in state_views(unit, optimizer):
+        for slot, part in overlaps(unit, view.span):
+            stored = reader.manifest.tensors.get(f"{view.key}/{slot.spec.name}")
+            if stored is None:
+                continue  # an average that the checkpoint lacks: `Engine.set_progress` starts it anew
+            for elements, values in reader.parts(stored, part.shift(-slot.span.start)):
+                view.write(elements.shift(slot.span.start), values)
+
+
+def _states_by_param(manifest: Manifest) -> dict[str, dict[str, StoredTensor]]:
     """The stored optimizer state of each parameter."""
-    states: dict[str, dict[str, Stored]] = {name: {} for name in manifest.params}
+    states: dict[str, dict[str, StoredTensor]] = {name: {} for name in manifest.params}
     for full_key, stored in manifest.tensors.items():
         kind, _, rest = full_key.partition("/")
         key, _, name = rest.partition("/")
@@ -110,39 +162,42 @@ def _states_by_param(manifest: Manifest) -> dict[str, dict[str, Stored]]:
 
 
 def _prepare_states(
-    unit: Unit, optimizer: torch.optim.Optimizer, reader: Reader, states: Mapping[str, Mapping[str, Stored]]
+    unit: Unit,
+    optimizer: torch.optim.Optimizer,
+    reader: CheckpointReader,
+    states: Mapping[str, Mapping[str, StoredTensor]],
 ) -> None:
-    """Make room for the state of each piece, and set what is not one per element."""
+    """Allocate the optimizer's state of a unit, and set the values that are not one per element."""
     for span in piece_spans(unit):
         names = [slot.spec.name for slot, _ in overlaps(unit, span)]
-        prepare(unit, optimizer, span, _agreed_dtypes(names, states))
-        for key, value in _agreed_extras(names, reader).items():
+        prepare(unit, optimizer, span, _common_dtypes(names, states))
+        for key, value in _common_extras(names, reader).items():
             set_extra(unit, optimizer, span, key, value)
 
 
-def _agreed_dtypes(names: list[str], states: Mapping[str, Mapping[str, Stored]]) -> dict[str, torch.dtype]:
+def _common_dtypes(names: list[str], states: Mapping[str, Mapping[str, StoredTensor]]) -> dict[str, torch.dtype]:
     kinds = [{key: stored.torch_dtype for key, stored in states[name].items()} for name in names]
     for name, kind in zip(names, kinds, strict=True):
         if kind != kinds[0]:
             raise CheckpointError(
                 f"the optimizer has {sorted(kind) or 'no state'} for {name!r} but {sorted(kinds[0]) or 'no state'} for "
-                f"{names[0]!r}, which is updated together with it: put them into parameter groups of their own"
+                f"{names[0]!r}, which is updated together with it: put them into separate parameter groups"
             )
     return kinds[0] if kinds else {}
 
 
-def _agreed_extras(names: list[str], reader: Reader) -> dict[str, Any]:
+def _common_extras(names: list[str], reader: CheckpointReader) -> dict[str, Any]:
     plain = [reader.manifest.params[name].extras for name in names]
     for name, extras in zip(names, plain, strict=True):
         if extras != plain[0]:
             raise CheckpointError(
                 f"the optimizer's {sorted(extras)} of {name!r} differ from those of {names[0]!r}, which is updated "
-                "together with it: put them into parameter groups of their own"
+                "together with it: put them into separate parameter groups"
             )
     return {key: from_plain(value, reader.whole) for key, value in plain[0].items()} if plain else {}
 
 
-def _restore_training(engine: Engine, training: Mapping[str, Any]) -> None:
+def _restore_training(engine: Checkpointable, training: Mapping[str, Any]) -> None:
     engine.set_progress(training)
     if engine.optimizer is not None and training["groups"] is not None:
         for group, options in zip(engine.optimizer.param_groups, training["groups"], strict=True):

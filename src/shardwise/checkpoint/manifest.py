@@ -1,8 +1,9 @@
-"""The manifest of a checkpoint: what is stored, where, and how to tell that it is all there.
+"""The manifest of a checkpoint: what is stored, where, and how to verify that all of it is there.
 
-`manifest.json` is one line, `{"sha256": "...", "manifest": {...}}`, whose digest is that of the inner text as it
-stands: whatever bit of it changes is found. Names of parameters are the keys; neither units nor ranks are, so any
-layout can load what another one saved.
+`manifest.json` is one line, `{"sha256": "...", "manifest": {...}}`. The digest is that of the inner text, byte for
+byte, so it finds any changed bit. Tensors are keyed by parameter names. World size, units and stages are not part of
+the format: a tensor is stored as ranges of its flat elements, each in some file, and a rank that loads intersects these
+ranges with the elements that it owns. So every layout loads what any other layout saved.
 """
 
 from __future__ import annotations
@@ -11,15 +12,17 @@ import hashlib
 import json
 import math
 import re
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from shardwise.checkpoint.plain import dtype_named
-from shardwise.checkpoint.ranges import Piece, gap
 from shardwise.errors import CheckpointError, DamagedError
+from shardwise.partition.layout import Span
 
 FORMAT = "shardwise-checkpoint"
 VERSION = 1
@@ -28,11 +31,53 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _HEAD, _MIDDLE, _TAIL = '{"sha256": "', '", "manifest": ', "}\n"
 
 
-class _Model(BaseModel):
+class StoredRange(NamedTuple):
+    """The flat elements [start, stop) of a tensor, `offset` bytes into the file with number `file`."""
+
+    file: int
+    start: int
+    stop: int
+    offset: int
+
+
+class FileRead(NamedTuple):
+    """Bytes to read: those of `elements` of a tensor, `offset` bytes into the file with number `file`."""
+
+    file: int
+    offset: int
+    elements: Span
+
+
+def file_reads(ranges: Sequence[StoredRange], itemsize: int, wanted: Span) -> Iterator[FileRead]:
+    """What to read for the elements `wanted`, in their order. `ranges` are sorted and cover them.
+
+    >>> [read.elements for read in file_reads([StoredRange(0, 0, 10, 8), StoredRange(1, 10, 16, 8)], 4, Span(8, 12))]
+    [Span(start=8, stop=10), Span(start=10, stop=12)]
+    """
+    index = bisect_right(ranges, wanted.start, key=lambda each: each.stop)
+    position = wanted.start
+    while position < wanted.stop:
+        stored = ranges[index]
+        part = Span(position, min(stored.stop, wanted.stop))
+        yield FileRead(stored.file, stored.offset + (position - stored.start) * itemsize, part)
+        position, index = part.stop, index + 1
+
+
+def gap(ranges: Sequence[StoredRange], numel: int) -> Span | None:
+    """The first elements of a tensor of `numel` that sorted `ranges` lack or have twice; None if there are none."""
+    position = 0
+    for stored in ranges:
+        if stored.start != position or stored.stop <= stored.start:
+            return Span(min(position, stored.start), max(position, stored.start))
+        position = stored.stop
+    return None if position == numel else Span(min(position, numel), max(position, numel))
+
+
+class _ManifestModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class StoredFile(_Model):
+class StoredFile(_ManifestModel):
     """A file beside the manifest: its size, and the CRC-32 of each block as 8 hex digits."""
 
     name: str
@@ -43,7 +88,7 @@ class StoredFile(_Model):
     @classmethod
     def _stays_in_its_folder(cls, name: str) -> str:
         if not _PLAIN_NAME.fullmatch(name):
-            raise ValueError(f"{name!r} is no plain file name")
+            raise ValueError(f"{name!r} is not a plain file name")
         return name
 
     @property
@@ -51,12 +96,12 @@ class StoredFile(_Model):
         return [int(self.crc32[start : start + 8], 16) for start in range(0, len(self.crc32), 8)]
 
 
-class Stored(_Model):
-    """A tensor, whole or in pieces by its flat elements, sorted."""
+class StoredTensor(_ManifestModel):
+    """A tensor, in sorted ranges of its flat elements, which the format calls pieces."""
 
     dtype: str
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[StoredRange, ...]
 
     @property
     def numel(self) -> int:
@@ -67,13 +112,13 @@ class Stored(_Model):
         return dtype_named(self.dtype)
 
 
-class ParamInfo(_Model):
-    """What is known of a parameter besides its values.
+class ParamInfo(_ManifestModel):
+    """The facts about a parameter besides its values.
 
-    compute  the dtype it computes in
-    aliases  its other names, if it is tied
-    group    the number of its optimizer group; None if it is frozen
-    extras   optimizer state that is not one value per element, in the form of `plain`
+    compute  the dtype of the weights that compute
+    aliases  the other names of a tied parameter
+    group    the number of its optimizer group; None for a frozen parameter
+    extras   optimizer state that is not one value per element, as `plain` encodes it
     """
 
     compute: str
@@ -82,16 +127,16 @@ class ParamInfo(_Model):
     extras: dict[str, Any] = {}
 
 
-class Manifest(_Model):
-    """Everything about one checkpoint but its bytes.
+class Manifest(_ManifestModel):
+    """Everything about one checkpoint except its tensors' bytes.
 
-    serial    grows with every checkpoint of a folder: the newest has the highest
+    serial    grows with every checkpoint of a folder: the newest checkpoint has the highest
     params    by name, in the model's order
     tensors   by key: `param/NAME`, `optim/exp_avg/NAME`, `buffer/NAME`, `rank-3/rng/torch`, `state/...`
-    training  counters, loss scale, learning-rate schedule, parameter groups, in the form of `plain`
-    ranks     random number generators of each rank, in the form of `plain`
-    state     the user's own, in the form of `plain`
-    config    the text of the model's `config.json`, if it has one
+    training  counters, loss scale, learning-rate schedule, parameter groups, as `plain` encodes them
+    ranks     random number generators of each rank, as `plain` encodes them
+    state     the user's state, as `plain` encodes it
+    config    the text of the model's `config.json`; None for a model without one
     """
 
     format: str = FORMAT
@@ -104,7 +149,7 @@ class Manifest(_Model):
     optimizer: str | None
     files: tuple[StoredFile, ...]
     params: dict[str, ParamInfo]
-    tensors: dict[str, Stored]
+    tensors: dict[str, StoredTensor]
     training: dict[str, Any]
     ranks: tuple[Any, ...] = ()
     state: Any = None
@@ -115,16 +160,18 @@ class Manifest(_Model):
         return f"{_HEAD}{_digest(body)}{_MIDDLE}{body}{_TAIL}"
 
     def check(self) -> None:
-        """That every tensor is there without a gap, and lies inside a file that is listed."""
+        """Raise a CheckpointError unless every tensor is complete and lies inside the listed files."""
         for key, stored in self.tensors.items():
             missing = gap(stored.pieces, stored.numel)
             if missing is not None:
-                raise CheckpointError(f"elements {missing.start} to {missing.stop} of {key} are missing or there twice")
+                raise CheckpointError(
+                    f"elements {missing.start} to {missing.stop} of {key} are missing or stored twice"
+                )
             for piece in stored.pieces:
                 stop = piece.offset + (piece.stop - piece.start) * stored.torch_dtype.itemsize
                 size_bytes = self.files[piece.file].size_bytes if 0 <= piece.file < len(self.files) else -1
                 if not 0 <= piece.offset <= stop <= size_bytes:
-                    raise CheckpointError(f"a piece of {key} lies outside of every file")
+                    raise CheckpointError(f"a range of {key} lies outside of every file")
 
     @property
     def size_bytes(self) -> int:
@@ -132,7 +179,7 @@ class Manifest(_Model):
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint, verified; a CheckpointError says what is wrong."""
+    """The verified manifest of a checkpoint; a CheckpointError says what is wrong with it."""
     path, body = folder / FILE_NAME, _read_body(folder)
     try:
         manifest = Manifest.model_validate(body)
@@ -147,7 +194,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def read_head(folder: Path) -> tuple[str, int]:
-    """Tag and serial number of a checkpoint, its manifest verified."""
+    """Tag and serial number of a checkpoint; verifies the digest, not the tensors."""
     body = _read_body(folder)
     return str(body.get("tag")), int(body.get("serial", -1))
 
@@ -159,7 +206,7 @@ def _read_body(folder: Path) -> dict[str, Any]:
     except OSError as error:
         raise DamagedError(f"{path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise DamagedError(f"{path} is damaged: it is no text") from None
+        raise DamagedError(f"{path} is damaged: it is not text") from None
     start = len(_HEAD) + 64 + len(_MIDDLE)
     digest, body = text[len(_HEAD) : len(_HEAD) + 64], text[start : -len(_TAIL)]
     if text != f"{_HEAD}{digest}{_MIDDLE}{body}{_TAIL}" or digest != _digest(body):

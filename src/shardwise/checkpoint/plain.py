@@ -1,12 +1,14 @@
-"""Values as JSON and tensors, and back: nothing is pickled, so nothing runs when a checkpoint is read.
+"""Values as JSON and tensors, and back. Nothing is pickled, so no code runs when a checkpoint is read.
 
-None, booleans, numbers, strings, lists, tuples, dictionaries (keys: strings and numbers) and tensors come back as
-they were; numpy's numbers and arrays come back as Python's numbers and tensors.
+None, booleans, numbers, strings, lists, tuples, dictionaries (keys: strings and numbers) and tensors are restored
+exactly; numpy's numbers and arrays become Python's numbers and tensors. The states of the random number generators
+are such values.
 """
 
 from __future__ import annotations
 
 import math
+import random
 from collections import Counter
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
@@ -16,12 +18,12 @@ import torch
 
 from shardwise.errors import CheckpointError
 
-# A dictionary with one of these as its only key stands for something else.
+# A dictionary whose only key is one of these encodes another type.
 _TUPLE, _DICT, _COUNTER, _FLOAT, _TENSOR, _SCALAR = "$tuple", "$dict", "$counter", "$float", "$tensor", "$scalar"
 
 
 def to_plain(value: Any, tensors: MutableMapping[str, torch.Tensor], where: str) -> Any:
-    """`value` for JSON; its tensors go to `tensors` under keys that begin with `where`."""
+    """`value` as JSON can hold it; its tensors go into `tensors`, under keys that begin with `where`."""
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, np.generic):
@@ -44,7 +46,7 @@ def to_plain(value: Any, tensors: MutableMapping[str, torch.Tensor], where: str)
 
 
 def from_plain(value: Any, fetch: Callable[[str], torch.Tensor]) -> Any:
-    """What `to_plain` was given; `fetch` gives the tensor of a key."""
+    """The value that `to_plain` encoded; `fetch` returns the tensor of a key."""
     if isinstance(value, list):
         return [from_plain(item, fetch) for item in value]
     if not isinstance(value, dict):
@@ -66,7 +68,7 @@ def from_plain(value: Any, fetch: Callable[[str], torch.Tensor]) -> Any:
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """The dtype that is called `float32`, say."""
+    """The dtype with this name, such as `float32`."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise CheckpointError(f"this version of torch has no dtype {name!r}")
@@ -74,11 +76,39 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """
+    """The name of a dtype in checkpoints.
+
     >>> dtype_name(torch.float32)
     'float32'
     """
     return str(dtype).removeprefix("torch.")
+
+
+def rng_states(device: torch.device) -> dict[str, Any]:
+    """The states of torch's (CPU and `device`), Python's and numpy's generators, as values that `to_plain` takes."""
+    version, words, gauss = random.getstate()
+    states: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "python": [version, torch.tensor(words, dtype=torch.int64), gauss],
+    }
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    kind, keys, *rest = np.random.get_state()
+    if kind == "MT19937":
+        states["numpy"] = [torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest]
+    return states
+
+
+def set_rng_states(states: dict[str, Any], device: torch.device) -> None:
+    """Reset the generators to the states that `rng_states` returned."""
+    torch.set_rng_state(states["torch"])
+    version, words, gauss = states["python"]
+    random.setstate((version, tuple(words.tolist()), gauss))
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)
+    if "numpy" in states:
+        keys, *rest = states["numpy"]
+        np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), *rest))
 
 
 def _tensor(value: torch.Tensor, tensors: MutableMapping[str, torch.Tensor], where: str) -> Any:

@@ -1,110 +1,120 @@
-"""Saving: every rank writes its own file, rank 0 the manifest, and a rename makes it a checkpoint."""
+"""Saving: every rank writes its own file, rank 0 writes the manifest, and a rename makes the folder a checkpoint.
+
+`save` does this at once. `AsyncSave` does it in a thread, from a copy in host memory, while training continues. The
+thread calls no collective, which could be mixed up with those of training: ranks see each other's progress in the
+folder, where rank 0 waits for every rank's table and commits.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
+import math
 import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from shardwise.checkpoint.contents import Contents, contents_of, own_buffers
+from shardwise.checkpoint.checkpointable import Checkpointable, on_all_ranks, on_rank_0
+from shardwise.checkpoint.contents import RankContents, contents_of, own_buffers
 from shardwise.checkpoint.files import write_tensors
-from shardwise.checkpoint.folder import Draft, check_tag, keep_newest, writing
-from shardwise.checkpoint.manifest import Manifest, ParamInfo, Stored, StoredFile
+from shardwise.checkpoint.folder import CheckpointDraft, check_tag, keep_newest, writing
+from shardwise.checkpoint.manifest import Manifest, ParamInfo, StoredFile, StoredRange, StoredTensor
 from shardwise.checkpoint.plain import dtype_name
-from shardwise.checkpoint.ranges import Piece
-from shardwise.checkpoint.together import first, together
 from shardwise.comm.comm import Comm
 from shardwise.errors import CheckpointError
 from shardwise.optim.states import MASTER
 
-if TYPE_CHECKING:
-    from shardwise.engine.engine import Engine
+POLL_S = 0.02
+LAST_WAIT_S = 60.0
+"""How long rank 0 waits, when its program ends, for other ranks whose files do not grow: they may have been killed."""
+_LOG = logging.getLogger("shardwise")
 
 
-def prepare(engine: Engine, root: Path, tag: str | None, state: Any, keep: int | None, staged: bool) -> Job:
-    """Agree on a checkpoint and on what each rank writes, copied to host memory if `staged`. A collective."""
+def prepare(
+    engine: Checkpointable, root: Path, tag: str | None, state: Any, keep: int | None, staged: bool
+) -> CheckpointWrite:
+    """Agree on a checkpoint and collect what each rank writes, copied to host memory if `staged`. A collective."""
     comm = engine.comm
-    together(comm, lambda: _check(engine, tag, keep))
-    draft = first(comm, lambda: Draft.begin(root, tag if tag is not None else f"step-{engine.steps}"))
-    job = Job(draft, comm.rank, comm.world_size, keep)
-    buffers = own_buffers(engine)
+    on_all_ranks(comm, lambda: _check(engine, tag, keep))
+    draft = on_rank_0(comm, lambda: CheckpointDraft.begin(root, tag if tag is not None else f"step-{engine.steps}"))
 
-    def take() -> None:
+    def collect() -> RankContents:
         contents = contents_of(engine, state, buffers)
-        job.contents = contents.staged(comm.device) if staged else contents
+        return contents.staged(comm.device) if staged else contents
 
     try:
-        together(comm, take)
+        buffers = own_buffers(engine)
+        return CheckpointWrite(draft, on_all_ranks(comm, collect), comm.rank, comm.world_size, keep)
     except BaseException:
-        job.discard()
-        raise
-    return job
-
-
-def save(job: Job, comm: Comm) -> None:
-    """Write it now. A collective."""
-    try:
-        together(comm, job.write)
-        first(comm, job.commit)
-    except BaseException:
-        job.discard()
+        if comm.rank == 0:
+            draft.discard()
         raise
 
 
-class Job:
-    """One rank's share of writing a checkpoint. What the parts hold meets in files beside them, not in memory."""
+def save(write: CheckpointWrite, comm: Comm) -> None:
+    """Write and commit a checkpoint. A collective."""
+    try:
+        on_all_ranks(comm, write.write)
+        on_rank_0(comm, write.commit)
+    except BaseException:
+        write.discard()
+        raise
 
-    def __init__(self, draft: Draft, rank: int, world_size: int, keep: int | None) -> None:
+
+class CheckpointWrite:
+    """One rank's part in writing a checkpoint. Ranks exchange tables through files in the draft."""
+
+    def __init__(
+        self, draft: CheckpointDraft, contents: RankContents, rank: int, world_size: int, keep: int | None = None
+    ) -> None:
         self.draft = draft
-        self.contents: Contents
+        self._contents = contents
         self._rank = rank
         self._world_size = world_size
         self._keep = keep
 
     def write(self) -> None:
-        """Write this rank's file, then a table of what is in it, which tells that it is complete."""
-        contents, path = self.contents, self.draft.path / f"rank-{self._rank:05d}.safetensors"
+        """Write this rank's file, then a table of its tensors."""
+        contents, path = self._contents, self.draft.path / f"rank-{self._rank:05d}.safetensors"
         with writing(path):
-            writer, offsets = write_tensors(path, contents.items)
+            writer, offsets = write_tensors(path, contents.slices)
         crc32 = "".join(f"{checksum:08x}" for checksum in writer.checksums)
         table = {
             "file": {"name": path.name, "size_bytes": writer.size_bytes, "crc32": crc32},
             "extras": contents.extras,
             "rng": contents.rng,
             "tensors": [
-                [item.key, dtype_name(item.dtype), item.shape, item.elements.start, item.elements.stop, offset]
-                for item, offset in zip(contents.items, offsets, strict=True)
+                [each.key, dtype_name(each.dtype), each.shape, each.elements.start, each.elements.stop, offset]
+                for each, offset in zip(contents.slices, offsets, strict=True)
             ],
         }
+        # The table appears by a rename, complete, and after the file's bytes are durable: in an asynchronous save,
+        # rank 0 commits as soon as it sees all tables (test_kills_at_random_moments_lose_nothing).
         unfinished = self.draft.path / f"rank-{self._rank:05d}.tmp"
         unfinished.write_text(json.dumps(table))
         os.rename(unfinished, self._table(self._rank))
-        contents.items.clear()  # with it go the copies that were staged
+        contents.slices.clear()  # frees the staged copies
 
     def commit(self) -> None:
-        """On rank 0, once all tables are there: write the manifest and make the folder a checkpoint."""
-        tables = []
-        for rank in range(self._world_size):
-            path = self._table(rank)
-            try:
-                tables.append(json.loads(path.read_text()))
-            except FileNotFoundError:
-                raise CheckpointError(
-                    f"rank {rank} wrote to {path.parent}, and rank 0 does not see it: checkpoints need a file system "
-                    "that all ranks share"
-                ) from None
-        manifest = compose(self.draft, self.contents.head, tables)
+        """On rank 0, when all tables exist: write the manifest and make the folder a checkpoint."""
+        tables = [self._read_table(rank) for rank in range(self._world_size)]
+        manifest = compose(self.draft, self._contents.head, tables)
         for rank in range(self._world_size):
             self._table(rank).unlink()
         self.draft.commit(manifest)
         if self._keep is not None:
+            # Only now: a save that fails removes no older checkpoint.
             keep_newest(self.draft.target.parent, self._keep)
 
     def discard(self) -> None:
-        """Remove what was written, unless it has become a checkpoint; call it when no `commit` is under way.
+        """Remove the draft, unless it has become a checkpoint. Not to be called during `commit`.
 
-        Rank 0 alone does, which alone commits: another rank that fails cannot know whether the commit has begun.
+        Only rank 0 removes it, because only rank 0 commits. Another rank that fails cannot know whether the commit has
+        begun (test_a_rank_that_fails_does_not_remove_what_rank_0_commits).
         """
         if self._rank == 0:
             self.draft.discard()
@@ -113,24 +123,97 @@ class Job:
         """Whether every rank's part is complete."""
         return all(self._table(rank).exists() for rank in range(self._world_size))
 
+    def _read_table(self, rank: int) -> dict[str, Any]:
+        path = self._table(rank)
+        try:
+            return dict(json.loads(path.read_text()))
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"rank {rank} wrote to {path.parent}, but rank 0 does not see its file: checkpoints need a file system "
+                "that all ranks share"
+            ) from None
+
     def _table(self, rank: int) -> Path:
         return self.draft.path / f"rank-{rank:05d}.json"
 
 
-def compose(draft: Draft, head: dict[str, Any], tables: list[dict[str, Any]]) -> Manifest:
-    """The manifest of what the ranks' tables list."""
+class AsyncSave:
+    """One asynchronous save: a thread writes this rank's part, and on rank 0 commits.
+
+    `last_wait_s` bounds how long rank 0 waits for ranks whose files do not grow, once its program ends.
+    """
+
+    def __init__(self, write: CheckpointWrite, comm: Comm, last_wait_s: float = LAST_WAIT_S) -> None:
+        self._write = write
+        self._comm = comm
+        self._last_wait_s = last_wait_s
+        self._stop = threading.Event()
+        self._leaving = threading.Event()
+        self._written: Future[None] = Future()
+        self._committed: Future[None] = Future()
+        # Neither a daemon thread nor an executor: Python waits for a plain thread before it exits
+        # (test_a_program_that_ends_completes_its_save), and an executor refuses work by then.
+        self._thread = threading.Thread(target=self._run, name="shardwise-save")
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Wait until the checkpoint exists; a CheckpointError on all ranks if the save failed. A collective."""
+        try:
+            on_all_ranks(self._comm, self._written.result)
+            on_rank_0(self._comm, self._committed.result)
+        finally:
+            self._stop.set()
+            self._end()
+
+    def leave(self) -> None:
+        """Wait for this rank's part, without the other ranks: for an engine that is destroyed, maybe after an error."""
+        self._leaving.set()
+        self._end()
+
+    def _end(self) -> None:
+        # The thread ends before the draft is discarded: it may be committing
+        # (test_an_interrupt_while_a_commit_is_under_way_leaves_it_whole).
+        self._thread.join()
+        self._write.discard()
+
+    def _run(self) -> None:
+        _resolve(self._written, self._write.write)
+        if self._comm.rank == 0 and not self._written.exception():
+            _resolve(self._committed, self._commit)
+
+    def _commit(self) -> None:
+        size_bytes, deadline = -1, math.inf
+        while not self._write.is_written():
+            if self._is_leaving():
+                before, size_bytes = size_bytes, self._write.draft.size_bytes()
+                deadline = deadline if size_bytes == before else time.monotonic() + self._last_wait_s
+            if self._stop.is_set() or time.monotonic() > deadline:
+                self._write.discard()
+                raise CheckpointError(f"not all ranks wrote their part of {self._write.draft.target}")
+            time.sleep(POLL_S)
+        self._write.commit()
+
+    def _is_leaving(self) -> bool:
+        return self._leaving.is_set() or not threading.main_thread().is_alive()
+
+
+def _resolve(future: Future[None], work: Callable[[], None]) -> None:
+    try:
+        work()
+    except BaseException as error:
+        # Logged at once: the call that raises it may come hours later.
+        _LOG.error("an asynchronous save failed: %s", error)
+        future.set_exception(error)
+    else:
+        future.set_result(None)
+
+
+def compose(draft: CheckpointDraft, head: Mapping[str, Any], tables: Sequence[Mapping[str, Any]]) -> Manifest:
+    """The manifest of a checkpoint whose ranks wrote these tables."""
     params = head["params"]
-    found: dict[str, tuple[str, tuple[int, ...], list[Piece]]] = {}
-    for name, param in params.items():
-        # Listed even if it has no elements, which nobody writes.
-        found[f"{MASTER}/{name}"] = (dtype_name(param["dtype"]), tuple(param["shape"]), [])
     extras: dict[str, Any] = {}
-    for number, table in enumerate(tables):
+    for table in tables:
         extras.update(table["extras"])
-        for key, dtype, shape, start, stop, offset in table["tensors"]:
-            pieces = found.setdefault(key, (dtype, tuple(shape), []))[2]
-            if stop > start:
-                pieces.append(Piece(number, start, stop, offset))
     manifest = Manifest(
         tag=draft.tag,
         serial=draft.serial,
@@ -145,21 +228,36 @@ def compose(draft: Draft, head: dict[str, Any], tables: list[dict[str, Any]]) ->
             )
             for name, param in params.items()
         },
-        tensors={
-            key: Stored(dtype=dtype, shape=shape, pieces=tuple(sorted(pieces, key=lambda piece: piece.start)))
-            for key, (dtype, shape, pieces) in found.items()
-        },
+        tensors=_stored_tensors(params, tables),
         **{key: value for key, value in head.items() if key != "params"},
     )
     manifest.check()
     return manifest
 
 
-def _check(engine: Engine, tag: str | None, keep: int | None) -> None:
+def _stored_tensors(
+    params: Mapping[str, Mapping[str, Any]], tables: Sequence[Mapping[str, Any]]
+) -> dict[str, StoredTensor]:
+    # A parameter without elements is in no table, but is listed too.
+    found: dict[str, tuple[str, tuple[int, ...], list[StoredRange]]] = {
+        f"{MASTER}/{name}": (dtype_name(param["dtype"]), tuple(param["shape"]), []) for name, param in params.items()
+    }
+    for number, table in enumerate(tables):
+        for key, dtype, shape, start, stop, offset in table["tensors"]:
+            ranges = found.setdefault(key, (dtype, tuple(shape), []))[2]
+            if stop > start:
+                ranges.append(StoredRange(number, start, stop, offset))
+    return {
+        key: StoredTensor(dtype=dtype, shape=shape, pieces=tuple(sorted(ranges, key=lambda each: each.start)))
+        for key, (dtype, shape, ranges) in found.items()
+    }
+
+
+def _check(engine: Checkpointable, tag: str | None, keep: int | None) -> None:
     if tag is not None:
         check_tag(tag)
     if keep is not None and keep < 1:
-        raise CheckpointError(f"keep is {keep}: at least the newest checkpoint is kept")
+        raise CheckpointError(f"keep is {keep}: it counts the newest checkpoint and is at least 1")
     if not engine.is_at_rest:
         raise CheckpointError(
             "the engine is in the middle of an accumulation, whose gradients a checkpoint does not hold: save after "

@@ -1,4 +1,4 @@
-"""`shardwise.deferred_init`: a model larger than memory is built without its values, which go straight into shards."""
+"""`shardwise.deferred_init`: build a model larger than memory without its values, which go straight into shards."""
 
 from __future__ import annotations
 
@@ -13,32 +13,40 @@ import torch
 from torch import nn
 
 from shardwise.comm.comm import Comm
-from shardwise.deferred.pretrained import Pretrained, Stored, close_files
-from shardwise.deferred.recording import Place, Recording, content, random_operations, session_of, store_of, value
+from shardwise.deferred.pretrained import PretrainedTensor, PretrainedWeights, close_files
+from shardwise.deferred.recording import (
+    DeferredView,
+    Recording,
+    content_of,
+    deferred_storage,
+    random_operations,
+    session_of,
+    value,
+)
 from shardwise.errors import ConfigError
 from shardwise.partition.layout import Span
 from shardwise.unit.deferred_value import set_origin
 
 
 @dataclass(frozen=True)
-class Session:
-    """What a `deferred_init` was told: the device to train on, and the files that have the weights."""
+class DeferredSession:
+    """The arguments of one `deferred_init`: the device to train on, and the files with the weights."""
 
     device: torch.device
-    weights: Pretrained | None
+    weights: PretrainedWeights | None = None
 
 
 @contextlib.contextmanager
 def deferred_init(
     weights: str | os.PathLike[str] | None = None, *, device: Any = None, strict: bool = True
 ) -> Iterator[None]:
-    """Within it, models are built without memory for their weights; `initialize` then makes each rank's part of them.
+    """Within it, models are built without memory for their weights; `initialize` then computes each rank's shards.
 
-    The values are those that the model would have had, bit for bit, whatever its code does with random numbers. Or they
-    are read from `weights`: a safetensors file, a sharded checkpoint's index, or a folder with either; each rank reads
-    what it needs. With `strict`, names in the files that the model does not have are an error.
+    The values are bit for bit those of a model that is built ordinarily, however its code uses random numbers. With
+    `weights`, they are read from files instead: a safetensors file, the index of a sharded checkpoint, or a folder with
+    either. Each rank reads only what it needs. With `strict`, names in the files that the model lacks are an error.
 
-    `device` is where the model will train: by default this rank's GPU (`LOCAL_RANK`), or the CPU where there is none.
+    `device` is where the model will train: by default this rank's GPU (`LOCAL_RANK`), or the CPU if there is no GPU.
 
     >>> import torch, shardwise
     >>> with shardwise.deferred_init(device="cpu"):
@@ -47,31 +55,31 @@ def deferred_init(
     True
     >>> engine = shardwise.initialize(model, torch.optim.AdamW(model.parameters()), "zero3")
     """
-    session = Session(_device(device), Pretrained(weights, strict) if weights is not None else None)
+    session = DeferredSession(_device(device), PretrainedWeights(weights, strict) if weights is not None else None)
     with Recording(session, draws=session.weights is None):
         yield
 
 
-def session_behind(model: nn.Module) -> Session | None:
-    """The session under which a model was built; None for one that was built ordinarily."""
+def session_behind(model: nn.Module) -> DeferredSession | None:
+    """The session of the `deferred_init` in which a model was built; None for a model that was built ordinarily."""
     tensors = (*model.parameters(), *model.buffers())
-    session: Session | None = next((found for tensor in tensors if (found := session_of(tensor))), None)
+    session: DeferredSession | None = next((found for tensor in tensors if (found := session_of(tensor))), None)
     return session
 
 
-def prepare(model: nn.Module, session: Session, comm: Comm) -> None:
-    """Give the model what is small, and each parameter an origin, from which the units take their values."""
+def prepare(model: nn.Module, session: DeferredSession, comm: Comm) -> None:
+    """Compute the model's buffers, and give each deferred parameter an origin, from which units read its values."""
     stored = session.weights.match(model) if session.weights is not None else {}
     if session.weights is None:
-        _agree(model, comm)
+        _share_generator_states(model, comm)
     for name, param in model.named_parameters():
         if name in stored:
             _become_real(param, comm.device)
             set_origin(param, stored[name])
-        elif (store := store_of(param)) is not None:
-            place = Place.of(param, store)
+        elif (storage := deferred_storage(param)) is not None:
+            view = DeferredView.of(param, storage)
             _become_real(param, comm.device)
-            set_origin(param, Recorded(place))
+            set_origin(param, RecordedValues(view))
         else:
             param.data = param.data.to(comm.device)
             comm.broadcast(param.data)
@@ -79,25 +87,25 @@ def prepare(model: nn.Module, session: Session, comm: Comm) -> None:
 
 
 def finish() -> None:
-    """Once all units have their values: let go of files and recordings (operations and tensors know each other)."""
+    """Close files and free recordings, when all units have their values."""
     close_files()
-    gc.collect()
+    gc.collect()  # storages and their operations refer to each other
 
 
 @dataclass(frozen=True)
-class Recorded:
-    """Values to be made by repeating what was recorded."""
+class RecordedValues:
+    """The origin of a parameter whose values are computed by repeating recorded operations."""
 
-    place: Place
+    view: DeferredView
 
     def read(self, part: Span) -> torch.Tensor:
-        return self.place.on(content(self.place.store)).reshape(-1)[part.slice]
+        return self.view.on(content_of(self.view.storage)).reshape(-1)[part.slice]
 
 
 def check_deferred(model: nn.Module) -> None:
-    """Parameters on meta must be ours: nobody else's have values to come."""
+    """Raise a ConfigError for a parameter on the meta device of which no operations were recorded."""
     for name, param in model.named_parameters():
-        if param.is_meta and store_of(param) is None:
+        if param.is_meta and deferred_storage(param) is None:
             raise ConfigError(
                 f"parameter {name!r} is on the meta device and has no values: build the model under "
                 "shardwise.deferred_init(), where it is also cast (model.to(dtype)), or materialise it first"
@@ -112,25 +120,27 @@ def _device(given: Any) -> torch.device:
     return torch.device("cpu")
 
 
-def _agree(model: nn.Module, comm: Comm) -> None:
-    """Rank 0's random numbers count, as its values do for a model that was built ordinarily."""
+def _share_generator_states(model: nn.Module, comm: Comm) -> None:
+    """Give all ranks the random numbers of rank 0, whose values also count for a model that was built ordinarily."""
     tensors = (*model.parameters(), *model.buffers())
-    operations = random_operations([store for tensor in tensors if (store := store_of(tensor)) is not None])
+    operations = random_operations([each for tensor in tensors if (each := deferred_storage(tensor)) is not None])
     counts = comm.share_object(len(operations))
     if len(set(counts)) > 1:
-        raise RuntimeError(f"the ranks drew random numbers {counts} times while they built the model: build it alike")
+        raise RuntimeError(
+            f"the ranks drew random numbers {counts} times while they built the model: build the same one on all ranks"
+        )
     if not operations or comm.world_size == 1:
         return
     states = [operation.state for operation in operations if operation.state is not None]
-    everything = torch.cat(states).to(comm.device)
-    comm.broadcast(everything)
-    parts = everything.cpu().split([len(state) for state in states])
+    joined = torch.cat(states).to(comm.device)
+    comm.broadcast(joined)
+    parts = joined.cpu().split([len(state) for state in states])
     for operation, state in zip(operations, parts, strict=True):
         operation.state = state.clone()
 
 
 def _become_real(param: nn.Parameter, device: torch.device) -> None:
-    """Take a parameter off the meta device while it still has no memory; it stays the object that optimizers hold."""
+    """Move a parameter off the meta device without allocating it; optimizers that refer to it stay valid."""
     blank = torch.full((), float("nan") if param.is_floating_point() else 0, dtype=param.dtype, device=device)
     real = nn.Parameter(blank.expand(param.shape), requires_grad=param.requires_grad)
     real.__dict__.update(param.__dict__)
@@ -138,22 +148,22 @@ def _become_real(param: nn.Parameter, device: torch.device) -> None:
     torch.utils.swap_tensors(param, real)
 
 
-def _fill_buffers(model: nn.Module, stored: dict[str, Stored], device: torch.device) -> None:
-    """Buffers, and tensors that modules keep as plain attributes, are made whole: every rank needs them so."""
-    made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # with the old one, so that its id stays its own
+def _fill_buffers(model: nn.Module, stored: dict[str, PretrainedTensor], device: torch.device) -> None:
+    """Compute buffers, and tensors that are plain attributes of modules, whole on every rank."""
+    made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # the old tensor too: while it lives, its id is unique
     for path, module in model.named_modules():
         for holder, is_buffer in ((module._buffers, True), (module.__dict__, False)):
             for key, tensor in list(holder.items()):
-                if not isinstance(tensor, torch.Tensor) or not (is_buffer or store_of(tensor) is not None):
+                if not isinstance(tensor, torch.Tensor) or not (is_buffer or deferred_storage(tensor) is not None):
                     continue
                 if id(tensor) not in made:
-                    lasts = is_buffer and key not in module._non_persistent_buffers_set
-                    source = stored.get(f"{path}.{key}" if path else key) if lasts else None
+                    is_persistent = is_buffer and key not in module._non_persistent_buffers_set
+                    source = stored.get(f"{path}.{key}" if path else key) if is_persistent else None
                     made[id(tensor)] = tensor, _made(tensor, source, device)
                 holder[key] = made[id(tensor)][1]
 
 
-def _made(tensor: torch.Tensor, stored: Stored | None, device: torch.device) -> torch.Tensor:
+def _made(tensor: torch.Tensor, stored: PretrainedTensor | None, device: torch.device) -> torch.Tensor:
     if stored is not None:
         return stored.whole().to(device, tensor.dtype)
-    return (value(tensor) if store_of(tensor) is not None else tensor).to(device)
+    return (value(tensor) if deferred_storage(tensor) is not None else tensor).to(device)

@@ -1,4 +1,4 @@
-"""Pretrained weights in safetensors files, in Hugging Face's layout: read a parameter, or a part of one, at a time."""
+"""Pretrained weights in safetensors files, in Hugging Face's layout; each rank reads the rows that it needs."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from shardwise.partition.layout import Span
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
-class Pretrained:
+class PretrainedWeights:
     """The tensors of one file, or of all files of a folder or an index, by name.
 
-    `strict`: names that the model does not have are an error. Those it has and the files lack always are.
+    With `strict`, a name that the model lacks is an error. A name that the files lack always is.
     """
 
     def __init__(self, path: str | os.PathLike[str], strict: bool = True) -> None:
@@ -32,36 +32,36 @@ class Pretrained:
         self._files = _files(self.path)
         self.names = list(self._files)
 
-    def match(self, model: nn.Module) -> dict[str, Stored]:
-        """Where the values of each parameter and each buffer of the model lie, by its first name."""
+    def match(self, model: nn.Module) -> dict[str, PretrainedTensor]:
+        """The stored tensor of each parameter and buffer of the model, by its first name."""
         tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(
             model.named_buffers(remove_duplicate=False)
         )
         if self._strict and (unexpected := [name for name in self.names if name not in tensors]):
             raise ValueError(
                 f"{self.path} has {_listing(unexpected, tensors)}, which the model does not have: give a checkpoint of "
-                "this model, or pass strict=False to pass over what it has besides"
+                "this model, or pass strict=False to ignore names that the model lacks"
             )
-        first: dict[int, str] = {}
-        found: dict[str, Stored] = {}
+        first_names: dict[int, str] = {}
+        found: dict[str, PretrainedTensor] = {}
         for name, tensor in tensors.items():
-            home = first.setdefault(id(tensor), name)  # a tied parameter may be stored under any of its names
-            if home not in found and name in self._files:
-                found[home] = self._stored(name, tensor)
+            first = first_names.setdefault(id(tensor), name)  # a tied parameter may be stored under any of its names
+            if first not in found and name in self._files:
+                found[first] = self._stored(name, tensor)
         if missing := [name for name, _ in model.named_parameters() if name not in found]:
             raise ValueError(f"{self.path} lacks {_listing(missing, self.names)}, which the model needs")
         return found
 
-    def _stored(self, name: str, tensor: torch.Tensor) -> Stored:
-        stored = Stored(str(self._files[name]), name, tuple(tensor.shape))
+    def _stored(self, name: str, tensor: torch.Tensor) -> PretrainedTensor:
+        stored = PretrainedTensor(str(self._files[name]), name, tuple(tensor.shape))
         if stored.shape != (seen := stored.shape_in_file()):
             raise ValueError(f"{name!r} has shape {seen} in {stored.file}, but {stored.shape} in the model")
         return stored
 
 
 @dataclass(frozen=True)
-class Stored:
-    """One tensor in a file."""
+class PretrainedTensor:
+    """One tensor in a file; the origin of a parameter's values."""
 
     file: str
     name: str
@@ -71,7 +71,7 @@ class Stored:
         return tuple(_opened(self.file).get_slice(self.name).get_shape())
 
     def read(self, part: Span) -> torch.Tensor:
-        """The rows in which `part` of the flat elements lies are read, nothing else."""
+        """The flat elements `part`; reads only the rows that contain them."""
         if not self.shape:
             return self.whole().reshape(-1)[part.slice]
         row = max(1, torch.Size(self.shape[1:]).numel())
@@ -86,7 +86,7 @@ class Stored:
 
 @cache
 def _opened(file: str) -> Any:
-    """A mapped file stays open for the next tensor; `close_files` ends that."""
+    """A mapped file, which stays open for its next tensor until `close_files`."""
     try:
         return safe_open(file, framework="pt")
     except (OSError, SafetensorError) as error:
@@ -94,12 +94,12 @@ def _opened(file: str) -> Any:
 
 
 def close_files() -> None:
-    """Let go of the files that were read."""
+    """Close the files that were read."""
     _opened.cache_clear()
 
 
 def _files(path: Path) -> dict[str, Path]:
-    """The file of each tensor."""
+    """The file of each tensor, by name."""
     if path.is_dir():
         inside = [path / name for name in (_INDEX, _SINGLE) if (path / name).is_file()] or sorted(
             path.glob("*.safetensors")
@@ -120,10 +120,10 @@ def _indexed(index: Path) -> dict[str, Path]:
         names = json.loads(index.read_text())["weight_map"]
         files = {str(name): index.parent / str(file) for name, file in names.items()}
     except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ValueError(f"{index} is no index of safetensors files (a JSON object with a weight_map)") from error
+        raise ValueError(f"{index} is not an index of safetensors files (a JSON object with a weight_map)") from error
     for file in set(files.values()):
         if file.parent != index.parent or not file.is_file():
-            raise ValueError(f"{index} names {str(file.name)!r}, which is no file beside it")
+            raise ValueError(f"{index} names {str(file.name)!r}, which is not a file beside it")
     return files
 
 

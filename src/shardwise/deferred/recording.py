@@ -1,19 +1,20 @@
-"""Tensors whose values come later: what is done to large tensors is noted, and done when the values are asked for.
+"""Deferred tensors: operations on large tensors are recorded, and repeated when their values are needed.
 
-Within a `Recording`, a large tensor lives on torch's meta device: it has a shape and takes no memory. Operations that
-write it are noted. A random one is also done at once, on a scratch tensor, and the state of the generator before it is
-kept: so the generator moves on as ever, every value can be made at any time and in any order, and all of them,
-and everything random that comes later, are the very ones of a construction that defers nothing.
+Within a `Recording`, a large tensor is on torch's meta device: it has a shape and no memory. Operations that write it
+are recorded. A random operation also runs at once, on a scratch tensor, and the generator's state before it is
+recorded. So the generator advances as in ordinary construction, every value can be computed at any time and in any
+order, and all values, and all random numbers drawn later, are those of ordinary construction
+(test_values_and_generator_are_those_of_ordinary_construction).
 
-Values belong to storages, of which tensors are views; so views, `p.data = ...`, parameters and tied weights need no
-notes. Small tensors are made at once, and where code asks for a value (`.item()`), that value is made.
+Values belong to storages, and tensors are views of them. So views, `p.data = ...`, parameters and tied weights need no
+record. What is known of a storage is an attribute of torch's own storage object and is freed with it. Small tensors are
+computed at once, and where code asks for a value (`.item()`), that value is computed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -29,237 +30,242 @@ _NUMBERS = itertools.count()
 _OVERWRITING = {f"aten::{name}" for name in ("zero_", "fill_", "copy_", "normal_", "uniform_", "random_", "bernoulli_")}
 
 
-class Store:
+class DeferredStorage:
     """The future content of one storage: the operations that write it, in order."""
 
-    def __init__(self, size_bytes: int, device: torch.device, session: Any) -> None:
+    def __init__(self, size_bytes: int, device: torch.device) -> None:
         self.size_bytes = size_bytes
         self.device = device
-        self.session = session
-        self.writes: list[Operation] = []
+        self.writes: list[RecordedOperation] = []
 
 
-class Place(NamedTuple):
-    """A deferred tensor: a view of a store."""
+class DeferredView(NamedTuple):
+    """A deferred tensor: a view of a deferred storage."""
 
-    store: Store
+    storage: DeferredStorage
     dtype: torch.dtype
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, store: Store) -> Place:
-        return cls(store, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+    def of(cls, tensor: torch.Tensor, storage: DeferredStorage) -> DeferredView:
+        return cls(storage, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
     @property
-    def is_everything(self) -> bool:
+    def covers_storage(self) -> bool:
         numel = torch.Size(self.size).numel()
-        return numel * self.dtype.itemsize == self.store.size_bytes and (0 not in self.stride or numel <= 1)
+        return numel * self.dtype.itemsize == self.storage.size_bytes and (0 not in self.stride or numel <= 1)
 
-    def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """The tensor on the real content."""
-        view = torch.empty(0, dtype=self.dtype, device=storage.device)
-        return view.set_(storage, self.offset, self.size, self.stride)
+    def on(self, content: torch.UntypedStorage) -> torch.Tensor:
+        """The tensor as a view of the real content."""
+        view = torch.empty(0, dtype=self.dtype, device=content.device)
+        return view.set_(content, self.offset, self.size, self.stride)
 
 
 @dataclass(eq=False)
-class Operation:
-    """One operation: `args` and `kwargs` have places where deferred tensors were, `makes` are its new tensors by
-    position in its result, `writes` those it changes in place. A random one keeps its generator and that one's state
-    before."""
+class RecordedOperation:
+    """One recorded operation.
+
+    args, kwargs       its arguments, with a DeferredView in place of each deferred tensor
+    makes              its new tensors, by position in its result
+    writes             the tensors that it changes in place
+    generator, state   of a random operation: its generator, and that generator's state before
+    number             the order of all operations
+    """
 
     func: Any
     args: Any
     kwargs: Any
-    makes: dict[int, Place]
-    writes: list[Place]
+    makes: dict[int, DeferredView]
+    writes: list[DeferredView]
     generator: torch.Generator | None = None
     state: torch.Tensor | None = None
     number: int = field(default_factory=_NUMBERS.__next__)
 
-    def overwrites(self, store: Store) -> bool:
-        """Whether what the store held before does not matter."""
-        if any(place.store is store for place in self.makes.values()):
+    def overwrites(self, storage: DeferredStorage) -> bool:
+        """Whether the result does not depend on what the storage had before."""
+        if any(view.storage is storage for view in self.makes.values()):
             return True
-        is_blind = self.func._schema.name in _OVERWRITING
-        return is_blind and any(place.store is store and place.is_everything for place in self.writes)
+        reads_nothing = self.func._schema.name in _OVERWRITING
+        return reads_nothing and any(view.storage is storage and view.covers_storage for view in self.writes)
 
-    def repeat(self, store: Store, storage: torch.UntypedStorage | None) -> torch.UntypedStorage:
-        """Do it, for what becomes of `store`, whose content so far is `storage`."""
-        own = storage
+    def repeat(self, storage: DeferredStorage, content: torch.UntypedStorage | None) -> torch.UntypedStorage:
+        """Run the operation and return the new content of `storage`; `content` is its content so far."""
+        own = content
 
         def real(leaf: Any) -> Any:
             nonlocal own
-            if not isinstance(leaf, Place):
+            if not isinstance(leaf, DeferredView):
                 return leaf
-            if leaf.store is not store:
-                return leaf.on(content(leaf.store, self.number))
+            if leaf.storage is not storage:
+                return leaf.on(content_of(leaf.storage, self.number))
             if own is None:
-                own = torch.empty(store.size_bytes, dtype=torch.uint8, device=store.device).untyped_storage()
+                own = torch.empty(storage.size_bytes, dtype=torch.uint8, device=storage.device).untyped_storage()
             return leaf.on(own)
 
-        args, kwargs = pytree.tree_map(real, (self.args, self.kwargs), is_leaf=_is_place)
+        args, kwargs = pytree.tree_map(real, (self.args, self.kwargs), is_leaf=_is_view)
         with _at_state(self.generator, self.state), torch.no_grad():
             results = pytree.tree_leaves(self.func(*args, **kwargs))
-        for index, place in self.makes.items():
-            if place.store is store:
-                return _content_of(results[index], place)
+        for index, view in self.makes.items():
+            if view.storage is storage:
+                return _laid_out(results[index], view)
         assert own is not None
         return own
 
 
-def content(store: Store, before: float = float("inf")) -> torch.UntypedStorage:
-    """What a store holds, as of the operation numbered `before`."""
-    writes = [operation for operation in store.writes if operation.number < before]
-    first = max((index for index, operation in enumerate(writes) if operation.overwrites(store)), default=0)
-    storage: torch.UntypedStorage | None = None
+def content_of(storage: DeferredStorage, before: float = float("inf")) -> torch.UntypedStorage:
+    """The content of a storage just before the operation numbered `before`."""
+    writes = [operation for operation in storage.writes if operation.number < before]
+    # Earlier values are overwritten and not computed: test_overwritten_values_are_not_made_again.
+    first = max((index for index, operation in enumerate(writes) if operation.overwrites(storage)), default=0)
+    content: torch.UntypedStorage | None = None
     for operation in writes[first:]:
-        storage = operation.repeat(store, storage)
-    assert storage is not None, "a store is made by its first operation"
-    return storage
+        content = operation.repeat(storage, content)
+    assert content is not None, "the first operation on a storage makes it"
+    return content
 
 
 def value(tensor: torch.Tensor) -> torch.Tensor:
-    """The values of a deferred tensor, on the device they were meant for."""
-    store = store_of(tensor)
-    assert store is not None, "the tensor is not deferred"
-    return Place.of(tensor, store).on(content(store))
+    """The values of a deferred tensor, on the device that its constructor asked for."""
+    storage = deferred_storage(tensor)
+    assert storage is not None, "the tensor is not deferred"
+    return DeferredView.of(tensor, storage).on(content_of(storage))
 
 
-def random_operations(stores: list[Store]) -> list[Operation]:
-    """All random operations on which the content of `stores` depends, in the order they were done."""
-    found: dict[int, Operation] = {}
+def random_operations(storages: list[DeferredStorage]) -> list[RecordedOperation]:
+    """All random operations on which the content of `storages` depends, in their order."""
+    found: dict[int, RecordedOperation] = {}
     seen: set[int] = set()
-    waiting = list(stores)
+    waiting = list(storages)
     while waiting:
-        store = waiting.pop()
-        if id(store) in seen:
+        storage = waiting.pop()
+        if id(storage) in seen:
             continue
-        seen.add(id(store))
-        for operation in store.writes:
+        seen.add(id(storage))
+        for operation in storage.writes:
             if operation.state is not None:
                 found[operation.number] = operation
-            leaves = pytree.tree_leaves((operation.args, operation.kwargs), is_leaf=_is_place)
-            waiting += [leaf.store for leaf in leaves if isinstance(leaf, Place)]
+            leaves = pytree.tree_leaves((operation.args, operation.kwargs), is_leaf=_is_view)
+            waiting += [leaf.storage for leaf in leaves if isinstance(leaf, DeferredView)]
     return [found[number] for number in sorted(found)]
 
 
-class _Alive(weakref.ref):  # type: ignore[type-arg]  # not generic at run time
-    """A meta storage that is still in use, and its store."""
-
-    __slots__ = ("key", "store")
-
-    key: int
-    store: Store
-
-
-_alive: dict[int, _Alive] = {}
-_present: dict[int, _Alive] = {}
-"""Storages with values to come, and with values, that were made in a recording; by address, unique while they live."""
-
-
-def store_of(tensor: Any) -> Store | None:
-    """The store behind a deferred tensor; None for any other."""
+def deferred_storage(tensor: Any) -> DeferredStorage | None:
+    """The storage of a deferred tensor; None for any other value."""
     if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
         return None
-    alive = _alive.get(tensor.untyped_storage()._cdata)
-    return alive.store if alive is not None else None
+    return getattr(tensor.untyped_storage(), "_shardwise_deferred", None)
 
 
 def session_of(tensor: torch.Tensor) -> Any:
-    """The session of the recording in which a tensor was made, deferred or not; None for any other."""
-    key = tensor.untyped_storage()._cdata if tensor.layout == torch.strided else 0
-    alive = _alive.get(key) or _present.get(key)
-    return alive.store.session if alive is not None else None
+    """The session of the recording in which a tensor was made, deferred or not; None for any other tensor."""
+    if tensor.layout != torch.strided:
+        return None
+    return getattr(tensor.untyped_storage(), "_shardwise_session", None)
 
 
 class Recording(TorchDispatchMode):
-    """Within it, large tensors are deferred. `session` is kept with each; `draws`: random values will be wanted."""
+    """Within it, tensors of more than `small_bytes` are deferred.
 
-    def __init__(self, session: Any = None, draws: bool = True) -> None:
+    `session` is stored with every tensor that is made. `draws` says whether random values will be needed; without it,
+    random operations do not run and the generators do not advance.
+    """
+
+    def __init__(self, session: Any = None, draws: bool = True, small_bytes: int = SMALL_BYTES) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch
         self._session = session
         self._draws = draws
-        self._disguise = _Disguise()
+        self._small_bytes = small_bytes
+        self._devices = _FutureDevices()
 
     def __enter__(self) -> Recording:
-        self._disguise.__enter__()  # type: ignore[no-untyped-call]  # torch
+        self._devices.__enter__()  # type: ignore[no-untyped-call]  # torch
         super().__enter__()  # type: ignore[no-untyped-call]  # torch
         return self
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)  # type: ignore[no-untyped-call]  # torch
-        self._disguise.__exit__(*exception)  # type: ignore[no-untyped-call]  # torch
+        self._devices.__exit__(*exception)  # type: ignore[no-untyped-call]  # torch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        stores = [store for leaf in pytree.tree_leaves((args, kwargs)) if (store := store_of(leaf)) is not None]
-        if stores:
-            return self._operate(func, args, kwargs, stores[0].device)
+        leaves = pytree.tree_leaves((args, kwargs))
+        storages = [storage for leaf in leaves if (storage := deferred_storage(leaf)) is not None]
+        if storages:
+            return self._operate(func, args, kwargs, storages[0].device)
         result = self._make(func, args, kwargs) if _makes_tensors(func) else func(*args, **kwargs)
         for leaf in pytree.tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and store_of(leaf) is None and leaf.layout == torch.strided:
-                _begin(leaf, leaf.device, self._session, _present)
+            if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided:
+                leaf.untyped_storage()._shardwise_session = self._session  # type: ignore[attr-defined]  # ours
         return result
 
     def _make(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """A new tensor, whose values depend on no other."""
+        """Make a new tensor, whose values depend on no other tensor."""
         device = torch.device(kwargs.get("device") or "cpu")
-        if device == _META:  # torch's own code asks for a tensor beside a deferred one
+        if device == _META:  # torch's own code asks for a tensor on the device of a deferred one
             device = torch.device("cpu")
         kwargs = {**kwargs, "device": device}
         made = func(*args, **{**kwargs, "device": _META})
-        if not isinstance(made, torch.Tensor) or made.nbytes <= SMALL_BYTES:
+        if not isinstance(made, torch.Tensor) or made.nbytes <= self._small_bytes:
             return func(*args, **kwargs)
         if any(argument.name == "dtype" for argument in func._schema.arguments):
-            kwargs = {**kwargs, "dtype": made.dtype}  # the default may be another one by the time it is done
-        self._note(func, args, kwargs, made, device)
+            kwargs = {**kwargs, "dtype": made.dtype}  # the default dtype may be another one when it is repeated
+        self._record(func, args, kwargs, made, device)
         return made
 
     def _operate(self, func: Any, args: Any, kwargs: Any, device: torch.device) -> Any:
-        """An operation on deferred tensors."""
-        if any(store_of(tensor) is None for tensor in _written(func, args, kwargs)):
-            return _really(func, args, kwargs)  # its result goes where values are real
+        """Run an operation on deferred tensors: on shapes, and where that is impossible, on values."""
+        if any(deferred_storage(tensor) is None for tensor in _written(func, args, kwargs)):
+            return _on_values(func, args, kwargs)  # it writes into a tensor that has its values
         shapes_args, shapes_kwargs = pytree.tree_map(_shape_of, (args, kwargs))
         if kwargs.get("device") is not None:
             device, shapes_kwargs["device"] = torch.device(kwargs["device"]), _META
         try:
             result = func(*shapes_args, **shapes_kwargs)
         except (NotImplementedError, RuntimeError):
-            # Values decide about the result, or meta tensors cannot do it. If it is an error, it is the user's.
-            return _really(func, args, kwargs)
+            # The result depends on values, or meta tensors do not support the operation. An error of the user's occurs
+            # again on values, with torch's own message: test_an_error_of_the_user_is_the_one_that_torch_raises.
+            return _on_values(func, args, kwargs)
         if any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(result)):
-            self._note(func, args, kwargs, result, device)
+            self._record(func, args, kwargs, result, device)
             return result
-        return _really(func, args, kwargs) if func._schema.returns else result
+        return _on_values(func, args, kwargs) if func._schema.returns else result
 
-    def _note(self, func: Any, args: Any, kwargs: Any, result: Any, device: torch.device) -> None:
-        writes = [place for tensor in _written(func, args, kwargs) if (place := _place(tensor)) is not None]
+    def _record(self, func: Any, args: Any, kwargs: Any, result: Any, device: torch.device) -> None:
+        writes = [view for tensor in _written(func, args, kwargs) if (view := _view(tensor)) is not None]
         makes = {}
         for index, leaf in enumerate(pytree.tree_leaves(result)):
-            if isinstance(leaf, torch.Tensor) and store_of(leaf) is None:
-                makes[index] = Place.of(leaf, _begin(leaf, device, self._session, _alive))
+            if isinstance(leaf, torch.Tensor) and deferred_storage(leaf) is None:
+                makes[index] = DeferredView.of(leaf, self._defer(leaf, device))
         if not makes and not writes:
             return  # a view
-        noted_args, noted_kwargs = pytree.tree_map(_noted, (args, kwargs))
-        operation = Operation(func, noted_args, noted_kwargs, makes, writes)
+        kept_args, kept_kwargs = pytree.tree_map(_kept, (args, kwargs))
+        operation = RecordedOperation(func, kept_args, kept_kwargs, makes, writes)
         if torch.Tag.nondeterministic_seeded in func.tags:
             operation.generator = kwargs.get("generator") or _default_generator(device)
             operation.state = operation.generator.get_state()
         if self._draws and operation.state is not None:
             func(*pytree.tree_map(_scratch, args), **pytree.tree_map(_scratch, kwargs))
-        for store in {place.store: None for place in (*makes.values(), *writes)}:
-            store.writes.append(operation)
+        for storage in {view.storage: None for view in (*makes.values(), *writes)}:
+            storage.writes.append(operation)
+
+    def _defer(self, tensor: torch.Tensor, device: torch.device) -> DeferredStorage:
+        # torch keeps the Python object of a storage, and so these attributes, as long as any tensor uses the storage:
+        # test_nothing_is_remembered_of_a_model_that_is_gone.
+        storage: Any = tensor.untyped_storage()
+        storage._shardwise_session = self._session
+        storage._shardwise_deferred = DeferredStorage(storage.nbytes(), device)
+        return storage._shardwise_deferred  # type: ignore[no-any-return]
 
 
-class _Disguise(TorchFunctionMode):
-    """Lets deferred tensors say that they are where they will be: initialisers pass meta tensors over."""
+class _FutureDevices(TorchFunctionMode):
+    """Makes deferred tensors report the device that they will be on: initialisers skip meta tensors."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         answer = _ANSWERS.get(func)
-        if answer is not None and (store := store_of(args[0])) is not None:
-            return answer(store.device)
+        if answer is not None and (storage := deferred_storage(args[0])) is not None:
+            return answer(storage.device)
         return func(*args, **(kwargs or {}))
 
 
@@ -275,47 +281,36 @@ _ANSWERS: dict[Any, Callable[[torch.device], Any]] = {
 }
 
 
-def _begin(tensor: torch.Tensor, device: torch.device, session: Any, among: dict[int, _Alive]) -> Store:
-    storage = tensor.untyped_storage()
-    alive = _Alive(storage, _forget)
-    alive.key, alive.store = storage._cdata, Store(storage.nbytes(), device, session)
-    among[alive.key] = alive
-    return alive.store
+def _view(tensor: Any) -> DeferredView | None:
+    storage = deferred_storage(tensor)
+    return DeferredView.of(tensor, storage) if storage is not None else None
 
 
-def _forget(alive: _Alive) -> None:
-    for among in (_alive, _present):
-        if among.get(alive.key) is alive:
-            del among[alive.key]
-
-
-def _place(tensor: Any) -> Place | None:
-    store = store_of(tensor)
-    return Place.of(tensor, store) if store is not None else None
-
-
-def _noted(leaf: Any) -> Any:
-    """What is kept of an argument: of a real tensor its present values."""
+def _kept(leaf: Any) -> Any:
+    """What is recorded of an argument: of a tensor with values, a copy of them."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
-    return _place(leaf) or leaf.detach().clone()
+    return _view(leaf) or leaf.detach().clone()
 
 
 def _shape_of(leaf: Any) -> Any:
-    return leaf if not isinstance(leaf, torch.Tensor) or store_of(leaf) is not None else leaf.detach().to(_META)
+    is_real = isinstance(leaf, torch.Tensor) and deferred_storage(leaf) is None
+    return leaf.detach().to(_META) if is_real else leaf
 
 
 def _scratch(leaf: Any) -> Any:
-    """Something to try a random operation on: how much it draws depends on shapes."""
-    store = store_of(leaf)
-    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=store.device) if store else leaf
+    """A tensor to run a random operation on: how far the generator advances depends on shapes only."""
+    storage = deferred_storage(leaf)
+    if storage is None:
+        return leaf
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=storage.device)
 
 
-def _really(func: Any, args: Any, kwargs: Any) -> Any:
-    """Do an operation now, on the values."""
+def _on_values(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operation now, on the values of its arguments."""
 
     def real(leaf: Any) -> Any:
-        return value(leaf) if store_of(leaf) is not None else leaf
+        return value(leaf) if deferred_storage(leaf) is not None else leaf
 
     return func(*pytree.tree_map(real, args), **pytree.tree_map(real, kwargs))
 
@@ -346,7 +341,7 @@ def _default_generator(device: torch.device) -> torch.Generator:
 
 @contextlib.contextmanager
 def _at_state(generator: torch.Generator | None, state: torch.Tensor | None) -> Iterator[None]:
-    """Within it, the generator draws again what it drew then."""
+    """Within it, the generator is in `state`; afterwards, in the state that it had before."""
     if generator is None or state is None:
         yield
         return
@@ -358,16 +353,16 @@ def _at_state(generator: torch.Generator | None, state: torch.Tensor | None) -> 
         generator.set_state(before)
 
 
-def _content_of(result: torch.Tensor, place: Place) -> torch.UntypedStorage:
-    """The storage of a new tensor, laid out as it was foreseen."""
+def _laid_out(result: torch.Tensor, view: DeferredView) -> torch.UntypedStorage:
+    """The storage of a new tensor, in the layout that the meta tensor had."""
     storage = result.untyped_storage()
-    as_foreseen = result.stride() == place.stride and result.storage_offset() == place.offset
-    if as_foreseen and storage.nbytes() == place.store.size_bytes:
+    is_same = result.stride() == view.stride and result.storage_offset() == view.offset
+    if is_same and storage.nbytes() == view.storage.size_bytes:
         return storage
-    fresh = torch.empty(place.store.size_bytes, dtype=torch.uint8, device=result.device).untyped_storage()
-    place.on(fresh).copy_(result)
+    fresh = torch.empty(view.storage.size_bytes, dtype=torch.uint8, device=result.device).untyped_storage()
+    view.on(fresh).copy_(result)
     return fresh
 
 
-def _is_place(leaf: Any) -> bool:
-    return isinstance(leaf, Place)
+def _is_view(leaf: Any) -> bool:
+    return isinstance(leaf, DeferredView)

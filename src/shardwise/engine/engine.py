@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -60,7 +60,7 @@ class Engine(nn.Module):
         self._boundary: bool | None = None
         self._syncs = True
         self._is_destroyed = False
-        self._saving: checkpoint.Background | None = None
+        self._saving: checkpoint.AsyncSave | None = None
         self._comm = comm
         self._scaling = LossScaling(config.precision, comm.device)
         self._ledger = Ledger()
@@ -278,7 +278,7 @@ class Engine(nn.Module):
         if blocking:
             checkpoint.save(job, self._comm)
         else:
-            self._saving = checkpoint.Background(job, self._comm)
+            self._saving = checkpoint.AsyncSave(job, self._comm)
         return job.draft.target
 
     def finish_save(self) -> None:
@@ -356,13 +356,15 @@ class Engine(nn.Module):
             "values, on all ranks together, and engine.state_dict() its weights alone"
         )
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "module":
-                raise
-            return getattr(self.module, name)
+    if not TYPE_CHECKING:  # mypy would otherwise take an Engine for any protocol, also where it lacks a member
+
+        def __getattr__(self, name: str) -> Any:
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                if name == "module":
+                    raise
+                return getattr(self.module, name)
 
     # Inside
 

@@ -16,7 +16,7 @@ from shardwise.config import Config
 from shardwise.config.build import build_optimizer, build_scheduler
 from shardwise.config.presets import offloaded
 from shardwise.config.sections import Tier
-from shardwise.deferred.deferred import Session, check_deferred, finish, prepare, session_behind
+from shardwise.deferred.deferred import DeferredSession, check_deferred, finish, prepare, session_behind
 from shardwise.engine.access import is_managed
 from shardwise.engine.engine import Engine
 from shardwise.errors import ConfigError
@@ -80,7 +80,7 @@ def _scheduler(given: Any, config: Config, optimizer: torch.optim.Optimizer | No
     return given if hasattr(given, "step") else given(optimizer)
 
 
-def _device(model: nn.Module, session: Session | None) -> torch.device:
+def _device(model: nn.Module, session: DeferredSession | None) -> torch.device:
     """Training happens where the parameters are, or are to be."""
     if session is not None:
         if session.device.type == "cuda":

@@ -24,6 +24,7 @@ from shardwise.engine.report import Report
 from shardwise.engine.residency import Budget
 from shardwise.memory.ledger import Entry, Ledger
 from shardwise.offload.context import OffloadContext
+from shardwise.offload.pinned import HostMemory
 from shardwise.offload.unit_states import UnitStates
 from shardwise.optim import clipping
 from shardwise.optim.frozen import check_none_thawed
@@ -45,7 +46,14 @@ _LOG = logging.getLogger("shardwise")
 class Engine(nn.Module):
     """A model under a placement. Call it as you would the model; then `backward(loss)` and `step()`."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, comm: Comm) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        config: Config,
+        comm: Comm,
+        host: HostMemory | None = None,
+    ) -> None:
         super().__init__()
         self.module = model
         self.config = config
@@ -64,9 +72,9 @@ class Engine(nn.Module):
         self._outcome: Outcome | None = None
         self._was_skipped = False
         self._is_exhausted = False
-        self._ledger = Ledger()
+        self._ledger = Ledger.from_environment()
         self._expected_bytes: int | None = None
-        self._offload = OffloadContext(comm.device, self._ledger, config.offload)
+        self._offload = OffloadContext(comm.device, self._ledger, config.offload, host)
         self._budget = Budget(config.offload, comm, self._ledger)
         self._clock = Clock(comm.device if config.runtime.timers else None)
         self._units = assemble(model, optimizer, config, comm, self._offload, self._budget)
@@ -474,7 +482,7 @@ class Engine(nn.Module):
                     unit.weights.refresh()
             for each in grads if skips else ():
                 each.clear()
-        self._offload.streams.arrive()
+        self._offload.streams.drain()
         updater.finish()
         for update_hook in self._update_hooks:
             update_hook()

@@ -183,7 +183,7 @@ def open_disk(
     try:
         largest = max(4 * min(layout.shard_numel, offload.bucket_numel) for _, layout in pairs)
         on_disk = [resting_bytes(policy, layout, moments)["disk"] for policy, layout in pairs]
-        offload.staging = Staging(offload.ledger, settings, comm.rank, offload.is_pinned, largest, sum(on_disk))
+        offload.staging = Staging(offload.ledger, settings, comm.rank, offload.host, largest, sum(on_disk))
         weights = [
             policy.master_dtype.itemsize * layout.shard_numel
             for policy, layout in pairs

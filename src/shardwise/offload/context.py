@@ -10,6 +10,7 @@ import torch
 from shardwise.config import Offload
 from shardwise.memory.ledger import Ledger
 from shardwise.offload.buffer_pool import DeviceBufferPool
+from shardwise.offload.pinned import HostMemory
 from shardwise.offload.staging import Staging
 from shardwise.offload.streams import Streams
 
@@ -25,11 +26,11 @@ _MOST_SLOTS = 8
 class OffloadContext:
     """What the offloaded of an engine share: streams, pool, and the size of buckets."""
 
-    def __init__(self, device: torch.device, ledger: Ledger, settings: Offload) -> None:
+    def __init__(self, device: torch.device, ledger: Ledger, settings: Offload, host: HostMemory | None = None) -> None:
         self.streams = Streams(device)
         self.pool = DeviceBufferPool(ledger, self.streams)
         self.ledger = ledger
-        self.is_pinned = settings.pin_memory and device.type == "cuda"
+        self.host = host or HostMemory(pinned=settings.pin_memory and device.type == "cuda")
         self.bucket_numel = max(1024, (settings.buffer_bytes or _SLOT_BYTES) // _ELEMENT_BYTES // 1024 * 1024)
         self._most_slots = settings.buffer_count or _MOST_SLOTS
         self.staging: Staging | None = None
@@ -54,11 +55,11 @@ class OffloadContext:
     def turn(self) -> None:
         """A step's updates begin."""
         if self.staging is not None:
-            self.staging.turn()
+            self.staging.begin_step()
 
     def close(self) -> None:
         """Give back what the device lent, and remove what is left on the disk."""
-        self.streams.arrive()
+        self.streams.drain()
         self.pool.trim()
         if self.staging is not None:
             self.staging.close()

@@ -22,10 +22,8 @@ import torch
 from shardwise.memory.ledger import Entry, Kind, Tier
 from shardwise.offload.buffer_pool import PoolBuffer, room_bytes
 from shardwise.offload.context import OffloadContext
-from shardwise.offload.disk_storage import DiskStorage
-from shardwise.offload.pinned import HostStorage
-from shardwise.offload.staging import Chunk
-from shardwise.offload.storage import StateStorage
+from shardwise.offload.staging_buffers import Chunk
+from shardwise.offload.storage import DiskStorage, HostStorage, StateStorage
 from shardwise.offload.streams import PAST, Event, Streams
 from shardwise.partition.layout import Span
 from shardwise.partition.policy import Policy
@@ -112,7 +110,7 @@ class UnitStates:
         if offload.staging is not None and tier == "disk":
             self.storages[field] = DiskStorage(offload.staging, offload.ledger, entry, self._cuts, dtype)
         else:
-            self.storages[field] = HostStorage(offload.ledger, entry, self.numel, dtype, offload.is_pinned)
+            self.storages[field] = HostStorage(offload.ledger, entry, self.numel, dtype, offload.host)
         return self.storages[field]
 
     def _cuts(self) -> list[Span]:
@@ -148,7 +146,7 @@ class UnitStates:
         self.quiet()
         for field, storage in self.storages.items():
             if isinstance(storage, DiskStorage):
-                self.storages[field] = storage.to_host(self.offload.is_pinned)
+                self.storages[field] = storage.to_host(self.offload.host)
         self._states_tier = "host"
 
     def __contains__(self, field: str) -> bool:
@@ -198,16 +196,16 @@ class UnitStates:
         streams = self.offload.streams
         streams.d2h.wait(streams.now(), self._rested, self._finish_hosted())
         with streams.d2h:
-            self.storages[field].take(streams, self.everything, [(self.everything, source)])
+            self.storages[field].from_device(streams, self.everything, [(self.everything, source)])
         self._grads_rested = streams.d2h.mark()
-        streams.leave(self._grads_rested, free)
+        streams.free_after(self._grads_rested, free)
 
     def recall(self, field: str, target: torch.Tensor) -> Event:
         """Bring a whole field up to memory of the computing stream's."""
         streams = self.offload.streams
         streams.h2d.wait(streams.now(), self._rested, self._grads_rested)
         with streams.h2d:
-            self.storages[field].bring(streams, self.everything, target)
+            self.storages[field].to_device(streams, self.everything, target)
         self._fetched = streams.h2d.mark()
         return self._fetched
 
@@ -301,7 +299,7 @@ class UnitStates:
             parts.setdefault(field, []).append((span, values.view(-1)))
         with streams.d2h:
             for field, values_of in parts.items():
-                self.storages[field].take(streams, bucket.span, values_of)
+                self.storages[field].from_device(streams, bucket.span, values_of)
         self._rested = self._buckets_rested[bucket.span] = streams.d2h.mark()
         if made:
             # Made by the optimizer in the work lane, which knows nothing of the copy: they must live until it is done.
@@ -326,7 +324,7 @@ class UnitStates:
         streams.h2d.wait(self._slots[span].ready, self._buckets_rested.get(span, PAST), self._grads_rested)
         with streams.h2d:
             for field in fields:
-                self.storages[field].bring(streams, span, self._loaded[span][field])
+                self.storages[field].to_device(streams, span, self._loaded[span][field])
         self._fetched = streams.h2d.mark()
 
 

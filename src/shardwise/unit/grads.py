@@ -282,7 +282,7 @@ class Grads:
         self.forget()
         self._await_recalled()
         if self._states is not None:
-            self._states.offload.streams.arrive()
+            self._states.offload.streams.drain()
         self._held.free()
         if self._whole is not None:
             self._whole.free()
@@ -349,7 +349,7 @@ class Grads:
     def _recall(self) -> None:
         """Bring back what earlier micro-batches left, ahead of what is added to it."""
         if self._states is not None and self.is_reduced and self._recalled is None:
-            self._states.offload.streams.arrive()
+            self._states.offload.streams.drain()
             self._recalled = self._states.recall(GRADS, self._held.allocate())
 
     def _await_recalled(self) -> None:

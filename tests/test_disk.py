@@ -379,14 +379,15 @@ def test_room_is_asked_for_all_at_once_in_each_file(tmp_path, monkeypatch):
     assert asked == [(tmp_path, 3 * BLOCK), (tmp_path / "weights", BLOCK), (tmp_path, 2 * BLOCK)]
 
 
-def test_a_buffer_whose_write_failed_is_used_again(tmp_path):
-    staging = make_staging(tmp_path, 20 * BLOCK)
-    failed: Future[None] = Future()
-    failed.set_exception(OSError("gone"))
-    buffer = staging.outgoing.take()
-    staging.outgoing.give(buffer, RequestDone(failed))
-    assert staging.outgoing.take() is buffer
-    staging.close()
+def test_a_buffer_whose_write_failed_is_used_again():
+    buffers, writing = StagingBuffers(Ledger(), ALIGN_BYTES, 1, HostMemory()), Future()
+    buffer = buffers.take()
+    buffers.give(buffer, RequestDone(writing))
+    threading.Timer(0.05, writing.set_exception, [OSError("gone")]).start()
+    assert buffers.take() is buffer
+    assert writing.done()
+    buffers.give(buffer, RequestDone(writing))
+    buffers.close()
 
 
 # Training

@@ -25,12 +25,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d as c10d
 
-from shardwise.comm.agreement import Agreement, Ticket
+from shardwise.comm.agreement import Agreement, Ticket, poll_interval_s
 
 # Renamed in torch 2.13, where the old name warns.
 _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-_GATHER, _REDUCE = "gather", "reduce"  # the streams of operations, each in one order on all ranks
-_STREAMS = (_GATHER, _REDUCE)
+_GATHER, _REDUCE = "gather", "reduce"  # the channels: sequences of operations in one order on all ranks
+_CHANNELS = (_GATHER, _REDUCE)
 _WAKING_TAG = 0x7FFFFFFF
 
 
@@ -41,7 +41,7 @@ class Handle(Protocol):
 
 
 class _Ways(NamedTuple):
-    """The groups of one stream: what goes to higher ranks, and what comes from them.
+    """The groups of one channel: what goes to higher ranks, and what comes from them.
 
     A connection of Gloo's is for both directions, and while a send fills it, its thread asks again and again for what
     has arrived there. On busy cores an exchange of 6 MB takes an eighth less over two (benchmarks/gloo_ways.py); the
@@ -99,22 +99,23 @@ class Comm:
         self._sends_directly = device.type == "cpu" and "gloo" in backend
         self._waits_on_device = device.type == "cuda" and "nccl" in backend
         self._own: list[Any] = []
-        self._groups = {stream: self._ways(stream, ranks, None if is_world else group) for stream in _STREAMS}
-        # Without tags, what runs in one group is one stream.
-        self._streams = {stream: stream for stream in _STREAMS}
+        self._groups = {channel: self._ways(channel, ranks, None if is_world else group) for channel in _CHANNELS}
+        # Without tags, what runs in one group is one channel.
+        self._channels = {channel: channel for channel in _CHANNELS}
         if not self._own and not self._sends_directly:
-            self._streams[_REDUCE] = _GATHER
+            self._channels[_REDUCE] = _GATHER
         self._agreement: Agreement | None = None
         if self.world_size > 1 and "fake" not in backend:
             store = _store(self._groups[_GATHER].up)
-            self._agreement = Agreement(store, self.rank, self.world_size, is_world)
-            self._agreement.wake = self._break_groups
+            self._agreement = Agreement(
+                store, self.rank, self.world_size, is_world, wake=self._break_groups, poll_s=poll_interval_s()
+            )
 
-    def _ways(self, stream: str, ranks: list[int], given: Any) -> _Ways:
-        """The groups of a stream: made here, unless one was `given`; two if ranks send to each other directly."""
+    def _ways(self, channel: str, ranks: list[int], given: Any) -> _Ways:
+        """The groups of a channel: made here, unless one was `given`; two if ranks send to each other directly."""
         if given is not None:
             return _Ways(given, given)
-        made = [dist.new_group(ranks, group_desc=stream) for _ in range(1 + self._sends_directly)]
+        made = [dist.new_group(ranks, group_desc=channel) for _ in range(1 + self._sends_directly)]
         self._own += made
         return _Ways(made[0], made[-1])
 
@@ -133,7 +134,7 @@ class Comm:
         if self._sends_directly:
             mine = dict.fromkeys(range(self.world_size), parts[self.rank])
             return self._send_directly(mine, dict(enumerate(parts)), ticket)
-        group = self._groups[ticket.stream].up
+        group = self._groups[ticket.channel].up
         return self._checked(
             ticket, getattr(dist, _ALL_GATHER)(full.view(-1), parts[self.rank], group=group, async_op=True)
         )
@@ -163,7 +164,7 @@ class Comm:
         self, sent: Mapping[int, torch.Tensor], received: Mapping[int, torch.Tensor], ticket: Ticket
     ) -> Handle:
         """`sent[w]` to each other rank w, and from it into `received[w]`, under a tag that no other operation has."""
-        ways, mine, tag = self._groups[ticket.stream], self.rank, ticket.tag
+        ways, mine, tag = self._groups[ticket.channel], self.rank, ticket.tag
         # Each rank starts with the one after it, so that not all send to the same one.
         others = [(mine + step) % self.world_size for step in range(1, self.world_size)]
         try:
@@ -182,15 +183,15 @@ class Comm:
         """A long tensor in parts that are worked on one after the other."""
         return tensor.split(block_numel) if tensor.numel() else ()
 
-    def share(self, values: torch.Tensor, name: str = "norm", stream: str = _REDUCE) -> torch.Tensor:
+    def share(self, values: torch.Tensor, name: str = "norm", channel: str = _REDUCE) -> torch.Tensor:
         """A few values of every rank, on every rank: shape [W, *values.shape]. A control message, among the operations
-        of one stream."""
+        of one channel."""
         if self.world_size == 1:
             return values.unsqueeze(0)
         everyone = values.new_empty(self.world_size, *values.shape)
         self._count("control", everyone.nbytes)
         everyone[self.rank] = values
-        self._gather(self._issue(stream, f"share {name}", everyone.numel()), everyone).wait()
+        self._gather(self._issue(channel, f"share {name}", everyone.numel()), everyone).wait()
         return everyone
 
     def share_object(self, value: Any, name: str = "object") -> list[Any]:
@@ -218,7 +219,7 @@ class Comm:
     def note(self, what: str) -> None:
         """Something that sends nothing, but that either all ranks meet with or none: a pass broken off."""
         if self._agreement is not None:
-            self._agreement.note((_GATHER, _REDUCE), what)
+            self._agreement.note(_CHANNELS, what)
 
     @property
     def is_checked(self) -> bool:
@@ -238,19 +239,19 @@ class Comm:
             if dist.is_initialized():
                 dist.destroy_process_group(group)
 
-    def _issue(self, stream: str, text: str, numel: int) -> Ticket:
-        place = f" of micro-batch {self.micro_step}" if self.micro_step and stream == _REDUCE else ""
-        stream = self._streams[stream]
+    def _issue(self, channel: str, text: str, numel: int) -> Ticket:
+        place = f" of micro-batch {self.micro_step}" if self.micro_step and channel == _REDUCE else ""
+        channel = self._channels[channel]
         if self._agreement is None:
-            return Ticket(stream, 0, text, 0)
-        return self._agreement.issue(stream, f"{text}{place}, {numel} elements", self._sends_directly)
+            return Ticket(channel, 0, text, 0)
+        return self._agreement.issue(channel, f"{text}{place}, {numel} elements", self._sends_directly)
 
     def _checked(self, ticket: Ticket, *works: Any) -> Handle:
         if self._agreement is None:
             return works[0] if works else DONE
         if self._waits_on_device:
             for work in works:
-                self._agreement.follow(ticket, work)
+                self._agreement.track(ticket, work)
         return _Checked(self._agreement, ticket, [work for work in works if work is not None])
 
     def _break_groups(self) -> None:

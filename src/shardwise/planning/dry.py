@@ -103,7 +103,7 @@ class DryComm(Comm):
         """One block stands for all: they take the same memory, one after the other."""
         return [tensor[:block_numel]] if tensor.numel() else ()
 
-    def share(self, values: torch.Tensor, name: str = "", stream: str = "") -> torch.Tensor:
+    def share(self, values: torch.Tensor, name: str = "", channel: str = "") -> torch.Tensor:
         if self.world_size == 1:
             return values.unsqueeze(0)
         return values.new_empty(self.world_size, *values.shape)

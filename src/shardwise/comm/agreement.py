@@ -82,9 +82,7 @@ class Log:
     def recent(self, ticket: Ticket | None) -> dict[str, Operations]:
         """The last operations of each channel; in the channel of `ticket`, from some time before it to the last."""
         recent = {}
-        for channel, texts in list(
-            self._texts.items()
-        ):  # a copy: the polling thread reads what the main thread adds to
+        for channel, texts in list(self._texts.items()):  # a copy: the main thread may add a channel meanwhile
             wanted = _POSTED + (self._counts[channel] - ticket.number if ticket and ticket.channel == channel else 0)
             shown = list(texts)[-wanted:]
             recent[channel] = (self._counts[channel] - len(shown), shown)

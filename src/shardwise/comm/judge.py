@@ -16,7 +16,7 @@ _ADVICE = (
 
 
 class Finding(NamedTuple):
-    """Why the ranks cannot continue. A final finding stays true; any other counts only if a later reading repeats it."""
+    """Why the ranks cannot continue. A final finding stays true; another counts only if a later reading repeats it."""
 
     text: str
     is_final: bool

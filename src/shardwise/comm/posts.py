@@ -98,7 +98,7 @@ class Board:
         return self._store.get("verdict").decode() if self._store.check(["verdict"]) else None
 
     def decide(self, text: str) -> str:
-        """Write the verdict unless there is one already. Returns the one that stands, which is the same on all ranks."""
+        """Write the verdict unless there is one already. Returns the one that stands, the same on all ranks."""
         verdict: bytes = self._store.compare_set("verdict", "", text)
         return verdict.decode()
 

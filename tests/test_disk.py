@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from concurrent.futures import Future
+from functools import partial
 
 import pytest
 import torch
@@ -59,10 +60,11 @@ def test_what_is_asked_of_an_extent_happens_in_order(file):
     extents = [file.allocate(3 * BLOCK - 100) for _ in range(3)]
     assert {extent.size_bytes for extent in extents} == {3 * BLOCK}
     gate = threading.Event()
+    copied = partial(gate.wait, 10)  # a failure must not leave a thread that waits forever
     reads = []
     for number, extent in enumerate(extents):
         # The first write waits for a copy; what comes after it waits for that write.
-        file.write(extent, page_view(3 * BLOCK, number), gate.wait if number == 0 else None)
+        file.write(extent, page_view(3 * BLOCK, number), copied if number == 0 else None)
         for later in (10, 20):
             target = page_view(3 * BLOCK, 99)
             reads.append((number + later - 10, target, file.read(extent, target)))

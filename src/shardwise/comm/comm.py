@@ -1,7 +1,7 @@
 """The only module that calls collectives.
 
 Gathers and reductions are two channels, each with process groups of its own, so that a gather issued ahead never
-queues behind a reduction. Bytes sent are counted by kind when they are issued. At W = 1 the same code runs and sends nothing.
+queues behind a reduction. Bytes sent are counted by kind when they are issued. At W = 1 the same code sends nothing.
 
 A reduction is an exchange: every rank sends to each other rank the part of the gradients that the other one owns, and
 adds up what it receives in rank order. So the sum depends on the values alone. Gloo's own reduce-scatter is an

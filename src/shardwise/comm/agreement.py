@@ -283,8 +283,7 @@ class Agreement:
                 "exchange their states is gone as well: the process that holds it has ended"
             )
         self.failure = verdict
-        # `poll` would not wake anyone now that there is a failure, and ranks that wait for this one alone must stop:
-        # test_agreement.test_a_rank_that_dies_is_named.
+        # `poll` wakes no rank once there is a failure, and ranks that wait for this one alone must stop.
         self._wake()
         raise DisagreementError(verdict) from error
 

@@ -19,7 +19,7 @@ ON_DISK = {
 
 
 def same_bits(rank, world_size, precision, accumulation):
-    """Units of 12 M elements in buckets of 4 M and chunks of 2 M, with few and with many slots on the device."""
+    """Units of 12 M elements in buckets of 4 M and chunks of 2 M, with few and with many buffers on the device."""
     torch.cuda.set_device(0)
     torch.use_deterministic_algorithms(True)
     PLACEMENTS.update(ON_DISK)

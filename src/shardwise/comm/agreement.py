@@ -231,8 +231,8 @@ class Agreement:
     def _is_confirmed(self, posts: list[Post]) -> bool:
         """Whether a standstill is real: every rank has polled again since the first suspicion and has not moved.
 
-        Posts are not of one moment, so a single reading can show a standstill that never was:
-        test_agreement.test_ranks_slow_in_turn_and_outside_are_waited_for.
+        Posts are not of one moment: while they are read, a rank may move on, so a single reading can show a standstill
+        that never was.
         """
         before = self._suspicion
         if before is None or not all(new.is_like(old) for new, old in zip(posts, before, strict=True)):

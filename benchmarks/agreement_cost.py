@@ -4,7 +4,7 @@
 
 Two engines take steps in turn in the same processes, one with the check and one without; the ratio of their times is
 noisy on a busy machine. So the parts are measured alone as well: what an operation pays in issuing and waiting, times
-the operations of a step, and the looks of the thread beside. One JSON line, of rank 0.
+the operations of a step, and the polls of the thread beside. One JSON line, of rank 0.
 """
 
 import argparse
@@ -21,18 +21,18 @@ import shardwise
 from shardwise.comm import agreement as watch
 from shardwise.models.built_in import BUILT_IN
 
-WARM_STEPS, CALLS, LOOKS = 3, 20_000, 200
+WARM_STEPS, CALLS, POLLS = 3, 20_000, 200
 
 
 class Unchecked(watch.Agreement):
-    """Sends and waits as the check does, each operation under a tag of its own, and looks at nothing."""
+    """Sends and waits as the check does, each operation under a tag of its own, and polls nothing."""
 
-    def __init__(self, *_: object) -> None:
+    def __init__(self, *_: object, **__: object) -> None:
         self._issued = 0
 
-    def issue(self, stream: str, text: str, has_tags: bool) -> watch.Ticket:
+    def issue(self, channel: str, text: str, has_tags: bool) -> watch.Ticket:
         self._issued += 1
-        return watch.Ticket(stream, self._issued, text, self._issued)
+        return watch.Ticket(channel, self._issued, text, self._issued)
 
     def wait(self, ticket: watch.Ticket, works: list[Any]) -> None:
         while works:
@@ -65,7 +65,7 @@ def count(agreement: watch.Agreement) -> int:
 
 
 def alone(agreement: watch.Agreement) -> tuple[float, float]:
-    """Seconds of one operation's bookkeeping, and of one look."""
+    """Seconds of one operation's bookkeeping, and of one poll."""
     other = watch.Log()
     with mock.patch.object(agreement, "_log", other):
         started = time.perf_counter()
@@ -73,9 +73,9 @@ def alone(agreement: watch.Agreement) -> tuple[float, float]:
             agreement.wait(agreement.issue("gather", f"gather blocks.{7}, {1024} elements", True), [])
         operation_s = (time.perf_counter() - started) / CALLS
     started = time.thread_time()
-    for _ in range(LOOKS):
-        agreement.look()
-    return operation_s, (time.thread_time() - started) / LOOKS
+    for _ in range(POLLS):
+        agreement.poll()
+    return operation_s, (time.thread_time() - started) / POLLS
 
 
 def main() -> None:
@@ -100,8 +100,8 @@ def main() -> None:
         operations = count(agreement) - before
     step_s = {name: statistics.median(values[WARM_STEPS:]) for name, values in times.items()}
     ratios = [c / p for c, p in zip(times["checked"][WARM_STEPS:], times["plain"][WARM_STEPS:], strict=True)]
-    operation_s, look_s = alone(agreement)
-    share = operations * operation_s / step_s["plain"] + look_s / watch.LOOK_S
+    operation_s, poll_s = alone(agreement)
+    share = operations * operation_s / step_s["plain"] + poll_s / agreement.poll_s
     if dist.get_rank() == 0:
         found = {
             "model": args.model,
@@ -111,7 +111,7 @@ def main() -> None:
             "step_ms": round(step_s["plain"] * 1e3, 1),
             "checked_over_plain": round(statistics.median(ratios), 3),
             "operation_us": round(operation_s * 1e6, 2),
-            "look_us": round(look_s * 1e6),
+            "poll_us": round(poll_s * 1e6),
             "share_percent": round(share * 100, 3),
         }
         print(json.dumps(found), flush=True)

@@ -1,4 +1,4 @@
-"""What a disk gives: reads, writes, and both at once, with 8 threads and O_DIRECT, of a file that is there already.
+"""A disk's bandwidth: reads, writes, and both at once, with 8 threads and O_DIRECT, of a file that exists already.
 
 python benchmarks/disk_probe.py --folder /nvme --gib 16
 """
@@ -19,13 +19,13 @@ THREADS = 8
 
 
 def probe(folder: str, size_bytes: int) -> dict[str, float]:
-    """GB/s of reading and of writing `size_bytes`, and of both together while half of the threads do either."""
+    """GB/s of reading and of writing `size_bytes`, and of both at once, with half of the threads for each."""
     part = size_bytes // THREADS // BLOCK_BYTES * BLOCK_BYTES
     with _file(folder, part * THREADS) as path:
         parts = [(number * part, part) for number in range(THREADS)]
         writes = [(os.pwritev, start, size) for start, size in parts]
         reads = [(os.preadv, start, size) for start, size in parts]
-        _seconds(path, writes)  # the first time, room is found for the blocks
+        _seconds(path, writes)  # the first write allocates the blocks
         return {
             "write": part * THREADS / _seconds(path, writes) / 1e9,
             "read": part * THREADS / _seconds(path, reads) / 1e9,
@@ -34,7 +34,7 @@ def probe(folder: str, size_bytes: int) -> dict[str, float]:
 
 
 def yardstick_gbs(rates: dict[str, float], read_bytes: float, written_bytes: float) -> float:
-    """What so much traffic could reach: one after the other or both at once, whichever is faster."""
+    """The bandwidth that this traffic could reach: reads and writes in turn or at once, whichever is faster."""
     total = read_bytes + written_bytes
     in_turn = total / (read_bytes / rates["read"] + written_bytes / rates["write"])
     return max(in_turn, rates["both"])
@@ -55,7 +55,7 @@ def _seconds(path: Path, jobs: list[tuple[Callable[..., int], int, int]]) -> flo
             block.write(os.urandom(BLOCK_BYTES))
             for offset in range(start, start + size, BLOCK_BYTES):
                 if transfer(handle, [block], offset) != BLOCK_BYTES:
-                    raise OSError(f"{path}: a request was served in part")
+                    raise OSError(f"{path}: a request transferred only a part")
         os.close(handle)
 
     begun = time.perf_counter()

@@ -1,9 +1,9 @@
-"""What the staging reaches of a disk: steps that read all states, verify them and write them back, with no device.
+"""The share of a disk's bandwidth that staging reaches: steps that read, verify and rewrite all states, no device.
 
     python benchmarks/disk_staging.py --folder /nvme --gib 4
 
-Everything but the copies to the device and the update itself: read ahead, checksums, threads. The raw figures are from
-the same run, before and after (see `disk_probe`).
+It runs everything but the copies to the device and the update itself: read-ahead, checksums, threads. The raw figures
+are measured in the same run, before and after (see `disk_probe`).
 """
 
 import argparse
@@ -19,7 +19,9 @@ from disk_probe import probe, yardstick_gbs
 from shardwise.config import Offload
 from shardwise.machine import env
 from shardwise.memory.ledger import Ledger
-from shardwise.offload.staging import Chunk, Staging
+from shardwise.offload.pinned import HostMemory
+from shardwise.offload.staging import Staging
+from shardwise.offload.staging_buffers import Chunk
 from shardwise.offload.streams import PAST
 from shardwise.partition.layout import Span
 
@@ -27,7 +29,7 @@ UNITS = 16
 
 
 class Unit:
-    """A unit's states, and the way they take in a step."""
+    """A unit's states, and their transfer in a step."""
 
     def __init__(self, staging: Staging, numel: int) -> None:
         self.states = self
@@ -42,22 +44,22 @@ def step(staging: Staging, units: list[Unit]) -> float:
     for unit in units:
         staging.begin(unit)
         for chunk in unit.chunks():
-            staging.incoming.give_after_copy(staging.fetch(chunk), PAST)
-            staging.send(chunk, staging.outgoing.need(), PAST)
+            staging.incoming.give(staging.fetch(chunk), PAST)
+            staging.send(chunk, staging.outgoing.take(), PAST)
         staging.end()
-    staging.turn()
+    staging.begin_step()
     return time.perf_counter() - begun
 
 
 def measure(folder: str, gib: float, steps: int) -> dict[str, object]:
     size = int(gib * 2**30)
     before = probe(folder, size)
-    staging = Staging(Ledger(), Offload(nvme_path=folder), 0, False, 64 << 20, size)
+    staging = Staging(Ledger(), Offload(nvme_path=folder), 0, HostMemory(), 64 << 20, size)
     staging.reserve(0, size)
     units = [Unit(staging, size // UNITS // 4) for _ in range(UNITS)]
     for unit in units:
         for chunk in unit.chunks():
-            staging.send(chunk, staging.outgoing.need(), PAST)
+            staging.send(chunk, staging.outgoing.take(), PAST)
     for _ in range(2):
         step(staging, units)
     seconds = [step(staging, units) for _ in range(steps)]

@@ -24,7 +24,6 @@ from shardwise.compare import Settings
 from shardwise.compare.job import SEED, Job
 from shardwise.compare.rows import Row, parse_rows
 from shardwise.compare.systems import make_system
-from shardwise.memory import ledger
 from shardwise.models import loading
 
 WARM_STEPS = 2
@@ -77,10 +76,10 @@ def measure(row: Row, rank: int, args: argparse.Namespace) -> dict:
 
 def worker(rank: int, row: Row, args: argparse.Namespace, store: str) -> None:
     os.environ |= {"LOCAL_RANK": "0", "RANK": str(rank), "WORLD_SIZE": str(args.nproc)}
+    os.environ |= {"SHARDWISE_POISON": "1"} if args.bits else {}
     torch.cuda.set_device(0)
     dist.init_process_group("gloo", store=dist.FileStore(store, args.nproc), rank=rank, world_size=args.nproc)
     torch.use_deterministic_algorithms(args.bits)
-    ledger.POISON = args.bits
     seen = measure(row, rank, args)
     if rank == 0:
         print(json.dumps(seen), flush=True)

@@ -1,4 +1,4 @@
-"""pytest's side of the test support: one setting before torch is imported, and workers that end with the session."""
+"""pytest's side of the test support: two settings for all processes, and workers that end with the session."""
 
 import contextlib
 import os
@@ -10,6 +10,8 @@ from unittest import mock
 
 # Some virtual machines announce AMX and then kill whoever uses it (bf16 matrix products end in SIGILL).
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
+# Fresh buffers hold NaN, in this process and in all that tests start: a value that is read too early shows.
+os.environ.setdefault("SHARDWISE_POISON", "1")
 
 import pytest
 import torch

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import shardwise
 from shardwise.comm import agreement, judge
 from shardwise.comm.comm import Comm
-from shardwise.comm.posts import Post, State
+from shardwise.comm.posts import Post, RankState
 from support import ranks, run_ranks
 from support.nursery import Forked
 from support.training import make_batch, start, train_step
@@ -23,8 +23,8 @@ from support.training import make_batch, start, train_step
 LIMIT_S = 10.0
 
 
-def begin(preset, model="gpt", **config):
-    agreement.LOOK_S = 0.1
+def begin(preset, model="gpt", poll_s=0.1, **config):
+    os.environ[agreement.POLL_VARIABLE] = str(poll_s)  # the rank's process gets its environment back after the test
     return start(model, {"preset": preset, "runtime": {"min_unit_bytes": 1}, **config})
 
 
@@ -379,8 +379,7 @@ def test_a_rank_that_waits_outside_the_engine_is_named(rank, world_size):
 @ranks(2, timeout=60)
 @pytest.mark.parametrize("preset", ["zero1", "zero3"])
 def test_a_slow_rank_is_waited_for(rank, world_size, preset):
-    engine = begin(preset)
-    agreement.LOOK_S = 0.02  # a second is then as long as half a minute
+    engine = begin(preset, poll_s=0.02)  # a second is then as long as half a minute
     for index in range(3):
         if rank == 1:
             time.sleep(1.2)
@@ -390,8 +389,7 @@ def test_a_slow_rank_is_waited_for(rank, world_size, preset):
 
 @ranks(2, timeout=60)
 def test_ranks_slow_in_turn_and_outside_are_waited_for(rank, world_size):
-    engine = begin("zero3")
-    agreement.LOOK_S = 0.02
+    engine = begin("zero3", poll_s=0.02)
     for index in range(4):
         if rank == index % 2:
             time.sleep(0.5)
@@ -429,7 +427,7 @@ def test_the_thread_ends_with_the_engine(rank, world_size):
 
 @pytest.mark.parametrize(("name", "waits"), [("isend", False), ("irecv", False), ("barrier", True)])
 def test_a_rank_that_sends_does_not_wait_outside(name, waits):
-    """Two looks may both find it sending, under load or by chance: another message each time."""
+    """Two polls may both find it sending, under load or by chance: another message each time."""
     found, busy, made = [], threading.Lock(), {}
     exec(compile(f"def {name}(busy): busy.acquire()", dist.distributed_c10d.__file__, "exec"), made)
 
@@ -453,7 +451,7 @@ def post(state, at=None, gather=(), reduce=(), first=0, **rest):
 
 
 def test_different_operations_under_one_number_are_a_disagreement():
-    posts = [post(State.WAITS, ("gather", 1), ["a", "b"]), post(State.RUNS, None, ["a", "c", "d"])]
+    posts = [post(RankState.WAITS, ("gather", 1), ["a", "b"]), post(RankState.RUNS, None, ["a", "c", "d"])]
     finding = judge.judge(posts)
     assert finding.is_final
     assert "  rank 0: b\n  rank 1: c\n" in finding.text
@@ -461,44 +459,47 @@ def test_different_operations_under_one_number_are_a_disagreement():
 
 def test_the_words_of_an_exception_may_differ():
     broken = "the forward was broken off by OutOfMemoryError: "
-    posts = [post(State.WAITS, ("gather", 1), [f"{broken}GPU {rank}", "gather head"]) for rank in range(2)]
+    posts = [post(RankState.WAITS, ("gather", 1), [f"{broken}GPU {rank}", "gather head"]) for rank in range(2)]
     assert judge.judge(posts) is None
-    posts[1] = post(State.WAITS, ("gather", 1), ["the forward was broken off by ValueError: no", "gather head"])
+    posts[1] = post(RankState.WAITS, ("gather", 1), ["the forward was broken off by ValueError: no", "gather head"])
     assert judge.judge(posts).is_final
 
 
 def test_windows_that_begin_at_different_numbers_are_compared_by_number():
-    posts = [post(State.WAITS, ("gather", 7), ["a", "b", "c"], first=5), post(State.RUNS, None, ["b", "c"], first=6)]
+    posts = [
+        post(RankState.WAITS, ("gather", 7), ["a", "b", "c"], first=5),
+        post(RankState.RUNS, None, ["b", "c"], first=6),
+    ]
     assert judge.judge(posts) is None
 
 
-@pytest.mark.parametrize("state", [State.RUNS, State.WAITS])
+@pytest.mark.parametrize("state", [RankState.RUNS, RankState.WAITS])
 def test_an_operation_that_all_have_issued_may_be_on_its_way(state):
-    posts = [post(State.WAITS, ("gather", 0), ["a", "b"]), post(state, ("gather", 1), ["a", "b"])]
+    posts = [post(RankState.WAITS, ("gather", 0), ["a", "b"]), post(state, ("gather", 1), ["a", "b"])]
     assert judge.judge(posts) is None
 
 
 def test_a_rank_that_runs_is_waited_for():
-    assert judge.judge([post(State.WAITS, ("gather", 1), ["a", "b"]), post(State.RUNS, None, ["a"])]) is None
+    assert judge.judge([post(RankState.WAITS, ("gather", 1), ["a", "b"]), post(RankState.RUNS, None, ["a"])]) is None
 
 
 def test_a_rank_that_is_gone_is_not():
     finding = judge.judge(
-        [post(State.WAITS, ("gather", 1), ["a", "b"]), post(State.GONE, None, ["a"], detail="it ended")]
+        [post(RankState.WAITS, ("gather", 1), ["a", "b"]), post(RankState.GONE, None, ["a"], detail="it ended")]
     )
     assert finding.is_final
     assert "rank 1: gone: it ended" in finding.text
 
 
 def test_a_rank_that_left_with_nothing_owed_is_no_reason_to_stop():
-    posts = [post(State.WAITS, ("gather", 0), ["a"]), post(State.GONE, None, ["a"])]
+    posts = [post(RankState.WAITS, ("gather", 0), ["a"]), post(RankState.GONE, None, ["a"])]
     assert judge.judge(posts) is None
 
 
-def test_ranks_that_wait_for_each_other_in_two_streams_are_at_a_standstill():
+def test_ranks_that_wait_for_each_other_in_two_channels_are_at_a_standstill():
     posts = [
-        post(State.WAITS, ("gather", 0), ["a"]),
-        post(State.WAITS, ("reduce", 0), [], ["r"]),
+        post(RankState.WAITS, ("gather", 0), ["a"]),
+        post(RankState.WAITS, ("reduce", 0), [], ["r"]),
     ]
     finding = judge.judge(posts)
     assert finding is not None
@@ -506,5 +507,5 @@ def test_ranks_that_wait_for_each_other_in_two_streams_are_at_a_standstill():
 
 
 def test_posts_survive_the_store():
-    told = post(State.OUTSIDE, ("gather", 3), ["a"], ["b"], detail="barrier", looks=4)
+    told = post(RankState.OUTSIDE, ("gather", 3), ["a"], ["b"], detail="barrier", polls=4)
     assert Post.load(told.dump().encode()) == told

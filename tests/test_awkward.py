@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import shardwise
-from shardwise.memory import ledger
 from support import ranks
 from support.awkward import CASES, WIDTH
 from support.training import digest, make_sgd
@@ -25,7 +24,6 @@ def build(name):
 
 def train(name, preset, rank):
     """Train under an engine; the hash of everything, and the weights."""
-    ledger.POISON = True
     model, loss = build(name), CASES[name].loss
     engine = shardwise.initialize(model, make_sgd(model), {"preset": preset, "gradients": {"order": "sharded"}})
     for step in range(STEPS):

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from concurrent.futures import Future
+from functools import partial
 
 import pytest
 import torch
@@ -20,9 +21,10 @@ from shardwise.errors import ConfigError, DiskError
 from shardwise.memory.ledger import Ledger
 from shardwise.offload import disk_file
 from shardwise.offload.disk_file import ALIGN_BYTES, SUFFIX, DiskFile, remove_leftovers
-from shardwise.offload.pinned import page_aligned
+from shardwise.offload.pinned import HostMemory
 from shardwise.offload.read_ahead import AccessHistory
-from shardwise.offload.staging import Staging, StagingBuffers, staging_bytes
+from shardwise.offload.staging import Staging, staging_bytes
+from shardwise.offload.staging_buffers import RequestDone, StagingBuffers
 from shardwise.offload.streams import PAST
 from shardwise.partition.layout import Span
 from support import matrix, ranks
@@ -42,8 +44,12 @@ def file(tmp_path):
     made.close()
 
 
+def make_staging(folder, disk_bytes, ledger=None, **more):
+    return Staging(ledger or Ledger(), settings(folder, **more), 0, HostMemory(), BLOCK, disk_bytes)
+
+
 def page_view(size_bytes, fill=0):
-    tensor = page_aligned(size_bytes, pinned=False).fill_(fill)
+    tensor = HostMemory().pages(size_bytes).fill_(fill)
     return memoryview(tensor.numpy())
 
 
@@ -54,10 +60,11 @@ def test_what_is_asked_of_an_extent_happens_in_order(file):
     extents = [file.allocate(3 * BLOCK - 100) for _ in range(3)]
     assert {extent.size_bytes for extent in extents} == {3 * BLOCK}
     gate = threading.Event()
+    copied = partial(gate.wait, 10)  # a failure must not leave a thread that waits forever
     reads = []
     for number, extent in enumerate(extents):
         # The first write waits for a copy; what comes after it waits for that write.
-        file.write(extent, page_view(3 * BLOCK, number), gate.wait if number == 0 else None)
+        file.write(extent, page_view(3 * BLOCK, number), copied if number == 0 else None)
         for later in (10, 20):
             target = page_view(3 * BLOCK, 99)
             reads.append((number + later - 10, target, file.read(extent, target)))
@@ -189,26 +196,24 @@ def test_only_what_the_dead_left_is_removed(tmp_path):
 # Reading ahead
 
 
-def test_the_routine_foretells_the_same_step_and_nothing_else():
+def test_the_history_predicts_the_same_step_and_nothing_else():
     source = random.Random(0)
     for _ in range(50):
-        routine, steps = (
-            AccessHistory[int](),
-            [[source.randrange(3) for _ in range(source.randrange(6))] for _ in range(2)],
-        )
+        history = AccessHistory[int]()
+        steps = [[source.randrange(3) for _ in range(source.randrange(6))] for _ in range(2)]
         predicted: dict[int, int] = {}
         for step in [steps[source.randrange(2)] for _ in range(8)]:
             for item in step:
-                predicted |= dict(iter(routine.predict, None))
-                number = routine.entered
-                is_kept = routine.enter(item)
-                if is_kept:
+                predicted |= dict(iter(history.predict, None))
+                number = history.entered
+                was_predicted = history.enter(item)
+                if was_predicted:
                     assert predicted[number] == item
                 else:
                     predicted.clear()
-            if not routine.turn():
+            if not history.begin_step():
                 predicted.clear()
-    assert routine.entered > 0
+    assert history.entered > 0
 
 
 class Unit:
@@ -218,12 +223,12 @@ class Unit:
         self.chunks = staging.allocate([Span(0, chunks * BLOCK)], torch.uint8, is_weights=False)
         self.updates = 0
         for chunk in self.chunks:
-            buffer = staging.outgoing.need()
+            buffer = staging.outgoing.take()
             buffer.tensor.fill_(0)
             staging.send(chunk, buffer, PAST)
 
 
-class Delivery:
+class Transfer:
     def __init__(self, unit, is_update):
         self.states, self.is_update = unit, is_update
 
@@ -234,25 +239,37 @@ class Delivery:
         return iter(self.states.chunks if self.is_update else self.states.chunks[::2])
 
 
-def deliver(staging, delivery):
-    staging.begin(delivery)
+def run_transfer(staging, transfer):
+    staging.begin(transfer)
     fetched = []
-    for chunk in delivery.chunks():
+    for chunk in transfer.chunks():
         buffer = staging.fetch(chunk)
-        assert set(buffer.bytes(chunk)) == {delivery.states.updates % 256}, "read before it was written"
-        staging.incoming.give_after_copy(buffer, PAST)
+        assert set(buffer.bytes(chunk)) == {transfer.states.updates % 256}, "read before it was written"
+        staging.incoming.give(buffer, PAST)
         fetched.append(chunk)
-    if delivery.is_update:
-        delivery.states.updates += 1
+    if transfer.is_update:
+        transfer.states.updates += 1
         for chunk in fetched:
-            buffer = staging.outgoing.need()
-            buffer.tensor.fill_(delivery.states.updates % 256)
+            buffer = staging.outgoing.take()
+            buffer.tensor.fill_(transfer.states.updates % 256)
             staging.send(chunk, buffer, PAST)
-    staging.end()
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """The extents that were asked for so far, in order."""
+    extents, reading = [], DiskFile.read
+
+    def read(file, extent, target):
+        extents.append(extent)
+        return reading(file, extent, target)
+
+    monkeypatch.setattr(DiskFile, "read", read)
+    return extents
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_nothing_is_read_ahead_that_has_still_to_be_written(tmp_path, monkeypatch, seed):
+def test_nothing_is_read_ahead_that_has_still_to_be_written(tmp_path, monkeypatch, started, seed):
     source, writing = random.Random(seed), os.pwritev
 
     def slowly(handle, buffers, offset):
@@ -260,55 +277,56 @@ def test_nothing_is_read_ahead_that_has_still_to_be_written(tmp_path, monkeypatc
         return writing(handle, buffers, offset)
 
     monkeypatch.setattr(os, "pwritev", slowly)
-    staging = Staging(Ledger(), settings(tmp_path), 0, False, BLOCK, 20 * BLOCK)
+    staging = make_staging(tmp_path, 20 * BLOCK)
     units = [Unit(staging, source.randrange(1, 6)) for _ in range(source.choice([1, 2, 5]))]
-    passes = [[Delivery(unit, True) for unit in units], [Delivery(unit, False) for unit in reversed(units)]]
-    started = []
-    real = staging._start
-    monkeypatch.setattr(
-        staging, "_start", lambda chunk, buffer: (started.append(staging._delivering), real(chunk, buffer))
-    )
+    transfers = [*(Transfer(unit, True) for unit in units), *(Transfer(unit, False) for unit in reversed(units))]
+    between = 0
     for step in range(8):
-        for delivery in [*passes[0], *passes[1]]:
-            deliver(staging, delivery)
-        if step == 5:  # somebody looks, and the order is another one for once
+        for transfer in transfers:
+            run_transfer(staging, transfer)
+            before = len(started)
+            staging.end()
+            between += len(started) - before
+        if step == 5:  # the states are read, and the order is another one for once
             staging.drop()
-            deliver(staging, Delivery(units[-1], False))
-        staging.turn()
+            run_transfer(staging, Transfer(units[-1], False))
+            staging.end()
+        staging.begin_step()
     assert [unit.updates for unit in units] == [8] * len(units)
     if len(units) > 1:
-        assert None in started, "nothing was read between deliveries"
+        assert between, "nothing was read between transfers"
     staging.close()
     assert not list(tmp_path.iterdir())
 
 
-def test_a_look_reads_what_it_looks_at_and_nothing_more(tmp_path, monkeypatch):
-    staging = Staging(Ledger(), settings(tmp_path), 0, False, BLOCK, 60 * BLOCK)
+def test_a_read_of_states_reads_just_those(tmp_path, started):
+    staging = make_staging(tmp_path, 60 * BLOCK)
     units = [Unit(staging, 5) for _ in range(4)]
     for _ in range(3):
         for unit in units:
-            deliver(staging, Delivery(unit, True))
-        staging.turn()
+            run_transfer(staging, Transfer(unit, True))
+            staging.end()
+        staging.begin_step()
     staging.drop()
-    started, real = [], staging._start
-    monkeypatch.setattr(staging, "_start", lambda chunk, buffer: (started.append(chunk), real(chunk, buffer)))
+    started.clear()
     for unit in units:
-        assert [chunk for chunk, _ in staging.look(unit.chunks[1:3])] == unit.chunks[1:3]
-    assert started == [chunk for unit in units for chunk in unit.chunks[1:3]]
-    staging.begin(Delivery(units[0], True))
-    assert len(started) > 8 + 5, "deliveries read ahead again"
+        assert [chunk for chunk, _ in staging.read(unit.chunks[1:3])] == unit.chunks[1:3]
+    assert started == [chunk.extent for unit in units for chunk in unit.chunks[1:3]]
+    staging.begin(Transfer(units[0], True))
+    assert len(started) > 8 + 5, "transfers read ahead again"
     staging.close()
 
 
 def test_buffers_are_bounded_whatever_is_asked_for(tmp_path):
     ledger = Ledger()
-    staging = Staging(ledger, settings(tmp_path), 0, False, BLOCK, 300 * BLOCK)
+    staging = make_staging(tmp_path, 300 * BLOCK, ledger)
     unit = Unit(staging, 300)
     for _ in range(3):
-        deliver(staging, Delivery(unit, True))
-        staging.turn()
+        run_transfer(staging, Transfer(unit, True))
+        staging.end()
+        staging.begin_step()
     assert ledger.by_tier(at_peak=True)["host"] <= 2 * 64 * BLOCK
-    default = Staging(Ledger(), Offload(nvme_path=str(tmp_path)), 0, False, 1 << 40, 1 << 40)
+    default = Staging(Ledger(), Offload(nvme_path=str(tmp_path)), 0, HostMemory(), 1 << 40, 1 << 40)
     assert default.most_bytes == staging_bytes(1 << 40) == 1 << 30
     default.close()
     staging.close()
@@ -329,20 +347,20 @@ class Copying:
 
 
 def test_a_buffer_waits_for_the_copy_that_reads_it(tmp_path):
-    buffers, copying = StagingBuffers(Ledger(), ALIGN_BYTES, 2, False), Copying()
-    first, second = buffers.need(), buffers.need()
-    buffers.give_after_copy(first, copying)
-    assert buffers.take(at_once=True) is None
-    buffers.give_after_copy(second, PAST)
+    buffers, copying = StagingBuffers(Ledger(), ALIGN_BYTES, 2, HostMemory()), Copying()
+    first, second = buffers.take(), buffers.take()
+    buffers.give(first, copying)
+    assert buffers.try_take() is None
+    buffers.give(second, PAST)
     threading.Timer(0.05, copying.ended.set).start()
-    assert buffers.need() is first
+    assert buffers.take() is first
     assert copying.query()
 
 
 def test_what_is_copied_from_the_device_is_written_when_it_has_come(tmp_path):
-    staging = Staging(Ledger(), settings(tmp_path), 0, False, BLOCK, 20 * BLOCK)
+    staging = make_staging(tmp_path, 20 * BLOCK)
     (chunk,) = Unit(staging, 1).chunks
-    buffer, copying = staging.outgoing.need(), Copying()
+    buffer, copying = staging.outgoing.take(), Copying()
     buffer.tensor.fill_(1)
     staging.send(chunk, buffer, copying)
     time.sleep(0.02)
@@ -357,20 +375,21 @@ def test_room_is_asked_for_all_at_once_in_each_file(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(DiskFile, "reserve", lambda file, size_bytes: asked.append((file.path.parent, size_bytes)))
     for given in ({}, {"weights_nvme_path": str(tmp_path / "weights")}):
-        staging = Staging(Ledger(), settings(tmp_path, **given), 0, False, BLOCK, 3 * BLOCK)
+        staging = make_staging(tmp_path, 3 * BLOCK, **given)
         staging.reserve(BLOCK, 2 * BLOCK)
         staging.close()
     assert asked == [(tmp_path, 3 * BLOCK), (tmp_path / "weights", BLOCK), (tmp_path, 2 * BLOCK)]
 
 
-def test_a_buffer_whose_write_failed_is_used_again(tmp_path):
-    staging = Staging(Ledger(), settings(tmp_path), 0, False, BLOCK, 20 * BLOCK)
-    failed: Future[None] = Future()
-    failed.set_exception(OSError("gone"))
-    buffer = staging.outgoing.need()
-    staging.outgoing.give_after_write(buffer, failed)
-    assert staging.outgoing.need() is buffer
-    staging.close()
+def test_a_buffer_whose_write_failed_is_used_again():
+    buffers, writing = StagingBuffers(Ledger(), ALIGN_BYTES, 1, HostMemory()), Future()
+    buffer = buffers.take()
+    buffers.give(buffer, RequestDone(writing))
+    threading.Timer(0.05, writing.set_exception, [OSError("gone")]).start()
+    assert buffers.take() is buffer
+    assert writing.done()
+    buffers.give(buffer, RequestDone(writing))
+    buffers.close()
 
 
 # Training

@@ -5,7 +5,6 @@ import tempfile
 import pytest
 import torch
 
-from shardwise.memory import ledger
 from support import run_ranks
 from test_offload_gpu import PLACEMENTS, PRECISIONS, pytestmark, train
 
@@ -20,10 +19,9 @@ ON_DISK = {
 
 
 def same_bits(rank, world_size, precision, accumulation):
-    """Units of 12 M elements in buckets of 4 M and chunks of 2 M, with few and with many slots on the device."""
+    """Units of 12 M elements in buckets of 4 M and chunks of 2 M, with few and with many buffers on the device."""
     torch.cuda.set_device(0)
     torch.use_deterministic_algorithms(True)
-    ledger.POISON = True
     PLACEMENTS.update(ON_DISK)
     expected = {}
     with tempfile.TemporaryDirectory() as folder:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise
-from shardwise.memory import ledger
+from shardwise.memory.ledger import Buffer, Entry, Kind, Ledger, Tier
 from shardwise.models.built_in import GPT, MLP
 from shardwise.observe import StorageObserver
 from support import ranks
@@ -65,7 +65,6 @@ MODELS = {
 
 def measure(name, preset, precision, accumulation, steps=2):
     """Bytes of the last step, as the observer sees them beside what was there before, and the engine's ledger."""
-    ledger.POISON = True
     build, batch = MODELS[name]
     torch.manual_seed(0)
     data = batch(dist.get_rank())
@@ -176,3 +175,15 @@ def test_the_ledger_knows_the_peak(rank, world_size, precision, accumulation, pr
     states."""
     seen = measure("mlp-thin", preset, precision, accumulation, steps)
     assert seen.peak == pytest.approx(seen.ledger_peak, rel=0.01)
+
+
+def test_fresh_buffers_are_poisoned_if_the_environment_says_so(monkeypatch):
+    monkeypatch.setenv("SHARDWISE_POISON", "0")
+    assert not Ledger.from_environment().poison
+    monkeypatch.setenv("SHARDWISE_POISON", "1")
+    entry = Entry(Kind.WORK, "test", Tier.DEVICE)
+    buffer = Buffer(Ledger.from_environment(), entry, 8, torch.float32, torch.device("cpu"))
+    for _ in range(2):
+        assert buffer.allocate().isnan().all()
+        buffer.tensor.fill_(1.0)
+        buffer.free()

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 import shardwise
-from shardwise.memory import ledger
 from shardwise.memory.ledger import Ledger
 from shardwise.offload.buffer_pool import DeviceBufferPool
 from shardwise.offload.streams import Streams
@@ -357,7 +356,6 @@ def test_parcels_hold_every_element_once():
 
 
 def test_slots_are_cut_without_overlap():
-    ledger.POISON = False
     pool = DeviceBufferPool(Ledger(), Streams(torch.device("cpu")))
     pool.fit(4096)
     views = pool.take().cut(100, {"a": torch.float32, "b": torch.bfloat16, "c": torch.float32})

@@ -9,7 +9,6 @@ from torch import nn
 
 import shardwise
 from shardwise.engine.report import Report
-from shardwise.memory import ledger
 from shardwise.models.built_in import GPT, MLP
 from shardwise.optim.states import MASTER, extras_of, state_views
 from shardwise.unit.unit import Unit
@@ -76,7 +75,6 @@ def make_sgd(model: nn.Module) -> torch.optim.Optimizer:
 def start(
     name: str, config: dict[str, Any], optimizer: Callable[[nn.Module], torch.optim.Optimizer] = make_optimizer
 ) -> shardwise.Engine:
-    ledger.POISON = True
     model = make_model(name)
     return shardwise.initialize(model, optimizer(model), config)
 

@@ -27,14 +27,12 @@ import torch
 import torch.distributed as dist
 from _pytest.config import get_config
 
-from shardwise.comm import agreement
 from support.matrix import only_import
 from support.protocol import Job, Ready, Reply, Setup, receive, send
 
 PR_SET_PDEATHSIG = 1
 # Longer than any test may take: a rank that waits in vain is for the harness to report, with every rank's stack.
 GROUP_TIMEOUT = timedelta(minutes=60)
-LOOK_S = agreement.LOOK_S  # the tests of agreement look more often
 
 
 def main() -> None:
@@ -123,7 +121,6 @@ def clean_state() -> Iterator[None]:
         os.environ.clear()
         os.environ.update(environ)
         os.chdir(folder)
-        agreement.LOOK_S = LOOK_S
         reset_torch()
 
 

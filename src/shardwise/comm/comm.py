@@ -1,14 +1,14 @@
-"""The only place that calls collectives.
+"""The only module that calls collectives.
 
-Gathers and reductions run on process groups of their own, so that a gather issued ahead never queues behind a
-reduction. Bytes sent are counted by kind as they are issued. At W = 1 nothing is sent and the same code runs.
+Gathers and reductions are two channels, each with process groups of its own, so that a gather issued ahead never
+queues behind a reduction. Bytes sent are counted by kind when they are issued. At W = 1 the same code sends nothing.
 
-A reduction is an exchange: every rank sends to each other rank the part of its gradients that this rank owns, and
-adds up what it received itself, in rank order. So the sum depends on nothing but the values (Gloo's reduce-scatter
-is an all-reduce in disguise: twice the bytes, and from W = 3 on its bits depend on where buffers are cut).
+A reduction is an exchange: every rank sends to each other rank the part of the gradients that the other one owns, and
+adds up what it receives in rank order. So the sum depends on the values alone. Gloo's own reduce-scatter is an
+all-reduce inside: it sends twice the bytes, and from W = 3 on its bits depend on where buffers are cut.
 
-Every operation is checked (see `agreement`): over Gloo on the CPU all of them are sends and receives, whose tags tell
-operations apart; elsewhere ranks meet over what is new.
+Every operation is checked (see `agreement`). Over Gloo on the CPU, operations are sends and receives, and tags keep
+them apart; elsewhere the ranks meet over each operation that is new.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d as c10d
 
-from shardwise.comm.agreement import Agreement, Ticket
+from shardwise.comm.agreement import Agreement, Ticket, poll_interval_s
 
 # Renamed in torch 2.13, where the old name warns.
 _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-_GATHER, _REDUCE = "gather", "reduce"  # the streams of operations, each in one order on all ranks
-_STREAMS = (_GATHER, _REDUCE)
+_GATHER, _REDUCE = "gather", "reduce"  # the channels: sequences of operations in one order on all ranks
+_CHANNELS = (_GATHER, _REDUCE)
 _WAKING_TAG = 0x7FFFFFFF
 
 
 class Handle(Protocol):
-    """A collective under way."""
+    """A pending collective."""
 
     def wait(self) -> Any: ...
 
 
 class _Ways(NamedTuple):
-    """The groups of one stream: what goes to higher ranks, and what comes from them.
+    """The groups of one channel: what goes to higher ranks, and what comes from them.
 
-    A connection of Gloo's is for both directions, and while a send fills it, its thread asks again and again for what
-    has arrived there. On busy cores an exchange of 6 MB takes an eighth less over two (benchmarks/gloo_ways.py); the
-    price is twice the sockets and threads.
+    A Gloo connection carries both directions, and while a send fills it, its thread polls it for arrivals. On busy
+    cores an exchange of 6 MB takes an eighth less time over two groups (benchmarks/gloo_ways.py), at the price of twice
+    the sockets and threads.
     """
 
     up: Any
@@ -61,7 +61,7 @@ class _Done:
 
 
 class _Checked:
-    """An operation of one or several works. Gloo would wait for ever on a send it has waited for: each once."""
+    """An operation of one or several works. Each is waited for once: on a finished send Gloo would wait forever."""
 
     def __init__(self, agreement: Agreement, ticket: Ticket, works: list[Any]) -> None:
         self._agreement = agreement
@@ -79,9 +79,9 @@ DONE: Handle = _Done()
 class Comm:
     """Collectives over one data-parallel group, asynchronous, counted and checked.
 
-    `device` is where its tensors lie, `kernels` the kind of device that work is cut for: the same, but in a dry run.
-    `unit` names whose values an operation is about. `micro_step` is the number of the micro-batch in its step:
-    reductions of different ones are different operations.
+    `device` is where its tensors are, `kernels` the kind of device that work is cut for: the same, except in a dry run.
+    `unit` is the name of the unit whose values an operation carries. `micro_step` is the number of the micro-batch in
+    its step: reductions of different micro-batches are different operations.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
@@ -92,34 +92,35 @@ class Comm:
         self.sent_bytes: Counter[str] = Counter()
         self.micro_step = 0
         ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-        # Ranks that are part of the world cannot make groups without the others, and those they can make by themselves
-        # cannot be made twice: they share the group they were given.
+        # A part of the world cannot create groups without the other ranks, and groups that it can create alone cannot
+        # be created twice: there both channels share the group that was given.
         is_world = len(ranks) == dist.get_world_size()
         backend = _backend(None if is_world else group, device)
         self._sends_directly = device.type == "cpu" and "gloo" in backend
         self._waits_on_device = device.type == "cuda" and "nccl" in backend
         self._own: list[Any] = []
-        self._groups = {stream: self._ways(stream, ranks, None if is_world else group) for stream in _STREAMS}
-        # Without tags, what runs in one group is one stream.
-        self._streams = {stream: stream for stream in _STREAMS}
+        self._groups = {channel: self._ways(channel, ranks, None if is_world else group) for channel in _CHANNELS}
+        # Without tags, what runs in one group is one channel.
+        self._channels = {channel: channel for channel in _CHANNELS}
         if not self._own and not self._sends_directly:
-            self._streams[_REDUCE] = _GATHER
+            self._channels[_REDUCE] = _GATHER
         self._agreement: Agreement | None = None
         if self.world_size > 1 and "fake" not in backend:
             store = _store(self._groups[_GATHER].up)
-            self._agreement = Agreement(store, self.rank, self.world_size, is_world)
-            self._agreement.wake = self._break_groups
+            self._agreement = Agreement(
+                store, self.rank, self.world_size, is_world, wake=self._break_groups, poll_s=poll_interval_s()
+            )
 
-    def _ways(self, stream: str, ranks: list[int], given: Any) -> _Ways:
-        """The groups of a stream: made here, unless one was `given`; two if ranks send to each other directly."""
+    def _ways(self, channel: str, ranks: list[int], given: Any) -> _Ways:
+        """The groups of a channel: made here, unless one was `given`; two if ranks send to each other directly."""
         if given is not None:
             return _Ways(given, given)
-        made = [dist.new_group(ranks, group_desc=stream) for _ in range(1 + self._sends_directly)]
+        made = [dist.new_group(ranks, group_desc=channel) for _ in range(1 + self._sends_directly)]
         self._own += made
         return _Ways(made[0], made[-1])
 
     def gather(self, full: torch.Tensor, kind: str, unit: str = "") -> Handle:
-        """Fill `full` from all ranks; each brings its own W-th part of it, in place."""
+        """Fill `full` from all ranks. Each rank has its own W-th part in place already."""
         if self.world_size == 1 or not full.numel():
             return DONE
         self._count(kind, full.nbytes)
@@ -127,28 +128,30 @@ class Comm:
         return self._gather(ticket, full)
 
     def _gather(self, ticket: Ticket, full: torch.Tensor) -> Handle:
-        """Directly, every rank sends its part to each other, into place. Gloo's own all-gather does so through a second
-        buffer of the whole size, which no ledger sees, and takes twice as long."""
+        """Over Gloo every rank sends its part to each other rank, into place. Gloo's own all-gather copies through a
+        second buffer of the full size, which the ledger cannot see, and takes twice as long."""
         parts = full.view(self.world_size, -1)
         if self._sends_directly:
             mine = dict.fromkeys(range(self.world_size), parts[self.rank])
             return self._send_directly(mine, dict(enumerate(parts)), ticket)
-        group = self._groups[ticket.stream].up
+        group = self._groups[ticket.channel].up
         return self._checked(
             ticket, getattr(dist, _ALL_GATHER)(full.view(-1), parts[self.rank], group=group, async_op=True)
         )
 
     @property
     def rows_received(self) -> int:
-        """How many parts `exchange` receives: those of all ranks, or of all others."""
+        """How many rows `exchange` receives: those of all ranks, or of all other ranks."""
         return self.world_size - self._sends_directly
 
     def exchange(
         self, received: torch.Tensor, sent: torch.Tensor, kind: str, unit: str = ""
     ) -> tuple[Handle, list[torch.Tensor]]:
-        """Send the w-th row of `sent` to rank w; every rank's row for us, in rank order, once the handle is done.
+        """Send row w of `sent` to rank w. Returns the rows that all ranks send to this one, in rank order; they are
+        valid after the handle's wait.
 
-        `received` has `rows_received` rows. Where it is one less than ranks, our own row is that of `sent`.
+        `received` has `rows_received` rows. Where that is one less than there are ranks, this rank's own row is taken
+        from `sent`.
         """
         self._count(kind, sent.nbytes)
         ticket = self._issue(_REDUCE, f"{kind} {unit}", sent.numel())
@@ -162,9 +165,9 @@ class Comm:
     def _send_directly(
         self, sent: Mapping[int, torch.Tensor], received: Mapping[int, torch.Tensor], ticket: Ticket
     ) -> Handle:
-        """`sent[w]` to each other rank w, and from it into `received[w]`, under a tag that no other operation has."""
-        ways, mine, tag = self._groups[ticket.stream], self.rank, ticket.tag
-        # Each rank starts with the one after it, so that not all send to the same one.
+        """Send `sent[w]` to each other rank w and receive `received[w]` from it, with the tag of the operation."""
+        ways, mine, tag = self._groups[ticket.channel], self.rank, ticket.tag
+        # Each rank starts with the next one, so that not all send to the same rank.
         others = [(mine + step) % self.world_size for step in range(1, self.world_size)]
         try:
             receives = [
@@ -179,22 +182,21 @@ class Comm:
         return self._checked(ticket, *receives, *sends)
 
     def blocks(self, tensor: torch.Tensor, block_numel: int) -> Sequence[torch.Tensor]:
-        """A long tensor in parts that are worked on one after the other."""
+        """A long tensor in parts that are processed one after the other."""
         return tensor.split(block_numel) if tensor.numel() else ()
 
-    def share(self, values: torch.Tensor, name: str = "norm", stream: str = _REDUCE) -> torch.Tensor:
-        """A few values of every rank, on every rank: shape [W, *values.shape]. A control message, among the operations
-        of one stream."""
+    def share(self, values: torch.Tensor, name: str = "norm", channel: str = _REDUCE) -> torch.Tensor:
+        """The values of every rank, on every rank: shape [W, *values.shape]. A control message in a channel."""
         if self.world_size == 1:
             return values.unsqueeze(0)
         everyone = values.new_empty(self.world_size, *values.shape)
         self._count("control", everyone.nbytes)
         everyone[self.rank] = values
-        self._gather(self._issue(stream, f"share {name}", everyone.numel()), everyone).wait()
+        self._gather(self._issue(channel, f"share {name}", everyone.numel()), everyone).wait()
         return everyone
 
     def share_object(self, value: Any, name: str = "object") -> list[Any]:
-        """A small picklable value of every rank, on every rank. For looks inside, not in a step."""
+        """A small picklable value of every rank, on every rank. For use outside of steps."""
         if self.world_size == 1:
             return [value]
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self.device)
@@ -205,63 +207,63 @@ class Comm:
         return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0, unit: str = "") -> None:
-        """Rank `source`'s values for everyone, at once. Used at start-up and by writes, not in a step."""
+        """Copy rank `source`'s values to all ranks, and wait for them. For use outside of steps."""
         if self.world_size == 1 or not tensor.numel():
             return
         if self._sends_directly:
-            # Gloo's broadcast has no tag of ours: first see that everyone is here.
+            # Gloo's broadcast takes no tag, so a share checks first that all ranks are about to issue it.
             self.share(torch.zeros(1), f"broadcast {unit}, {tensor.numel()} elements")
         else:
             self._issue(_GATHER, f"broadcast {unit}", tensor.numel())
         dist.broadcast(tensor, group=self._groups[_GATHER].up, group_src=source)
 
     def note(self, what: str) -> None:
-        """Something that sends nothing, but that either all ranks meet with or none: a pass broken off."""
+        """Record something that sends nothing but must happen on all ranks or on none: a pass that broke off."""
         if self._agreement is not None:
-            self._agreement.note((_GATHER, _REDUCE), what)
+            self._agreement.note(_CHANNELS, what)
 
     @property
     def is_checked(self) -> bool:
-        """Whether there are others to agree with."""
+        """Whether operations are checked against those of other ranks."""
         return self._agreement is not None
 
     def begin_close(self) -> None:
-        """From here on, an operation that cannot be finished is given up without a word."""
+        """From now on, drop operations that cannot be finished, without an error."""
         if self._agreement is not None:
             self._agreement.is_ending = True
 
     def close(self) -> None:
-        """Give the process groups back."""
+        """Destroy the process groups."""
         if self._agreement is not None:
             self._agreement.close()
         for group in self._own:
             if dist.is_initialized():
                 dist.destroy_process_group(group)
 
-    def _issue(self, stream: str, text: str, numel: int) -> Ticket:
-        place = f" of micro-batch {self.micro_step}" if self.micro_step and stream == _REDUCE else ""
-        stream = self._streams[stream]
+    def _issue(self, channel: str, text: str, numel: int) -> Ticket:
+        place = f" of micro-batch {self.micro_step}" if self.micro_step and channel == _REDUCE else ""
+        channel = self._channels[channel]
         if self._agreement is None:
-            return Ticket(stream, 0, text, 0)
-        return self._agreement.issue(stream, f"{text}{place}, {numel} elements", self._sends_directly)
+            return Ticket(channel, 0, text, 0)
+        return self._agreement.issue(channel, f"{text}{place}, {numel} elements", self._sends_directly)
 
     def _checked(self, ticket: Ticket, *works: Any) -> Handle:
         if self._agreement is None:
             return works[0] if works else DONE
         if self._waits_on_device:
             for work in works:
-                self._agreement.follow(ticket, work)
+                self._agreement.track(ticket, work)
         return _Checked(self._agreement, ticket, [work for work in works if work is not None])
 
     def _break_groups(self) -> None:
-        """Wake whoever waits in our groups, here and on the other ranks: nobody can go on."""
+        """End all waits in these groups, on this rank and on the others, because no rank can continue."""
         for group in {id(group): group for ways in self._groups.values() for group in ways}.values():
             if self._waits_on_device:
                 with contextlib.suppress(RuntimeError):
                     group.abort()
                 continue
-            # A receive that times out ends all that wait on Gloo's connections; one over a connection that another
-            # rank has closed already ends nothing.
+            # A receive that times out breaks all connections of a Gloo group, which ends every wait on them. A receive
+            # over a connection that its rank has closed already breaks nothing, so each rank is tried.
             for step in range(1, self.world_size):
                 other = (self.rank + step) % self.world_size
                 with contextlib.suppress(RuntimeError):
@@ -274,17 +276,17 @@ class Comm:
 
 
 def _backend(group: Any, device: torch.device) -> str:
-    """What carries this device's tensors: a group may have several backends, also where the user named none."""
+    """The backend for this device's tensors: a group may have several, even if the user named none."""
     pairs = (pair.split(":") for pair in dist.get_backend_config(group).split(",") if ":" in pair)
     return dict(pairs).get(device.type) or str(dist.get_backend(group))
 
 
 _ENGINES: Counter[str] = Counter()
-"""How many engines each group has had: all its ranks make them in the same order."""
+"""How many engines each group has had. The same on all its ranks, which create engines in the same order."""
 
 
 def _store(group: Any) -> PrefixStore:
-    """The part of the store that is for one engine of a group."""
+    """The part of the store for one engine of a group."""
     name = group.group_name
     _ENGINES[name] += 1
     return PrefixStore(f"shardwise/{name}/{_ENGINES[name]}", c10d._get_default_store())

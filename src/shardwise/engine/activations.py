@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from shardwise.config.sections import Checkpointing
 from shardwise.memory import Entry, Kind, Tier
 from shardwise.offload.context import OffloadContext
-from shardwise.offload.pinned import HostStorage
+from shardwise.offload.storage import HostStorage
 from shardwise.offload.streams import PAST, Event
 from shardwise.unit import Unit
 
@@ -98,7 +98,7 @@ class ActivationStore:
             return entry
         self._free_idle()
         offload = self.offload
-        return HostStorage(offload.ledger, _ENTRY, size_bytes, torch.uint8, offload.is_pinned), PAST
+        return HostStorage(offload.ledger, _ENTRY, size_bytes, torch.uint8, offload.host), PAST
 
     def give(self, storage: HostStorage, ready: Event) -> None:
         """Take back a storage that is in use until `ready`."""
@@ -133,7 +133,7 @@ class OffloadedActivation:
         self._storage, ready = store.take(self._size_bytes)
         streams.d2h.wait(streams.now(), ready)
         with streams.d2h:
-            streams.take(self._resting(), tensor.detach())
+            streams.copy_to_host(self._resting(), tensor.detach())
         self._left = self._came = streams.d2h.mark()
         leaving = [tensor.detach()]
         version = tensor._version
@@ -145,7 +145,7 @@ class OffloadedActivation:
                     "checkpointing.offload it may have been on its way to the host; write `x = x + y`, not `x += y`"
                 )
 
-        streams.leave(self._left, free)
+        streams.free_after(self._left, free)
 
     def fetch(self) -> None:
         """Start to copy it back."""
@@ -154,7 +154,7 @@ class OffloadedActivation:
             self._here = torch.empty(self._shape, dtype=self._dtype, device=streams.device)
             streams.h2d.wait(streams.now(), self._left)
             with streams.h2d:
-                streams.bring(self._here, self._resting())
+                streams.copy_to_device(self._here, self._resting())
             self._came = streams.h2d.mark()
 
     def take(self) -> torch.Tensor:

@@ -12,8 +12,7 @@ from torch import nn
 
 from shardwise.comm import Comm
 from shardwise.config import Config
-from shardwise.engine.residency import Budget, moments_each, open_staging
-from shardwise.memory import Ledger
+from shardwise.engine.residency import Budget, moments_each
 from shardwise.memory.ledger import PAGE_BYTES
 from shardwise.memory.reduce_plan import choose_reduce_plan
 from shardwise.offload.context import OffloadContext
@@ -27,23 +26,25 @@ from shardwise.unit.plan import UnitPlan, layout_for
 _LOG = logging.getLogger("shardwise")
 
 
-def assemble(
+def plan_units(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, comm: Comm, budget: Budget
+) -> list[UnitPlan]:
+    """What is decided about the units of a model. A collective if the budget asks how much memory the hosts have."""
+    plans = budget.place(_plans(model, optimizer, config, comm), moments_each(optimizer))
+    return _with_reduce_plan(plans, config, comm)
+
+
+def build_units(
+    plans: Sequence[UnitPlan],
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    config: Config,
     comm: Comm,
-    ledger: Ledger,
-    budget: Budget,
+    offload: OffloadContext,
     on_read: Callable[[Unit], None],
-) -> tuple[list[Unit], OffloadContext]:
-    """The units of a model, with its values, and what their offloaded states share. A collective."""
+) -> list[Unit]:
+    """The units of a model, with rank 0's values. A collective."""
     for buffer in model.buffers():
         comm.broadcast(buffer)
     params = dict(model.named_parameters())
-    plans = budget.place(_plans(model, params, optimizer, config, comm), moments_each(optimizer))
-    plans = _with_reduce_plan(plans, config, comm)
-    staging = open_staging(plans, config.offload, comm, ledger, moments_each(optimizer))
-    offload = OffloadContext(comm.device, ledger, config.offload, staging)
     units, left_bytes = [], 0
     for plan in plans:
         left_bytes += sum(params[name].nbytes for name in plan.spec.params)
@@ -54,16 +55,11 @@ def assemble(
         if comm.device.type == "cuda" and left_bytes >= PAGE_BYTES:
             torch.cuda.empty_cache()
             left_bytes = 0
-    return units, offload
+    return units
 
 
-def _plans(
-    model: nn.Module,
-    params: dict[str, nn.Parameter],
-    optimizer: torch.optim.Optimizer | None,
-    config: Config,
-    comm: Comm,
-) -> list[UnitPlan]:
+def _plans(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, comm: Comm) -> list[UnitPlan]:
+    params = dict(model.named_parameters())
     groups = groups_of(optimizer, params, config.runtime.whole_tensors) if optimizer is not None else {}
     largest = max((params[name].nbytes for name, group in groups.items() if group.whole), default=0)
     plans = []

@@ -17,11 +17,12 @@ from shardwise.comm import Comm
 from shardwise.config import Config
 from shardwise.engine import access
 from shardwise.engine.activations import Recompute
-from shardwise.engine.assembly import assemble
+from shardwise.engine.assembly import build_units, plan_units
 from shardwise.engine.module_guard import ModuleGuard
 from shardwise.engine.report import Report, explain_out_of_memory
-from shardwise.engine.residency import Budget
+from shardwise.engine.residency import Budget, moments_each, open_offload
 from shardwise.memory import Entry, Ledger
+from shardwise.offload.pinned import HostMemory
 from shardwise.offload.unit_states import OffloadedStates, prefetch
 from shardwise.optim import Updater, clipping
 from shardwise.optim.clipping import Clip
@@ -48,7 +49,14 @@ class Average(Protocol):
 class Engine(nn.Module):
     """A model under a placement. Call it as you would the model; then `backward(loss)` and `step()`."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, comm: Comm) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        config: Config,
+        comm: Comm,
+        host: HostMemory | None = None,
+    ) -> None:
         super().__init__()
         self.module = model
         self.config = config
@@ -63,13 +71,13 @@ class Engine(nn.Module):
         self._saving: checkpoint.AsyncSave | None = None
         self._comm = comm
         self._scaling = LossScaling(config.precision, comm.device)
-        self._ledger = Ledger()
+        self._ledger = Ledger.from_environment()
         self._expected_bytes: int | None = None
         self._budget = Budget(config.offload, comm, self._ledger)
         self._clock = Clock(comm.device if config.runtime.timers else None)
-        self._units, self._offload = assemble(
-            model, optimizer, config, comm, self._ledger, self._budget, on_read=self._on_read
-        )
+        plans = plan_units(model, optimizer, config, comm, self._budget)
+        self._offload = open_offload(plans, moments_each(optimizer), config.offload, comm, self._ledger, host)
+        self._units = build_units(plans, model, comm, self._offload, self._on_read)
         trainable = [unit for unit in self._units if unit.is_trainable]
         self._updater = Updater(optimizer, trainable, self._ledger) if optimizer is not None else None
         self._budget.begin(self._updater)
@@ -487,7 +495,7 @@ class Engine(nn.Module):
                     updater.update(batch, clip.coefficient)
                     for unit in batch:
                         unit.weights.refresh()
-        self._offload.streams.arrive()
+        self._offload.streams.drain()
         updater.finish()
         for hook in self._update_hooks:
             hook()

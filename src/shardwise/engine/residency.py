@@ -23,7 +23,8 @@ from shardwise.config.costs import moments_of
 from shardwise.config.sections import Offload
 from shardwise.errors import ConfigError, DiskError
 from shardwise.memory import Ledger
-from shardwise.offload.context import bucket_numel, is_pinned
+from shardwise.offload.context import OffloadContext, bucket_numel, host_memory
+from shardwise.offload.pinned import HostMemory
 from shardwise.offload.staging import Staging, staging_bytes
 from shardwise.optim import Updater
 from shardwise.optim.host_share import host_share
@@ -169,16 +170,20 @@ def resting_bytes(plan: UnitPlan, moments: int) -> Counter[str]:
     return Counter({tier: size * plan.layout.shard_numel for tier, size in each.items()})
 
 
-def open_staging(
-    plans: Sequence[UnitPlan], settings: Offload, comm: Comm, ledger: Ledger, moments: int
-) -> Staging | None:
-    """Make this rank's files and reserve their room, if anything rests on a disk. All ranks can, or none continues."""
+def open_offload(
+    plans: Sequence[UnitPlan], moments: int, settings: Offload, comm: Comm, ledger: Ledger, host: HostMemory | None
+) -> OffloadContext:
+    """What the offloaded states share, with this rank's files if anything rests on a disk.
+
+    The files' room is reserved here: all ranks can, or none continues. A collective if there are files.
+    """
+    host = host or host_memory(settings, comm.device)
     on_disk = [plan for plan in plans if plan.policy.uses_disk]
     if not on_disk:
-        return None
+        return OffloadContext(comm.device, ledger, settings, host)
     staging, failure = None, None
     try:
-        staging = _reserved_staging(on_disk, settings, comm, ledger, moments)
+        staging = _reserved_staging(on_disk, moments, settings, comm, ledger, host)
     except (ConfigError, DiskError) as error:
         failure = error
     shared = comm.share_object(None if failure is None else f"rank {comm.rank}: {failure}", "the room on the disk")
@@ -186,15 +191,15 @@ def open_staging(
         raise failure
     if others := [text for text in shared if text is not None]:
         raise DiskError("; ".join(others))
-    return staging
+    return OffloadContext(comm.device, ledger, settings, host, staging)
 
 
 def _reserved_staging(
-    plans: Sequence[UnitPlan], settings: Offload, comm: Comm, ledger: Ledger, moments: int
+    plans: Sequence[UnitPlan], moments: int, settings: Offload, comm: Comm, ledger: Ledger, host: HostMemory
 ) -> Staging:
     largest = max(4 * min(plan.layout.shard_numel, bucket_numel(settings)) for plan in plans)
     disk_bytes = sum(resting_bytes(plan, moments)["disk"] for plan in plans)
-    staging = Staging(ledger, settings, comm.rank, is_pinned(settings, comm.device), largest, disk_bytes)
+    staging = Staging(ledger, settings, comm.rank, host, largest, disk_bytes)
     weights_bytes = sum(
         plan.policy.master_dtype.itemsize * plan.layout.shard_numel
         for plan in plans

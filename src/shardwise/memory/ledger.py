@@ -2,17 +2,18 @@
 
 A `Buffer` is one flat tensor that keeps its identity while its storage is freed and allocated again. That identity
 matters: autograd saves views of weights (`weight.t()`), and a view made in the forward must see the refilled storage
-in the backward. A freed storage must never be read (torch would segfault), so whoever frees a buffer first points
-its readers elsewhere.
+in the backward. A read of freed storage crashes the process, so the owner of a buffer redirects all readers before it
+frees it.
 
 The `Ledger` holds what is live now and what was live at the peak, by kind, unit and tier. Every allocation of the
-engine goes through it; tests compare it with an observer outside.
+engine goes through it; test_memory.test_the_ledger_knows_the_peak compares it with an observer from outside.
 """
 
 from __future__ import annotations
 
 import contextlib
 import enum
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -21,22 +22,22 @@ import torch
 
 from shardwise.partition.layout import Layout, Span
 
-POISON = False
-"""Fill fresh buffers with NaN, so that a read before the first write shows up in the results. Tests set it."""
+POISON_VARIABLE = "SHARDWISE_POISON"
+"""The environment variable that makes `Ledger.from_environment` poison buffers."""
 
 PAGE_BYTES = 20 * 2**20
-"""What torch's allocator maps of a GPU's memory, and gives back, at a time, for all but small tensors."""
+"""The granularity in which torch's allocator maps and returns GPU memory, except for small tensors."""
 
 
 class Kind(enum.Enum):
-    """What a buffer is for. WORK is in flight: receive buffers and casts, gone within a phase."""
+    """What a buffer is for. WORK is temporary: receive buffers and casts, freed within a phase."""
 
     WEIGHTS = "weights"
     GRADS = "grads"
     OPTIM = "optim"
     WORK = "work"
 
-    __hash__ = object.__hash__  # members are one object each; Enum's own hash is in Python, and the ledger asks often
+    __hash__ = object.__hash__  # members are singletons; Enum's own hash is a Python call, and the ledger hashes often
 
 
 class Tier(enum.Enum):
@@ -60,19 +61,28 @@ class Entry(NamedTuple):
 class Ledger:
     """Live bytes by entry, and the same at the highest total so far.
 
+    With `poison`, buffers that are allocated under it are filled with NaN, so that a value that is read before it is
+    written, or before the copy that brings it has ended, shows up in the results.
+
     >>> ledger = Ledger()
     >>> ledger.add(Entry(Kind.WEIGHTS, "head", Tier.DEVICE), 1024)
     >>> ledger.total_bytes, ledger.by_kind()
     (1024, {'weights': 1024})
     """
 
-    def __init__(self) -> None:
+    def __init__(self, poison: bool = False) -> None:
+        self.poison = poison
         self.live: Counter[Entry] = Counter()
         self.total_bytes = 0
         self.peak_bytes = 0
         self._tiers: Counter[Tier] = Counter()
         self._tier_peaks: Counter[Tier] = Counter()
         self._at_peak: Counter[Entry] = Counter()
+
+    @classmethod
+    def from_environment(cls) -> Ledger:
+        """A ledger that poisons buffers if the environment variable SHARDWISE_POISON is 1."""
+        return cls(poison=os.environ.get(POISON_VARIABLE) == "1")
 
     def add(self, entry: Entry, size_bytes: int) -> None:
         if not size_bytes:
@@ -93,11 +103,11 @@ class Ledger:
         left = self.live[entry] = self.live[entry] - size_bytes
         self._tiers[entry.tier] -= size_bytes
         self.total_bytes -= size_bytes
-        assert left >= 0, f"more of {entry} freed than was allocated"
+        assert left >= 0, f"{entry}: more was freed than allocated"
 
     @contextlib.contextmanager
     def passing(self, unit: str, tier: Tier, size_bytes: int) -> Iterator[None]:
-        """Within it, `size_bytes` of work: for what torch's operations allocate for us."""
+        """Count `size_bytes` of WORK inside the context: for what torch's operations allocate and free themselves."""
         entry = Entry(Kind.WORK, unit, tier)
         self.add(entry, size_bytes)
         try:
@@ -106,7 +116,7 @@ class Ledger:
             self.remove(entry, size_bytes)
 
     def set_bytes(self, entry: Entry, size_bytes: int) -> None:
-        """Bring an entry to `size_bytes`: for state that torch's optimizers allocate themselves."""
+        """Set an entry to `size_bytes`: for state that torch's optimizers allocate themselves."""
         change = size_bytes - self.live[entry]
         if change:
             (self.add if change > 0 else self.remove)(entry, abs(change))
@@ -125,7 +135,7 @@ class Ledger:
 
 
 class Buffer:
-    """One flat tensor, absent at first, whose storage is allocated and freed by name in the ledger."""
+    """One flat tensor, without storage at first, whose storage is allocated and freed under an entry of the ledger."""
 
     def __init__(self, ledger: Ledger, entry: Entry, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self.tensor = torch.empty(numel, dtype=dtype, device=device)
@@ -139,16 +149,16 @@ class Buffer:
         self._storage.resize_(0)
 
     def views(self, layout: Layout) -> list[torch.Tensor]:
-        """The tensors of a layout as views that stay valid from one `allocate` to the next; `gaps` are the rest."""
+        """The tensors of a layout as views that stay valid from one `allocate` to the next. `gaps` gets the padding."""
         self.gaps = self._keep((gap, (gap.numel,)) for gap in layout.gaps)
         return self._keep((slot.span, slot.spec.shape) for slot in layout.slots)
 
     def view(self, span: Span) -> torch.Tensor:
-        """A part as a view that stays valid just so."""
+        """One part as a view that stays valid in the same way."""
         return self._keep([(span, (span.numel,))])[0]
 
     def _keep(self, places: Iterable[tuple[Span, tuple[int, ...]]]) -> list[torch.Tensor]:
-        # torch refuses to make a view beyond its storage, so there must be one for a moment.
+        # torch refuses a view beyond the end of its storage, so the storage must exist while the views are made.
         if not self.live:
             self._storage.resize_(self.size_bytes)
         views = [self.tensor[span.slice].view(shape) for span, shape in places]
@@ -158,17 +168,17 @@ class Buffer:
         return views
 
     def allocate(self) -> torch.Tensor:
-        """Give the tensor its storage; its content is undefined."""
-        assert not self.live, f"{self._entry} is allocated already"
+        """Allocate the tensor's storage. Its content is undefined."""
+        assert not self.live, f"{self._entry} is already allocated"
         self._storage.resize_(self.size_bytes)
         self._ledger.add(self._entry, self.size_bytes)
         self.live = True
-        if POISON:
+        if self._ledger.poison:
             self.tensor.fill_(float("nan"))
         return self.tensor
 
     def free(self) -> None:
-        """Take the storage away. No view of the tensor may be read until the next `allocate`."""
+        """Free the storage. No view of the tensor may be read until the next `allocate`."""
         if self.live:
             if not self._storage.resizable():
                 self._renew()
@@ -177,7 +187,10 @@ class Buffer:
             self.live = False
 
     def _renew(self) -> None:
-        """Leave the storage to a numpy array of the user's, which shares it and forbids to free it; take another."""
+        """Move all views to new storage, because a numpy array of the user shares the old one and forbids to resize it.
+
+        test_engine.test_a_numpy_view_of_gathered_weights_outlives_their_release
+        """
         fresh = torch.empty_like(self.tensor)
         for view in self._views:
             view.data = fresh.as_strided(view.shape, view.stride(), view.storage_offset())

@@ -1,4 +1,4 @@
-"""The pool: a few buffers on the device through which everything passes that rests elsewhere."""
+"""The buffers on the device through which everything passes that rests off the device."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from shardwise.memory import ledger
 from shardwise.memory.ledger import Buffer, Entry, Kind, Ledger, Tier
 from shardwise.offload.streams import Event, Streams
 
@@ -17,7 +16,7 @@ _ENTRY = Entry(Kind.WORK, "pool", Tier.DEVICE)
 
 @dataclass
 class PoolBuffer:
-    """One buffer; free for its next use after `ready`."""
+    """One buffer of the pool. Streams other than the compute stream wait for `ready` before they use it again."""
 
     buffer: Buffer
     ready: Event
@@ -33,33 +32,37 @@ class PoolBuffer:
 
 
 class DeviceBufferPool:
-    """`count` slots, each as large as the largest need so far, in use one after the other.
+    """`count` buffers, each as large as the largest need so far, used in turn.
 
-    Slots are allocated when they are first needed and given back by `trim`, so that between an update and the next the
-    device has the memory for activations. There are more while things are left in some of them.
+    Buffers are allocated when they are first needed and freed by `trim`, so that between two updates their memory is
+    free for activations. There are more than `count` while states that were loaded ahead stay in some of them.
     """
 
     def __init__(self, ledger: Ledger, streams: Streams) -> None:
         self.count = 1
-        self._slot_bytes = 0
+        self._buffer_bytes = 0
         self._ledger, self._streams = ledger, streams
         self._idle: deque[PoolBuffer] = deque()
         self._out = 0
         self._scratch: Buffer | None = None
 
     def fit(self, size_bytes: int) -> None:
-        """Make slots large enough from here on."""
-        if size_bytes > self._slot_bytes:
+        """Make buffers at least this large from now on."""
+        if size_bytes > self._buffer_bytes:
             self.trim()
-            self._slot_bytes = size_bytes
+            self._buffer_bytes = size_bytes
 
     @property
     def out(self) -> int:
-        """How many slots something is left in."""
+        """How many buffers are in use."""
         return self._out
 
     def scratch(self, numel: int) -> torch.Tensor:
-        """Room in fp32 for the work lane alone, where one thing comes after the other: allocated and freed there."""
+        """An fp32 tensor for the update stream.
+
+        Only that stream uses it, so it is allocated and freed there: torch's allocator keeps memory in the order of the
+        stream that allocated it, and no event is needed.
+        """
         if self._scratch is None or self._scratch.tensor.numel() < numel:
             self._drop_scratch()
             with self._streams.update:
@@ -67,34 +70,42 @@ class DeviceBufferPool:
         return self._scratch.tensor[:numel]
 
     def take(self, most: int | None = None) -> PoolBuffer:
-        """A slot, new or the one that was given back first; of `most` slots, where not all are needed."""
+        """A buffer: a new one while there are few, or else the one that was given back first.
+
+        With `most`, few means at most that many besides those in use.
+        """
         most = max(self.count, self._out + 1) if most is None else self._out + min(most, self.count)
         if self._out + len(self._idle) < most or not self._idle:
-            slot = PoolBuffer(self._allocate(self._slot_bytes // 4), self._streams.now())
+            # The compute stream may still use this memory for the tensor that was freed here last.
+            buffer = PoolBuffer(self._allocate(self._buffer_bytes // 4), self._streams.now())
         else:
-            slot = self._idle.popleft()
+            buffer = self._idle.popleft()
         self._out += 1
-        if ledger.POISON:
+        if self._ledger.poison:
+            # In the stream that fills the buffer next, after its last use: in another stream, NaN could overwrite
+            # values that are still read, or that have just arrived.
             with self._streams.h2d:
-                self._streams.h2d.wait(slot.ready)
-                slot.buffer.tensor.fill_(float("nan"))
-        return slot
+                self._streams.h2d.wait(buffer.ready)
+                buffer.buffer.tensor.fill_(float("nan"))
+        return buffer
 
-    def give(self, slot: PoolBuffer, ready: Event) -> None:
-        """Give a slot back; its content is in use until `ready`."""
-        slot.ready = ready
+    def give(self, buffer: PoolBuffer, ready: Event) -> None:
+        """Give a buffer back, whose content is in use until `ready`."""
+        buffer.ready = ready
         self._out -= 1
-        if slot.buffer.size_bytes < self._slot_bytes or self._out + len(self._idle) >= self.count:
-            self._streams.leave(ready, slot.buffer.free)
+        if buffer.buffer.size_bytes < self._buffer_bytes or self._out + len(self._idle) >= self.count:
+            self._streams.free_after(ready, buffer.buffer.free)
         else:
-            self._idle.append(slot)
+            self._idle.append(buffer)
 
     def trim(self) -> None:
-        """Free the slots that nothing is left in, once the computing stream comes after their last use."""
+        """Free the buffers that are not in use. The compute stream waits for their last use first."""
         while self._idle:
-            slot = self._idle.popleft()
-            self._streams.wait(slot.ready)
-            slot.buffer.free()
+            buffer = self._idle.popleft()
+            # Without the wait, the next activation would get memory that a copy still writes to:
+            # test_offload_gpu.test_the_same_bits_as_on_the_device.
+            self._streams.wait(buffer.ready)
+            buffer.buffer.free()
         self._drop_scratch()
 
     def _drop_scratch(self) -> None:
@@ -109,5 +120,5 @@ class DeviceBufferPool:
 
 
 def room_bytes(numel: int, dtype: torch.dtype) -> int:
-    """What a tensor takes in a slot."""
+    """The bytes that a tensor takes in a buffer of the pool."""
     return -(-numel * dtype.itemsize // _ALIGN_BYTES) * _ALIGN_BYTES

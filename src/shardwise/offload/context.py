@@ -7,6 +7,7 @@ import torch
 from shardwise.config.sections import Offload
 from shardwise.memory import Ledger
 from shardwise.offload.buffer_pool import DeviceBufferPool
+from shardwise.offload.pinned import HostMemory
 from shardwise.offload.staging import Staging
 from shardwise.offload.streams import Streams
 
@@ -19,12 +20,19 @@ _MOST_BUFFERS = 8
 class OffloadContext:
     """Streams, device buffers, the disk's staging, and the size of buckets."""
 
-    def __init__(self, device: torch.device, ledger: Ledger, settings: Offload, staging: Staging | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        ledger: Ledger,
+        settings: Offload,
+        host: HostMemory | None = None,
+        staging: Staging | None = None,
+    ) -> None:
         self.streams = Streams(device)
         self.pool = DeviceBufferPool(ledger, self.streams)
         self.ledger = ledger
+        self.host = host or host_memory(settings, device)
         self.staging = staging
-        self.is_pinned = is_pinned(settings, device)
         self.bucket_numel = bucket_numel(settings)
         self._most_buffers = settings.buffer_count or _MOST_BUFFERS
 
@@ -43,19 +51,19 @@ class OffloadContext:
     def begin_step(self) -> None:
         """A step's updates begin."""
         if self.staging is not None:
-            self.staging.turn()
+            self.staging.begin_step()
 
     def close(self) -> None:
         """Free the device buffers and remove the files on the disk."""
-        self.streams.arrive()
+        self.streams.drain()
         self.pool.trim()
         if self.staging is not None:
             self.staging.close()
 
 
-def is_pinned(settings: Offload, device: torch.device) -> bool:
-    """Whether host memory is page-locked."""
-    return settings.pin_memory and device.type == "cuda"
+def host_memory(settings: Offload, device: torch.device) -> HostMemory:
+    """Host memory, page-locked where a GPU copies from it."""
+    return HostMemory(pinned=settings.pin_memory and device.type == "cuda")
 
 
 def bucket_numel(settings: Offload) -> int:

@@ -1,12 +1,13 @@
-"""A rank's file on the disk: direct I/O by several threads, checksums that are verified on each read, and its removal.
+"""A rank's file on the disk: direct I/O by several threads, with checksums that are verified on each read.
 
 Names, used throughout:
-- *extent*: a run of the file that is written and read as a whole, on 4096-byte boundaries. What is asked of an extent
-  happens in the order in which it was asked.
-- *block*: what one request carries, and what one checksum is of. Checksums are kept in memory.
+- *extent*: a contiguous part of the file that is written and read as a whole, on 4096-byte boundaries. Requests to one
+  extent run in the order in which they were issued; requests to different extents run in any order.
+- *block*: what one system call transfers, and what one checksum covers. Checksums are kept in memory.
 
-The file is ours for as long as we hold its lock: what a process that died left behind is known by a lock that nobody
-holds, and is removed by the next one that starts in that folder.
+The file holds nothing that must survive its process: it is never synced, and a checkpoint does not refer to it. Its
+process holds a lock on it. A file without a lock was left behind by a process that died, and the next process that uses
+the folder removes it.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ _LOG = logging.getLogger("shardwise")
 
 
 class Extent:
-    """A run of the file. `checksums` are of its blocks; None while nothing was written there."""
+    """A part of the file. `checksums` has one for each block, and is None until a write is issued; `last` is the last
+    request that was issued."""
 
     __slots__ = ("checksums", "last", "offset", "size_bytes")
 
@@ -49,7 +51,7 @@ class Extent:
 
 
 class DiskFile:
-    """One file of this process below `folder`, removed when it is closed, and at exit."""
+    """One file of this process in `folder`, removed by `close` and at exit."""
 
     def __init__(self, folder: Path, name: str, settings: Offload) -> None:
         _check_folder(folder)
@@ -61,19 +63,21 @@ class DiskFile:
         self.is_direct = _make_direct(self._handle, self.path)
         self._end = self._reserved_bytes = 0
         self._failure: BaseException | None = None
-        # Each thread has one request in flight; libraries for asynchronous I/O queue many in one thread.
+        # A thread has one system call in flight, where a library for asynchronous I/O queues many: a configuration
+        # that names few threads for such a library still gets enough of them.
         threads = min(settings.aio.queue_depth, max(settings.aio.threads, _LEAST_THREADS))
         self._workers = ThreadPoolExecutor(threads, "shardwise-disk")
-        self._starter = ThreadPoolExecutor(1, "shardwise-disk-starter")
+        # Waits for copies from the device. They end in the order in which they were issued, so one thread is enough.
+        self._copy_waiter = ThreadPoolExecutor(1, "shardwise-disk-copies")
         self._lock = threading.Lock()
 
     @property
     def size_bytes(self) -> int:
-        """What the file takes."""
+        """The reserved size of the file."""
         return self._reserved_bytes
 
     def reserve(self, size_bytes: int) -> None:
-        """Have the disk set so much aside; a `DiskError` says what is needed and what is free."""
+        """Reserve disk space for a file of `size_bytes`. A `DiskError` says how much is needed and how much is free."""
         if size_bytes <= self._reserved_bytes:
             return
         more = size_bytes - self._reserved_bytes
@@ -82,56 +86,61 @@ class DiskFile:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.posix_fallocate(self._handle, self._reserved_bytes, more)
         except OSError as error:
-            if error.errno in (errno.EOPNOTSUPP, errno.EINVAL):  # a file system that cannot set room aside
+            if error.errno in (errno.EOPNOTSUPP, errno.EINVAL):  # the file system cannot reserve space
                 os.ftruncate(self._handle, size_bytes)
             else:
                 free = format_bytes(_free_bytes(self._handle))
                 raise DiskError(
                     error.errno,
-                    f"{self.path.parent} has no room for what shall rest there: this rank needs "
-                    f"{format_bytes(size_bytes)}, of which it has {format_bytes(self._reserved_bytes)}, and {free} are "
-                    f"free ({error.strerror}); free some, or name a folder on another disk as offload.nvme_path",
+                    f"{self.path.parent} has too little free space: this rank needs {format_bytes(size_bytes)}, of "
+                    f"which it has {format_bytes(self._reserved_bytes)}, and {free} are free ({error.strerror}); free "
+                    "some, or set offload.nvme_path to a folder on another disk",
                 ) from error
         self._reserved_bytes = size_bytes
 
     def allocate(self, size_bytes: int) -> Extent:
-        """Room for `size_bytes`, rounded up to whole pages."""
+        """A new extent of `size_bytes`, rounded up to whole pages."""
         extent = Extent(self._end, aligned(size_bytes))
         self.reserve(self._end + extent.size_bytes)
         self._end += extent.size_bytes
         return extent
 
     def read(self, extent: Extent, target: memoryview) -> Future[None]:
-        """Read an extent that was written; the future raises a `DiskError` if it is not as it was."""
+        """Read a written extent. The future raises a `DiskError` if its bytes are not those that were written."""
         assert extent.checksums is not None, "nothing was written here"
         return self._queue(extent, lambda: self._read(extent, target))
 
     def write(self, extent: Extent, source: memoryview, ready: Callable[[], None] | None = None) -> Future[None]:
-        """Write an extent, once `ready` has returned. `source` is ours until the future is done."""
+        """Write an extent once `ready` has returned. `source` must not change until the future is done."""
         extent.checksums = extent.checksums or []
         done = self._queue(extent, lambda: self._write(extent, source), ready)
         done.add_done_callback(self._note_failure)
         return done
 
     def check(self) -> None:
-        """Raise what a write met with, if any did."""
+        """Raise the first error that a write met, if any did."""
         if self._failure is not None:
             raise self._failure
 
     def close(self) -> None:
-        """Finish what is under way, and remove the file."""
-        self._starter.shutdown()
+        """Finish pending requests, and remove the file."""
+        self._copy_waiter.shutdown()
         self._workers.shutdown()
         self._remove()
 
     def _queue(self, extent: Extent, work: Callable[[], None], ready: Callable[[], None] | None = None) -> Future[None]:
+        """Run `work` in a worker, after `ready` and after the request that was issued to `extent` before.
+
+        Without that order a read could overtake the write before it and return old values:
+        test_disk.test_what_is_asked_of_an_extent_happens_in_order.
+        """
         done: Future[None] = Future()
         previous, extent.last = extent.last, done
 
         def start(_: object = None) -> None:
-            _settling(done, lambda: self._workers.submit(_settle, done, work))
+            _pass_failure(done, lambda: self._workers.submit(_complete, done, work))
 
-        def begin() -> None:
+        def start_after_previous() -> None:
             if ready is not None:
                 ready()
             if previous is None:
@@ -140,10 +149,9 @@ class DiskFile:
                 previous.add_done_callback(start)
 
         if ready is None:
-            begin()
+            start_after_previous()
         else:
-            # Copies end in the order in which they were issued, so one thread can wait for all of them.
-            _settling(done, lambda: self._starter.submit(_settling, done, begin))
+            _pass_failure(done, lambda: self._copy_waiter.submit(_pass_failure, done, start_after_previous))
         return done
 
     def _read(self, extent: Extent, target: memoryview) -> None:
@@ -156,12 +164,14 @@ class DiskFile:
                 raise DiskError(
                     errno.EIO,
                     f"{self.path}: the {stop - start} bytes at {where} are not those that were written there (torn or "
-                    "altered); training cannot go on from them: load the last checkpoint, and check the disk",
+                    "altered); training cannot continue from them: load the last checkpoint, and check the disk",
                 )
 
     def _write(self, extent: Extent, source: memoryview) -> None:
         blocks = list(self._blocks(extent))
-        # Before the bytes: what a write that breaks off leaves behind must not pass for the old values or the new.
+        # Set before the bytes are written: if the write fails, blocks that still hold the old bytes do not match, and a
+        # later read raises instead of returning the values of the step before
+        # (test_disk.test_a_write_that_breaks_off_is_noticed).
         extent.checksums = [zlib.crc32(source[start:stop]) for start, stop in blocks]
         for start, stop in blocks:
             self._transfer(os.pwritev, source[start:stop], extent.offset + start, "written")
@@ -175,13 +185,13 @@ class DiskFile:
                 raise DiskError(
                     error.errno,
                     f"{self.path}: {len(block)} bytes at {offset} could not be {what} ({error.strerror}); this run "
-                    "cannot go on: free the disk or check it, start again, and load the last checkpoint",
+                    "cannot continue: free space or check the disk, restart, and load the last checkpoint",
                 ) from error
             if not count:
                 raise DiskError(
                     errno.EIO,
                     f"{self.path}: of {len(block)} bytes at {offset} only {done} could be {what}: the file was cut "
-                    "short; training cannot go on from it: load the last checkpoint, and check the disk",
+                    "short; training cannot continue from it: load the last checkpoint, and check the disk",
                 )
             done += count
 
@@ -195,7 +205,7 @@ class DiskFile:
 
 
 def aligned(size_bytes: int) -> int:
-    """Rounded up to whole pages, in which direct I/O is done.
+    """`size_bytes` rounded up to whole pages, the granularity of direct I/O.
 
     >>> aligned(1), aligned(8192)
     (4096, 8192)
@@ -204,9 +214,9 @@ def aligned(size_bytes: int) -> int:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove the files of processes that died: nobody holds their locks."""
+    """Remove the files of processes that died: those that are not locked."""
     for path in folder.glob(f"*{SUFFIX}"):
-        with contextlib.suppress(OSError):  # alive, or another process was quicker
+        with contextlib.suppress(OSError):  # its process lives, or another process removed it first
             handle = os.open(path, os.O_RDWR)
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -218,21 +228,22 @@ def remove_leftovers(folder: Path) -> None:
 def _check_folder(folder: Path) -> None:
     if not folder.is_dir():
         raise ConfigError(
-            f"offload.nvme_path is {str(folder)!r}: there is no such folder; make it on the disk that shall be used"
+            f"offload.nvme_path is {str(folder)!r}: there is no such folder; create it on the disk to use"
         )
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError(f"offload.nvme_path is {str(folder)!r}: no file can be made in this folder")
+        raise ConfigError(f"offload.nvme_path is {str(folder)!r}: files cannot be created in this folder")
 
 
 def _create(folder: Path, name: str) -> tuple[int, Path]:
-    """A new file under our lock. One that starts beside us may take it for a leftover before it is locked."""
+    """A new file, locked. Before it is locked, another process may take it for a leftover and remove it: then the path
+    no longer names the locked file, and another one is created."""
     path = folder / f"{name}-{os.getpid()}-{os.urandom(4).hex()}{SUFFIX}"
     while True:
         try:
             handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
-            raise DiskError(error.errno, f"{path} cannot be made ({error.strerror})") from error
-        with contextlib.suppress(OSError):  # without locks there, nobody will take it for a leftover either
+            raise DiskError(error.errno, f"{path} cannot be created ({error.strerror})") from error
+        with contextlib.suppress(OSError):  # without locks, `remove_leftovers` cannot lock it either, and leaves it
             fcntl.flock(handle, fcntl.LOCK_EX)
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(path.stat(), os.fstat(handle)):
@@ -241,7 +252,7 @@ def _create(folder: Path, name: str) -> tuple[int, Path]:
 
 
 def _make_direct(handle: int, path: Path) -> bool:
-    """Go past the page cache, where the file system lets us: some refuse at once, others with the first request."""
+    """Bypass the page cache, if the file system can. Some refuse the flag, others the first request."""
     flags = fcntl.fcntl(handle, fcntl.F_GETFL)
     with contextlib.closing(mmap.mmap(-1, ALIGN_BYTES)) as page:
         try:
@@ -249,7 +260,7 @@ def _make_direct(handle: int, path: Path) -> bool:
             os.pwritev(handle, [page], 0)
             os.preadv(handle, [page], 0)
         except OSError as error:
-            if error.errno == errno.ENOSPC:  # `reserve` will say so
+            if error.errno == errno.ENOSPC:  # `reserve` reports it, with what is needed
                 return True
             fcntl.fcntl(handle, fcntl.F_SETFL, flags)
             _warn_of_page_cache(path.parent)
@@ -261,8 +272,8 @@ def _make_direct(handle: int, path: Path) -> bool:
 def _warn_of_page_cache(folder: Path) -> None:
     """Once for each folder."""
     _LOG.warning(
-        "%s: this file system cannot be read and written directly (O_DIRECT), so the page cache is used, which takes "
-        "host memory and is slower than a disk can be; name a folder on a disk as offload.nvme_path",
+        "%s: this file system does not support direct I/O (O_DIRECT), so the page cache is used, which takes host "
+        "memory and is slower than the disk; set offload.nvme_path to a folder on a local disk",
         folder,
     )
 
@@ -273,20 +284,21 @@ def _free_bytes(handle: int) -> int:
 
 
 def _remove(handle: int, path: Path, owner: int) -> None:
-    if os.getpid() == owner:  # and not a process that was forked off
+    if os.getpid() == owner:  # not in a forked child, whose parent still uses the file
         with contextlib.suppress(FileNotFoundError):
             path.unlink()
     os.close(handle)
 
 
-def _settle(done: Future[None], work: Callable[[], object]) -> None:
-    _settling(done, work)
+def _complete(done: Future[None], work: Callable[[], object]) -> None:
+    """Run `work`, and complete `done` with its outcome."""
+    _pass_failure(done, work)
     if not done.done():
         done.set_result(None)
 
 
-def _settling(done: Future[None], work: Callable[[], object]) -> None:
-    """Do `work`; if it fails, `done` has."""
+def _pass_failure(done: Future[None], work: Callable[[], object]) -> None:
+    """Run `work`. If it raises, `done` fails with its exception, because no caller is left to catch it."""
     try:
         work()
     except BaseException as error:

@@ -1,112 +1,63 @@
-"""Host memory that the device copies from and to: of just the size asked for, page-locked where that helps.
+"""Host memory that the device copies from and to: page-locked where asked for, and of exactly the size asked for.
 
-torch's own pinned allocator rounds up to powers of two, which can double what rests on the host. So each storage is
-allocated by the CUDA runtime itself.
+torch's own pinned allocator rounds sizes up to powers of two, which can double what rests on the host. `HostMemory`
+asks the CUDA runtime instead (test_offload_gpu.test_host_memory_is_right_sized).
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import mmap
 import weakref
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import torch
 
-from shardwise.memory.ledger import Entry, Ledger
-from shardwise.offload.storage import Parts
-from shardwise.offload.streams import Streams
-from shardwise.partition.layout import Span
 
+class HostMemory:
+    """Allocates the host memory of one engine. A dry run passes in its own, to tell host memory from the device's.
 
-class HostStorage:
-    """A storage that is one flat tensor in host memory, zeros at first."""
+    >>> HostMemory().zeros(3, torch.float32)
+    tensor([0., 0., 0.])
+    """
 
-    def __init__(self, ledger: Ledger, entry: Entry, numel: int, dtype: torch.dtype, pinned: bool) -> None:
-        self.dtype = dtype
-        self.size_bytes = numel * dtype.itemsize
-        self._ledger, self._entry = ledger, entry
-        with making():
-            self.tensor = page_locked(numel, dtype) if pinned and numel else torch.zeros(numel, dtype=dtype)
-        ledger.add(entry, self.size_bytes)
+    def __init__(self, pinned: bool = False) -> None:
+        self.pinned = pinned
 
-    def at_rest(self, span: Span, shape: torch.Size) -> torch.Tensor:
-        return self.tensor[span.slice].view(shape)
+    def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A flat tensor of zeros."""
+        return page_locked(numel, dtype) if self.pinned and numel else torch.zeros(numel, dtype=dtype)
 
-    def read(self, span: Span) -> torch.Tensor:
-        return self.tensor[span.slice]
-
-    def write(self, span: Span, values: torch.Tensor) -> None:
-        self.tensor[span.slice].copy_(values)
-
-    def bring(self, streams: Streams, span: Span, target: torch.Tensor) -> None:
-        streams.bring(target, self.tensor[span.slice])
-
-    def take(self, streams: Streams, span: Span, parts: Parts) -> None:
-        for part, values in parts:
-            streams.take(self.tensor[part.slice], values)
-
-    def wait(self) -> None:
-        """What left the device is here."""
-
-    def free(self) -> None:
-        """Give the memory back, as soon as nobody holds a view of it; no copy may be under way."""
-        self._ledger.remove(self._entry, self.size_bytes)
-        self.size_bytes = 0
-        self.tensor = torch.empty(0, dtype=self.tensor.dtype)
-
-
-def page_aligned(size_bytes: int, pinned: bool) -> torch.Tensor:
-    """So many bytes of host memory on a page boundary, as direct I/O demands."""
-    if pinned:
-        return page_locked(size_bytes, torch.uint8)
-    return torch.frombuffer(mmap.mmap(-1, size_bytes), dtype=torch.uint8)
-
-
-_is_making = False
-
-
-def is_making() -> bool:
-    """Whether host memory is being made just now. A dry run, in which host and device are both on the CPU, tells them
-    apart by it."""
-    return _is_making
-
-
-@contextlib.contextmanager
-def making() -> Iterator[None]:
-    """Around what makes host memory."""
-    global _is_making
-    _is_making = True
-    try:
-        yield
-    finally:
-        _is_making = False
+    def pages(self, size_bytes: int) -> torch.Tensor:
+        """`size_bytes` bytes that start on a page boundary, as direct I/O requires."""
+        if self.pinned:
+            return page_locked(size_bytes, torch.uint8)
+        return torch.frombuffer(mmap.mmap(-1, size_bytes), dtype=torch.uint8)
 
 
 def page_locked(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Page-locked zeros of just this size."""
+    """Page-locked zeros, freed with the last tensor that shares them."""
     torch.cuda.init()
     size_bytes, pointer = numel * dtype.itemsize, ctypes.c_void_p()
     _check(_runtime().cudaHostAlloc(ctypes.byref(pointer), ctypes.c_size_t(size_bytes), ctypes.c_uint(0)))
     assert pointer.value is not None
     pages = (ctypes.c_byte * size_bytes).from_address(pointer.value)
-    # torch keeps `pages` for as long as a tensor over them lives. At exit the driver may be gone before us.
+    # `frombuffer` keeps `pages` alive for as long as a tensor shares this memory, so the finalizer frees it no earlier.
+    # It does not run at exit: the driver may be unloaded by then, and the process returns the memory anyway.
     weakref.finalize(pages, _runtime().cudaFreeHost, pointer).atexit = False
     return torch.frombuffer(pages, dtype=dtype, count=numel).zero_()
 
 
 @cache
 def _runtime() -> ctypes.CDLL:
-    """The CUDA runtime that torch has loaded."""
+    """The CUDA runtime library that torch has loaded."""
     maps = Path("/proc/self/maps").read_text().splitlines()
     paths = sorted({line.split()[-1] for line in maps if "libcudart" in line})
     if not paths:
         raise MemoryError(
-            "the CUDA runtime that torch uses is not a library of its own here, so no page-locked memory can be asked "
-            "of it: set offload.pin_memory to false, which makes copies slower"
+            "torch has no libcudart of its own loaded here, so page-locked memory cannot be allocated: set "
+            "offload.pin_memory to false, which makes copies slower"
         )
     return ctypes.CDLL(paths[0])
 

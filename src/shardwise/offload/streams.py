@@ -1,10 +1,20 @@
-"""Streams: work that runs beside the stream that computes, and the events that put it in order.
+"""CUDA streams for offload: copies and updates that run beside the compute stream, ordered by events.
 
-There are three: *up* copies from the host to the device, *down* copies back, *work* computes on what has arrived. All
-are issued at once and wait for each other on the device; the host waits for none of them. Memory that a lane reads or
-writes is allocated by the stream that computes, and is given back only after that stream waits for the lane's event.
+Besides the *compute stream* (the one that is current when the engine is called) a device has three:
 
-Without CUDA, host and device are one memory, and everything happens where it is issued.
+- `h2d` copies from the host to the device,
+- `update` runs the optimizer on what has arrived,
+- `d2h` copies from the device to the host.
+
+The host issues all work at once. Events order it on the device, and the host waits for none of them
+(test_offload_gpu.test_the_host_never_waits).
+
+Lifetime: torch's allocator hands freed memory to the next tensor of the stream that allocated it, and it knows nothing
+of the other streams. All memory that these streams read or write is therefore allocated on the compute stream, and
+freed only after the compute stream waits for the event that ends its last use (`Streams.free_after`). Freed earlier, a
+buffer would be overwritten while a copy still reads it: test_offload_gpu.test_the_same_bits_as_on_the_device.
+
+Without CUDA, host and device are one memory: work runs where it is issued, and every event has happened.
 """
 
 from __future__ import annotations
@@ -18,10 +28,10 @@ import torch
 
 
 class Event(Protocol):
-    """A point in a lane's work."""
+    """A point in a sequence of asynchronous work."""
 
     def synchronize(self) -> None:
-        """Have the host wait for it."""
+        """Block the host until it has happened."""
 
     def query(self) -> bool:
         """Whether it has happened."""
@@ -36,16 +46,16 @@ class _Past:
 
 
 PAST: Event = _Past()
-"""What has happened already."""
+"""An event that has happened already."""
 
 
 def now(device: torch.device) -> Event:
-    """The end of what the stream that is current on `device` was given so far."""
+    """The event that ends all work issued so far to the current stream of `device`."""
     return PAST if device.type != "cuda" else torch.cuda.current_stream(device).record_event()
 
 
 class Stream:
-    """Work in order. `with lane:` issues to it."""
+    """One CUDA stream, or nothing on the CPU. Work inside `with stream:` is issued to it."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -60,52 +70,55 @@ class Stream:
         self._contexts.pop().__exit__(*details)
 
     def wait(self, *events: Event) -> None:
-        """What is issued from here on comes after `events`."""
+        """Make work that is issued to this stream from now on run after `events`."""
         for event in events:
             if self._stream is not None and isinstance(event, torch.cuda.Event):
                 self._stream.wait_event(event)
 
     def mark(self) -> Event:
-        """The end of what is issued so far."""
+        """The event that ends all work issued so far to this stream."""
         return PAST if self._stream is None else self._stream.record_event()
 
 
 class Streams:
-    """The streams of one device, what they carried, and what waits to be given back."""
+    """The streams of one device, the bytes they copied, and the memory that is freed when they are done with it."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.h2d, self.update, self.d2h = Stream(device), Stream(device), Stream(device)
         self.moved_bytes: Counter[str] = Counter()
-        self._leaving: deque[tuple[Event, Callable[[], None]]] = deque()
+        self._to_free: deque[tuple[Event, Callable[[], None]]] = deque()
 
     def now(self) -> Event:
-        """The end of what the computing stream was given so far."""
+        """The event that ends all work issued so far to the compute stream."""
         return now(self.device)
 
     def wait(self, event: Event) -> None:
-        """What the computing stream is given from here on comes after `event`."""
+        """Make work that is issued to the compute stream from now on run after `event`."""
         if isinstance(event, torch.cuda.Event):
             torch.cuda.current_stream(self.device).wait_event(event)
 
-    def bring(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy from the host to the device, in the lane that is current."""
+    def copy_to_device(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy from the host to the device, in the current stream."""
         target.copy_(source, non_blocking=True)
         self.moved_bytes["host to device"] += source.numel() * source.element_size()
 
-    def take(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy from the device to the host, in the lane that is current."""
+    def copy_to_host(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy from the device to the host, in the current stream."""
         target.copy_(source, non_blocking=True)
         self.moved_bytes["device to host"] += source.numel() * source.element_size()
 
-    def leave(self, event: Event, free: Callable[[], None], most: int = 2) -> None:
-        """Call `free` once the computing stream comes after `event`: when more than `most` have left since."""
-        self._leaving.append((event, free))
-        self.arrive(most)
+    def free_after(self, event: Event, free: Callable[[], None], most: int = 2) -> None:
+        """Call `free` once the compute stream waits for `event`: when more than `most` later calls have been made.
 
-    def arrive(self, most: int = 0) -> None:
-        """Have the computing stream wait for the oldest departures, until at most `most` are left."""
-        while len(self._leaving) > most:
-            event, free = self._leaving.popleft()
+        The compute stream would stall if it waited at once. `most` bounds the memory that is kept meanwhile.
+        """
+        self._to_free.append((event, free))
+        self.drain(most)
+
+    def drain(self, most: int = 0) -> None:
+        """Make the compute stream wait for the oldest pending frees and do them, until at most `most` are pending."""
+        while len(self._to_free) > most:
+            event, free = self._to_free.popleft()
             self.wait(event)
             free()

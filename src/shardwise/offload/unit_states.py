@@ -27,10 +27,8 @@ import torch
 from shardwise.memory import Entry, Kind, Tier
 from shardwise.offload.buffer_pool import PoolBuffer, room_bytes
 from shardwise.offload.context import OffloadContext
-from shardwise.offload.disk_storage import DiskStorage
-from shardwise.offload.pinned import HostStorage
-from shardwise.offload.staging import Chunk
-from shardwise.offload.storage import StateStorage
+from shardwise.offload.staging_buffers import Chunk
+from shardwise.offload.storage import DiskStorage, HostStorage, StateStorage
 from shardwise.offload.streams import PAST, Event, Streams
 from shardwise.partition import Policy, Span
 from shardwise.partition.layout import GroupRun
@@ -179,7 +177,7 @@ class OffloadedStates(UnitStates):
         if offload.staging is not None and tier == "disk":
             self.storages[state] = DiskStorage(offload.staging, offload.ledger, entry, self._cuts, dtype)
         else:
-            self.storages[state] = HostStorage(offload.ledger, entry, self.numel, dtype, offload.is_pinned)
+            self.storages[state] = HostStorage(offload.ledger, entry, self.numel, dtype, offload.host)
         return self.storages[state]
 
     def _cuts(self) -> list[Span]:
@@ -221,7 +219,7 @@ class OffloadedStates(UnitStates):
         self.synchronize()
         for state, storage in self.storages.items():
             if isinstance(storage, DiskStorage):
-                self.storages[state] = storage.to_host(self._offload.is_pinned)
+                self.storages[state] = storage.to_host(self._offload.host)
         self._moments_tier = "host"
 
     @property
@@ -270,16 +268,16 @@ class OffloadedStates(UnitStates):
         streams = self.streams
         streams.d2h.wait(streams.now(), self._stored, self._finish_host_update())
         with streams.d2h:
-            self.storages[state].take(streams, self.everything, [(self.everything, source)])
+            self.storages[state].from_device(streams, self.everything, [(self.everything, source)])
         self._grads_stored = streams.d2h.mark()
-        streams.leave(self._grads_stored, free)
+        streams.free_after(self._grads_stored, free)
 
     def fetch(self, state: str, target: torch.Tensor) -> Event:
         """Copy a whole state up to memory of the compute stream."""
         streams = self.streams
         streams.h2d.wait(streams.now(), self._stored, self._grads_stored)
         with streams.h2d:
-            self.storages[state].bring(streams, self.everything, target)
+            self.storages[state].to_device(streams, self.everything, target)
         self._fetched = streams.h2d.mark()
         return self._fetched
 
@@ -374,7 +372,7 @@ class OffloadedStates(UnitStates):
             parts.setdefault(state, []).append((span, values.view(-1)))
         with streams.d2h:
             for state, values_of in parts.items():
-                self.storages[state].take(streams, bucket.span, values_of)
+                self.storages[state].from_device(streams, bucket.span, values_of)
         self._stored = self._buckets_stored[bucket.span] = streams.d2h.mark()
         if made:
             # The optimizer allocated them on the update stream, whose allocator does not know of the copy on d2h: the
@@ -400,7 +398,7 @@ class OffloadedStates(UnitStates):
         streams.h2d.wait(buffer.ready, self._buckets_stored.get(span, PAST), self._grads_stored)
         with streams.h2d:
             for state in states:
-                self.storages[state].bring(streams, span, views[state])
+                self.storages[state].to_device(streams, span, views[state])
         self._fetched = streams.h2d.mark()
 
 

@@ -25,7 +25,7 @@ from shardwise.engine.engine import Engine
 from shardwise.models.built_in import MakeBatch
 from shardwise.observe import StorageObserver
 from shardwise.observe.labels import KINDS, Labelling, by_kind
-from shardwise.offload.pinned import is_making
+from shardwise.offload.pinned import HostMemory
 from shardwise.planning.fakes import Fakes
 from shardwise.planning.kernels import CPU, Kernels, replacing
 from shardwise.tensors import map_tensors
@@ -103,7 +103,7 @@ class DryComm(Comm):
         """One block stands for all: they take the same memory, one after the other."""
         return [tensor[:block_numel]] if tensor.numel() else ()
 
-    def share(self, values: torch.Tensor, name: str = "", stream: str = "") -> torch.Tensor:
+    def share(self, values: torch.Tensor, name: str = "", channel: str = "") -> torch.Tensor:
         if self.world_size == 1:
             return values.unsqueeze(0)
         return values.new_empty(self.world_size, *values.shape)
@@ -118,12 +118,29 @@ class DryComm(Comm):
         pass
 
 
+class DryHostMemory(HostMemory):
+    """Says while it allocates that it does: in a dry run, host and device are both on the CPU, and the observer tells
+    them apart by it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_allocating = False
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        self.is_allocating = True
+        try:
+            return super().zeros(numel, dtype)
+        finally:
+            self.is_allocating = False
+
+
 class _Observer(StorageObserver):
     """Sees what the allocator of the foreseen device would."""
 
     def __init__(self, kernels: Kernels, label: Callable[[torch.Tensor], str]) -> None:
+        self.host = DryHostMemory()
         # Where the device foreseen is the CPU, host memory is part of it, as in a measurement.
-        is_away = None if kernels.name == "cpu" else is_making
+        is_away = None if kernels.name == "cpu" else lambda: self.host.is_allocating
         super().__init__("cpu", (), label, kernels.granularity_bytes, is_away)
         self._scratch = kernels.scratch
         self.fakes: Fakes | None = None
@@ -179,7 +196,7 @@ def dry_run(scenario: Scenario) -> Foreseen:
         with observer, replacing(kernels.replaced):
             model, make_batch = scenario.build()
             _check_fake(model)
-            engine = _engine(model, scenario)
+            engine = _engine(model, scenario, observer.host)
             labelling.vocabulary = _vocabulary(model)
             labelling.attach(
                 observer, model, engine.optimizer, master=scenario.config.precision.weights_dtype != "fp32"
@@ -249,14 +266,15 @@ class _Step:
         return moved
 
 
-def _engine(model: nn.Module, scenario: Scenario) -> Engine:
+def _engine(model: nn.Module, scenario: Scenario, host: HostMemory) -> Engine:
     config = scenario.config
     params = [param for param in model.parameters() if param.requires_grad]
     if config.optimizer is not None:
         optimizer = build_optimizer(config.optimizer, params)
     else:
         optimizer = torch.optim.AdamW(params, lr=1e-3)
-    return Engine(model, optimizer, config, DryComm(scenario.rank, scenario.world_size, scenario.kernels.name))
+    comm = DryComm(scenario.rank, scenario.world_size, scenario.kernels.name)
+    return Engine(model, optimizer, config, comm, host)
 
 
 def _foreseen(observer: _Observer, engine: Engine, kernels: Kernels, startup_bytes: int) -> Foreseen:

@@ -162,7 +162,7 @@ class GatherOrder:
         """Gather what any rank needs; returns whether there was anything."""
         mine = self._units.index(wanted) if wanted is not None else _NOTHING
         number = torch.tensor([mine], device=self._comm.device)
-        told = self._comm.share(number, f"what the {self._name} gathers next", stream="gather")
+        told = self._comm.share(number, f"what the {self._name} gathers next", channel="gather")
         numbers = sorted(
             {number for number in told.flatten().tolist() if number != _NOTHING}, reverse=self._is_backward
         )

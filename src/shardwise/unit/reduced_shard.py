@@ -109,7 +109,7 @@ class OffloadedShard(HeldShard):
         """Copy the sum of earlier micro-batches back, ahead of what is added to it."""
         if self._sum is not None and self._fetching is None:
             # The buffer may still be the source of its last way down: wait, and free it, before it is used again.
-            self._states.streams.arrive()
+            self._states.streams.drain()
             self._fetching = self._states.fetch(GRADS, self._buffer.allocate())
 
     def target(self) -> tuple[torch.Tensor, bool]:
@@ -137,7 +137,7 @@ class OffloadedShard(HeldShard):
 
     def free(self) -> None:
         self._wait_fetched()
-        self._states.streams.arrive()
+        self._states.streams.drain()
         super().free()
 
     def _wait_fetched(self) -> None:

@@ -3,8 +3,8 @@
 from torch import nn
 
 from shardwise.models.built_in import GPT, MLP, MakeBatch, _tokens, _vectors
-from shardwise.planning.decoder import Decoder
-from shardwise.planning.dimensions import Dimensions
+from shardwise.models.decoder import Decoder
+from shardwise.models.dimensions import Dimensions
 
 Workload = tuple[nn.Module, MakeBatch]
 SMALL = Dimensions("small", 192, 5, 6, 1000, 512, kv_heads=2)

@@ -18,7 +18,7 @@ from shardwise.compare.worker import Worker
 from shardwise.config import Config
 from shardwise.engine.engine import Engine
 from shardwise.models.built_in import BUILT_IN, GPT
-from shardwise.planning.dry import DryComm, Scenario, Untraceable, dry_run
+from shardwise.planning.dry_run import DryComm, Scenario, Untraceable, dry_run
 from shardwise.planning.runs import foresee, foresee_settings
 from support import ranks
 

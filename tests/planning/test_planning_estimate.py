@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardwise.planning.dimensions import Dimensions, Experts
+from shardwise.models.dimensions import Dimensions, Experts
 from shardwise.planning.estimate import estimate
 from shardwise.planning.runs import foresee_workload
 from shardwise.planning.workload import Workload, from_dimensions

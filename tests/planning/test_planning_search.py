@@ -5,10 +5,10 @@ import json
 import pytest
 
 import shardwise
+from shardwise.models.catalog import find
+from shardwise.models.dimensions import Dimensions
 from shardwise.planning import Hardware, Workload
-from shardwise.planning.catalog import find
 from shardwise.planning.cost import moved_bytes, operations, wire_s
-from shardwise.planning.dimensions import Dimensions
 from shardwise.planning.hardware import Rates
 from shardwise.planning.runs import foresee_workload
 from shardwise.planning.search import search

@@ -1,6 +1,6 @@
 """Foresight: what a training run will hold, send and need, before it is launched."""
 
-from shardwise.planning.dry import Foreseen, Untraceable
+from shardwise.planning.dry_run import Foreseen, Untraceable
 from shardwise.planning.hardware import Hardware, Rates
 from shardwise.planning.planner import Plan, plan
 from shardwise.planning.runs import foresee

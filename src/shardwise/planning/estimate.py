@@ -18,8 +18,8 @@ import torch
 from shardwise.config import Config
 from shardwise.config.costs import Resting, resting
 from shardwise.memory.ledger import Ledger
+from shardwise.models.dimensions import Dimensions
 from shardwise.offload.context import OffloadContext
-from shardwise.planning.dimensions import Dimensions
 from shardwise.planning.workload import Model, Workload
 
 UNKNOWN_LAYERS = 32

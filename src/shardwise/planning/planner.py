@@ -12,7 +12,7 @@ from typing import Any
 from shardwise.config.presets import PRESETS
 from shardwise.errors import ConfigError
 from shardwise.planning.cost import sent_bytes, wire_share
-from shardwise.planning.dry import can_be_run
+from shardwise.planning.dry_run import can_be_run
 from shardwise.planning.estimate import CATEGORIES, estimate
 from shardwise.planning.fit import headroom, is_supported, judge
 from shardwise.planning.hardware import Hardware
@@ -102,7 +102,7 @@ def plan(
 ) -> Plan:
     """What every rank will hold at its peak under each preset, before anything is launched.
 
-    `model` is a name that `shardwise.planning.catalog` knows, a Hugging Face `config.json` or model folder, or
+    `model` is a name that `shardwise.models.catalog` knows, a Hugging Face `config.json` or model folder, or
     `file.py:function`; or else `params` is the number of parameters. `detailed` runs the engine's own code on fake
     tensors, which takes seconds; the default does so for `file.py:function`, of which nothing else is known.
 

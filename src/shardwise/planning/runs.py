@@ -14,8 +14,8 @@ from shardwise.compare.job import Settings, config_for
 from shardwise.config import Config
 from shardwise.models import loading
 from shardwise.models.built_in import MakeBatch
-from shardwise.planning.decoder import adapt, decoder
-from shardwise.planning.dry import Foreseen, Scenario, Untraceable, dry_run
+from shardwise.models.decoder import adapt, decoder
+from shardwise.planning.dry_run import Foreseen, Scenario, Untraceable, dry_run
 from shardwise.planning.kernels import CPU, cuda
 from shardwise.planning.workload import Model, Workload
 

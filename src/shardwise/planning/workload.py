@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.config import Config
 from shardwise.errors import ConfigError
-from shardwise.planning.dimensions import Dimensions
+from shardwise.models.dimensions import Dimensions
 
 if TYPE_CHECKING:
     from torch import nn

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from shardwise.models.built_in import Batch
-from shardwise.planning.dry import Scenario, Untraceable, dry_run
+from shardwise.planning.dry_run import Scenario, Untraceable, dry_run
 from shardwise.planning.kernels import CPU, cuda
 from shardwise.train.job import Job
 from shardwise.train.model import LanguageModel

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 
 from shardwise.errors import ConfigError
-from shardwise.planning.dimensions import Dimensions, Experts, Latent
+from shardwise.models.dimensions import Dimensions, Experts, Latent
 
 
 def _gpt2(name: str, hidden: int, layers: int, heads: int) -> Dimensions:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from shardwise.models.built_in import Batch, MakeBatch
-from shardwise.planning.dimensions import Dimensions, Experts, Latent
+from shardwise.models.dimensions import Dimensions, Experts, Latent
 
 
 class _Norm(nn.Module):

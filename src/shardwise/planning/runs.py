@@ -13,8 +13,8 @@ from torch import nn
 from shardwise.compare.job import Settings, config_for
 from shardwise.config import Config
 from shardwise.models import loading
-from shardwise.models.built_in import MakeBatch
-from shardwise.models.decoder import adapt, decoder
+from shardwise.models.built_in import Batch, MakeBatch
+from shardwise.models.decoder import CausalDecoder, adapt
 from shardwise.planning.dry_run import Foreseen, Scenario, Untraceable, dry_run
 from shardwise.planning.kernels import CPU, cuda
 from shardwise.planning.workload import Model, Workload
@@ -93,7 +93,12 @@ def _check_no_disk(config: Config) -> None:
 def described(model: Model, workload: Workload) -> tuple[nn.Module, MakeBatch]:
     """The decoder of a model's dimensions, with adapters where the workload has them."""
     assert model.dimensions is not None
-    built, make_batch = decoder(model.dimensions, workload.micro_batch, workload.sequence)
+    built = CausalDecoder(model.dimensions)
     if workload.lora is not None:
         adapt(built, *workload.lora)
+
+    def make_batch(rank: int, step: int) -> Batch:
+        samples = torch.zeros(workload.micro_batch, workload.sequence + 1, dtype=torch.long)
+        return {"tokens": samples[:, :-1], "targets": samples[:, 1:]}
+
     return built, make_batch

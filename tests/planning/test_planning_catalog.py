@@ -5,8 +5,7 @@ import json
 import pytest
 
 from shardwise import ConfigError
-from shardwise.models.catalog import find
-from shardwise.models.dimensions import from_config
+from shardwise.models.catalog import find, from_config
 from shardwise.planning.inputs import find_model
 from shardwise.planning.workload import Workload
 

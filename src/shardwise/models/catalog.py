@@ -1,11 +1,22 @@
-"""Well-known models, dimensions only. `test_planning_catalog.py` holds their published parameter counts."""
+"""Dimensions by name, for well-known models, or from a Hugging Face `config.json`.
+
+`tests/planning/test_planning_catalog.py` compares their parameter counts with the published ones.
+"""
 
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
+from typing import Any
 
 from shardwise.errors import ConfigError
 from shardwise.models.dimensions import Dimensions, Experts, Latent
+
+MODEL_TYPES = (
+    "gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text",
+    "deepseek_v2", "deepseek_v3",
+)  # fmt: skip
+"""The types that `from_config` counts correctly. Others may have biases, norms or gates that their keys do not show."""
 
 
 def _gpt2(name: str, hidden: int, layers: int, heads: int) -> Dimensions:
@@ -83,10 +94,10 @@ CATALOG: dict[str, Dimensions] = {model.name: model for model in _ALL}
 
 
 def find(name: str) -> Dimensions:
-    """A model of the catalog by name, however it is spelt: `Llama-3-8B` is `llama3-8b`."""
-    plain = {_plain(known): known for known in CATALOG}
-    if _plain(name) in plain:
-        return CATALOG[plain[_plain(name)]]
+    """A known model by name. Case, dashes and a publisher's prefix do not matter: `Llama-3-8B` is `llama3-8b`."""
+    by_key = {_key(known): model for known, model in CATALOG.items()}
+    if _key(name) in by_key:
+        return by_key[_key(name)]
     nearest = difflib.get_close_matches(name.lower(), CATALOG, n=1)
     hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
     raise ConfigError(
@@ -95,5 +106,93 @@ def find(name: str) -> Dimensions:
     )
 
 
-def _plain(name: str) -> str:
+def _key(name: str) -> str:
     return "".join(letter for letter in name.lower().rpartition("/")[2] if letter.isalnum() or letter == ".")
+
+
+def from_config(config: Mapping[str, Any], name: str) -> Dimensions:
+    """The dimensions in a Hugging Face `config.json`. A ConfigError names a key that is missing or wrong."""
+    kind = config.get("model_type")
+    if kind not in MODEL_TYPES:
+        raise ConfigError(
+            f"{name}: the model_type {kind!r} is not known: choose from {', '.join(MODEL_TYPES)}; or write a "
+            "function that builds the model, and give file.py:function"
+        )
+    if kind == "gpt2":
+        return _from_gpt2(config, name)
+    hidden, heads = _need(config, "hidden_size", name), _need(config, "num_attention_heads", name)
+    experts, latent = _experts(config, name), _latent(config, name)
+    head_dim = latent.nope_dim + latent.rope_dim if latent else hidden // heads
+    return Dimensions(
+        name=name,
+        hidden=hidden,
+        layers=_need(config, "num_hidden_layers", name),
+        heads=heads,
+        vocabulary=_need(config, "vocab_size", name),
+        width=_may(config, "intermediate_size", name, experts.width if experts else 4 * hidden),
+        kv_heads=_may(config, "num_key_value_heads", name, heads),
+        head_dim=_may(config, "head_dim", name, head_dim),
+        tied=bool(config.get("tie_word_embeddings", kind.startswith("gemma"))),
+        qkv_bias=bool(config.get("attention_bias", kind == "qwen2")),
+        qk_norm=kind.startswith("qwen3") or kind == "gemma3_text",
+        norms=4 if kind in ("gemma2", "gemma3_text") else 2,
+        experts=experts,
+        latent=latent,
+    )
+
+
+def _from_gpt2(config: Mapping[str, Any], name: str) -> Dimensions:
+    hidden = _need(config, "n_embd", name)
+    return Dimensions(
+        name=name,
+        hidden=hidden,
+        layers=_need(config, "n_layer", name),
+        heads=_need(config, "n_head", name),
+        vocabulary=_need(config, "vocab_size", name),
+        width=_may(config, "n_inner", name, 4 * hidden),
+        tied=True,
+        gated=False,
+        positions=_may(config, "n_positions", name, 1024),
+        qkv_bias=True,
+        out_bias=True,
+        norm_biases=True,
+    )
+
+
+def _experts(config: Mapping[str, Any], name: str) -> Experts | None:
+    keys = ("num_local_experts", "num_experts", "n_routed_experts")
+    count = next((_need(config, key, name) for key in keys if config.get(key)), 0)
+    if not count:
+        return None
+    width = _may(config, "moe_intermediate_size", name, 0) or _need(config, "intermediate_size", name)
+    return Experts(
+        count,
+        _may(config, "num_experts_per_tok", name, 1),
+        width,
+        shared_width=_may(config, "n_shared_experts", name, 0) * width,
+        dense_layers=_may(config, "first_k_dense_replace", name, 0),
+    )
+
+
+def _latent(config: Mapping[str, Any], name: str) -> Latent | None:
+    if not config.get("kv_lora_rank"):
+        return None
+    keys = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+    ranks = [_need(config, key, name) for key in keys]
+    return Latent(_may(config, "q_lora_rank", name, 0), *ranks)
+
+
+def _need(config: Mapping[str, Any], key: str, name: str) -> int:
+    """A positive whole number; a ConfigError names the key otherwise."""
+    value = config.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(
+            f"{name}: the key {key!r} is {value!r}, expected a whole number; "
+            "is this the config.json of a decoder-only language model?"
+        )
+    return value
+
+
+def _may(config: Mapping[str, Any], key: str, name: str, default: int) -> int:
+    """The same, or `default` where the key is absent, null or 0."""
+    return _need(config, key, name) if config.get(key) else default

@@ -10,8 +10,8 @@ from pathlib import Path
 from shardwise.config.files import read_file
 from shardwise.errors import ConfigError
 from shardwise.models.built_in import BUILT_IN
-from shardwise.models.catalog import find
-from shardwise.models.dimensions import Dimensions, from_config
+from shardwise.models.catalog import find, from_config
+from shardwise.models.dimensions import Dimensions
 from shardwise.planning.workload import Model, Workload, from_dimensions, from_parameters
 
 

@@ -33,13 +33,13 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from shardwise.compare import Settings
+from shardwise.compare.foresight import foresee_settings
 from shardwise.compare.job import Job
 from shardwise.compare.rows import Row
 from shardwise.compare.worker import Worker
 from shardwise.machine import env, launch
-from shardwise.planning import Foreseen
+from shardwise.planning.dry_run import Foreseen
 from shardwise.planning.hardware import PAGES_BYTES
-from shardwise.planning.runs import foresee_settings
 
 HERE = Path(__file__).parent
 PRESETS = ("zero0", "zero1", "zero2", "zero3")

@@ -6,8 +6,7 @@ import pytest
 
 from shardwise import ConfigError
 from shardwise.models.catalog import find, from_config
-from shardwise.planning.inputs import find_model
-from shardwise.planning.workload import Workload
+from shardwise.planning.workload import Workload, find_model
 
 PUBLISHED = {
     "gpt2": 124_439_808,

@@ -3,8 +3,8 @@
 import pytest
 
 from shardwise.models.dimensions import Dimensions, Experts
+from shardwise.planning.dry_run import foresee_workload
 from shardwise.planning.estimate import estimate
-from shardwise.planning.runs import foresee_workload
 from shardwise.planning.workload import Workload, from_dimensions
 
 DENSE = Dimensions("dense", 1024, 6, 16, 8000, 4096, kv_heads=4)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardwise.planning.estimate import CATEGORIES
+from shardwise.planning.recommend import PlanRow
+from shardwise.planning.report import Plan
 from shardwise.plotting import check_path, pyplot
 from shardwise.sizes import format_bytes
-
-if TYPE_CHECKING:
-    from shardwise.planning.planner import Plan, Row
 
 COLORS = {
     "weights": "#3b6fb6",
@@ -61,7 +60,7 @@ def draw(plan: Plan, path: str | Path) -> None:
     plt.close(figure)
 
 
-def _label(axis: Any, place: int, row: Row, chosen: bool, most: float) -> None:
+def _label(axis: Any, place: int, row: PlanRow, chosen: bool, most: float) -> None:
     """Beside the bar; inside it where it is long, at the edge of the picture where it goes on beyond that."""
     tiers = "".join(f", {tier} {format_bytes(size)}" for tier, size in row.tiers.items() if size)
     verdict = "  ← take this" if chosen else f"  {_verdict(row)}"
@@ -76,7 +75,7 @@ def _label(axis: Any, place: int, row: Row, chosen: bool, most: float) -> None:
     axis.annotate(text, (where[0], place), where[2], textcoords="offset points", **style)
 
 
-def _verdict(row: Row) -> str:
+def _verdict(row: PlanRow) -> str:
     if not row.is_supported:
         return "not yet possible"
     if row.fits:

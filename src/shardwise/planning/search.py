@@ -15,10 +15,9 @@ from rich.text import Text
 from shardwise.engine.residency import stay
 from shardwise.planning.cost import Moved, cost_s, moved_bytes, sent_bytes
 from shardwise.planning.estimate import away_bytes, estimate
-from shardwise.planning.fit import device_budget, judge
 from shardwise.planning.hardware import Hardware
-from shardwise.planning.recommend import ORDER
-from shardwise.planning.workload import Model, Workload
+from shardwise.planning.recommend import ORDER, device_budget, judge
+from shardwise.planning.workload import ModelSpec, Workload
 from shardwise.sizes import format_bytes
 
 MOST = 64
@@ -48,7 +47,7 @@ class Candidate:
         )
 
 
-def search(model: Model, workload: Workload, hardware: Hardware, count: int = 5) -> list[Candidate]:
+def search(model: ModelSpec, workload: Workload, hardware: Hardware, count: int = 5) -> list[Candidate]:
     """The fastest that fit, best first, with the same number of samples per step as `workload`."""
     samples = workload.micro_batch * workload.accumulation
     micro_batches = [size for size in range(1, min(samples, MOST) + 1) if samples % size == 0]
@@ -66,7 +65,7 @@ class _Try:
     """One configuration."""
 
     def __init__(
-        self, model: Model, given: Workload, on: Hardware, preset: str, micro_batch: int, checkpointing: bool
+        self, model: ModelSpec, given: Workload, on: Hardware, preset: str, micro_batch: int, checkpointing: bool
     ) -> None:
         self.model, self.on, self.preset = model, on, preset
         self.samples = given.micro_batch * given.accumulation

@@ -12,14 +12,14 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwise.compare import Settings
+from shardwise.compare.foresight import foresee_settings
 from shardwise.compare.job import Job
 from shardwise.compare.rows import Row
 from shardwise.compare.worker import Worker
 from shardwise.config import Config
 from shardwise.engine.engine import Engine
 from shardwise.models.built_in import BUILT_IN, GPT
-from shardwise.planning.dry_run import DryComm, Scenario, Untraceable, dry_run
-from shardwise.planning.runs import foresee, foresee_settings
+from shardwise.planning.dry_run import DryComm, Scenario, Untraceable, dry_run, foresee
 from support import ranks
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"

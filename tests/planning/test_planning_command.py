@@ -153,7 +153,7 @@ def test_json_emitted_configuration_and_picture(run, tmp_path):
 
 def test_what_a_file_cannot_bring_about_is_said_beside_it(run, tmp_path):
     _, _, err = run(f"shardwise plan llama3-8b --lora 16 --emit {tmp_path}/c.json")
-    assert "c.json: the plan counts on LoRA of rank 16 on q_proj, v_proj: put the adapters on the model\n" in err
+    assert "c.json: the plan assumes LoRA of rank 16 on q_proj, v_proj: add the adapters to the model\n" in err
     assert "for DeepSpeed, switch it on in the model" in err
     _, _, err = run(f"shardwise plan llama3-8b --no-checkpointing --emit {tmp_path}/c.json")
     assert err == ""

@@ -128,9 +128,8 @@ def advise(rows: Sequence[PlanRow], model: ModelSpec, workload: Workload, hardwa
     if chosen is None:
         least = min(rows, key=lambda row: (not row.is_supported, row.peak_bytes))
         shortage = least.note or _shortage(least, hardware)
-        return Advice(
-            None, f"nothing fits: {least.preset} needs the least, and {shortage}{_lora_hint(model, workload, hardware)}"
-        )
+        reason = f"nothing fits: {least.preset} needs the least, and {shortage}"
+        return Advice(None, reason + _lora_hint(model, workload, hardware))
     tried = [by_name[name] for name in order[: order.index(chosen)]]
     reason = _reason(by_name[chosen], tried, by_name, hardware)
     offloads = "offload" in chosen or "nvme" in chosen

@@ -1,4 +1,4 @@
-"""The command as a user meets it: the table, the files, messages; and every claim of docs/claims.md."""
+"""The command as a user sees it: the table, the files, messages; and every claim of docs/claims.md."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Emitted files: shardwise reads in them what was planned, and so does DeepSpeed where it is installed."""
+"""Emitted files: shardwise reads from them what was planned, and so does DeepSpeed if it is installed."""
 
 import json
 import os

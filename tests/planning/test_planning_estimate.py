@@ -1,4 +1,4 @@
-"""Arithmetic beside the dry run: near, for models of which only the dimensions are known."""
+"""Arithmetic is close to the dry run, for models of which only the dimensions are known."""
 
 import pytest
 
@@ -27,5 +27,5 @@ def test_arithmetic_is_near_the_dry_run(of, preset, workload):
     assert not isinstance(foreseen, str), foreseen
     assert foreseen.parameters == model.parameters
     assert foreseen.trainable == model.trainable
-    reckoned = estimate(model, workload, workload.config(preset).for_world_size(4), 4)
-    assert reckoned.peak_bytes == pytest.approx(foreseen.peak_bytes, rel=0.15), (reckoned, foreseen)
+    estimated = estimate(model, workload, workload.config(preset).for_world_size(4), 4)
+    assert estimated.peak_bytes == pytest.approx(foreseen.peak_bytes, rel=0.15), (estimated, foreseen)

@@ -1,4 +1,4 @@
-"""The recommendation: the order in which presets are tried, and what is said with it."""
+"""The recommendation: the order in which presets are tried, and its reason."""
 
 import re
 

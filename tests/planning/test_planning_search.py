@@ -1,4 +1,4 @@
-"""The search: what fits, best first; what stays on the device; the model of time behind the order."""
+"""The search: what fits, best first; what stays on the device; the model of time that ranks."""
 
 import json
 

@@ -188,7 +188,7 @@ What each stage divides by W, the number of ranks:
 What a rank sends in a step, each element to every other rank, so times (W-1)/W:
   zero0, zero1   2Ψ        gradients (Ψ) and, after the update, weights (zero0: reduced gradients) (Ψ)
   zero2          (K+1)Ψ    gradients are reduced for every micro-batch; with K = 1 the same 2Ψ
-  zero3          3KΨ       weights for the forward and again for the backward, and gradients; for every micro-batch
+  zero3          3KΨ       weights for the forward, again for the backward, and gradients; per micro-batch
 """
 
 

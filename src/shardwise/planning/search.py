@@ -123,8 +123,9 @@ def render(candidates: list[Candidate]) -> RenderableType:
     moves = any(each.moved_bytes_per_sample for each in candidates)
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     columns = ["", "preset", "micro-batch", "K", "recompute", "peak GB", "sent GB"]
-    for name in [*columns, *(["moved GB", "resident"] if moves else []), ""]:
+    for name in [*columns, *(["moved GB", "resident"] if moves else [])]:
         table.add_column(name, justify="left" if name == "preset" else "right", no_wrap=True)
+    table.add_column("")  # the condition may wrap, so that figures need not be cut
     for number, each in enumerate(candidates, start=1):
         cells = [
             str(number),

@@ -93,7 +93,7 @@ def foresee(build: Build, config: Any = "zero3", world_size: int | None = None, 
     ...         return super().forward(x).square().mean()
     >>> def build():
     ...     return Model(64, 64), lambda rank, step: {"x": torch.ones(8, 64)}
-    >>> peaks = [shardwise.foresee(build, preset, 4, "cpu").peak_bytes for preset in ("zero1", "zero3")]
+    >>> peaks = [shardwise.foresee(build, preset, 4, "cpu").peak_bytes for preset in ("zero0", "zero3")]
     >>> peaks[0] > peaks[1]
     True
     """

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from shardwise.comm.comm import Comm
+from shardwise.comm.comm import ProcessGroupComm
 from shardwise.config import Config
 from shardwise.engine.engine import Engine
 from shardwise.models.built_in import GPT
@@ -42,7 +42,7 @@ class Delay:
         torch.cuda.current_stream().wait_event(self._event)
 
 
-class DelayedComm(Comm):
+class DelayedComm(ProcessGroupComm):
     """Gathers and reductions on streams of their own, as NCCL has them, with delays for the links."""
 
     def __init__(self, device: torch.device, cycles_per_s: float) -> None:

@@ -1,14 +1,14 @@
-"""Is the plan right? Cases drawn from a seeded grid, each foreseen and measured from outside, in one dated table.
+"""Accuracy of the plan: cases from a seeded grid, each predicted and measured from outside, in one dated table.
 
     python benchmarks/plan_accuracy.py                    # 60 cases on CPU, ranks over Gloo
     python benchmarks/plan_accuracy.py --device cuda      # 20 cases; the ranks share one GPU
-    python benchmarks/plan_accuracy.py --device cuda --confine   # each rank given no more than the plan says
+    python benchmarks/plan_accuracy.py --device cuda --confine   # each rank limited to what the plan says
 
-What is measured is what `shardwise compare` measures: the peak of a rank over two steps after two that warm up, by the
-observer of tensor storage on CPU, where what is offloaded is memory of the same kind and counts, by torch's allocator
-on CUDA, where it does not. A rank that is confined gets what was foreseen, 3 % more, and what the plan sets aside for
-the allocator's pages (200 MiB). A case that fails so is measured once more without a limit, and its row says so.
-Writes results/DATE-plan-accuracy-DEVICE.json and .md, again after every case.
+It measures what `shardwise compare` measures: the peak of a rank over two steps after two warm-up steps. On the CPU the
+observer of tensor storage measures it, and offloaded states count, as they are in the same memory. On CUDA torch's
+allocator measures it, and they do not. A confined rank may use the predicted peak, 3 % more, and what the plan reserves
+for the allocator's pages (200 MiB). A case that fails under this limit is measured again without one, and its row says
+so. Writes results/DATE-plan-accuracy-DEVICE.json and .md after every case.
 """
 
 import argparse
@@ -33,13 +33,13 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from shardwise.compare import Settings
+from shardwise.compare.foresight import foresee_settings
 from shardwise.compare.job import Job
 from shardwise.compare.rows import Row
 from shardwise.compare.worker import Worker
 from shardwise.machine import env, launch
-from shardwise.planning import Foreseen
+from shardwise.planning.dry_run import Foreseen
 from shardwise.planning.hardware import PAGES_BYTES
-from shardwise.planning.runs import foresee_settings
 
 HERE = Path(__file__).parent
 PRESETS = ("zero0", "zero1", "zero2", "zero3")
@@ -65,7 +65,7 @@ class Case:
 
 
 def cpu_cases(counts: tuple[int, int], seed: int) -> list[Case]:
-    """So many on the device, and so many with states on the host."""
+    """`counts` cases with all states on the device, and with states on the host."""
     models = ("mlp-100k", "gpt-1m", "gpt", "gpt_recomputed", "tied", "tied_recomputed", "decoder", "one_unit")
     rest = ((1, 2, 3, 4), (1, 2), ("fp32", "bf16", "fp16"))
     return [case for presets, count in zip((PRESETS, OFFLOADS), counts, strict=True)
@@ -87,8 +87,8 @@ def drawn(grid: Iterable[tuple], count: int, seed: int) -> list[Case]:
 
 
 def measure(rank: int, cases: list[tuple[int, Case]], device: str, folder: str) -> None:
-    """One process of these cases in turn: those with fewer ranks pass it by. It begins when it is told its limits: the
-    bytes a rank may take in each, or 0."""
+    """One process that takes part in all cases with enough ranks, one after the other. It starts when it receives its
+    limits: the bytes that a rank may use in each case, or 0."""
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(0)
@@ -113,13 +113,13 @@ def measure(rank: int, cases: list[tuple[int, Case]], device: str, folder: str) 
 
 
 def write(path: Path, value: Any) -> None:
-    """All of it, or nothing: another process waits for it."""
+    """Write the file atomically: another process waits for it."""
     path.with_suffix(".tmp").write_text(json.dumps(value))
     path.with_suffix(".tmp").rename(path)
 
 
 def limit_bytes(foreseen: Foreseen | str) -> int:
-    """What was foreseen, building included, 3 % more, and what the plan sets aside for pages; 0 is no limit."""
+    """The predicted peak, start-up included, 3 % more, and what the plan reserves for pages; 0 is no limit."""
     if isinstance(foreseen, str):
         return 0
     return int(1.03 * max(foreseen.peak_bytes, foreseen.startup_bytes)) + PAGES_BYTES
@@ -137,7 +137,7 @@ def observe(job: Job) -> dict:
 
 
 def foresee(case: Case, device: str) -> tuple[Foreseen | str, float]:
-    """The prediction, or what went wrong; and the seconds it took."""
+    """The prediction, or the error; and the seconds it took."""
     started = time.process_time()
     try:
         found: Foreseen | str = foresee_settings(case.settings(device), case.preset)
@@ -147,7 +147,7 @@ def foresee(case: Case, device: str) -> tuple[Foreseen | str, float]:
 
 
 def compared(case: Case, foreseen: Foreseen | str, took_s: float, ranks: list[dict]) -> dict:
-    """Predicted beside measured, of the rank with the highest peak."""
+    """Predicted and measured values of the rank with the highest peak."""
     if isinstance(foreseen, str):
         return {**asdict(case), "error": f"foreseeing: {foreseen}"}
     errors = [rank["error"] for rank in ranks if "error" in rank]
@@ -195,7 +195,7 @@ def summary(rows: list[dict]) -> str:
 
 
 def confinement(rows: list[dict]) -> str:
-    """What came of it where ranks were confined."""
+    """The result for confined ranks."""
     limited = [row for row in rows if "limit_bytes" in row or "confined" in row]
     short = sum("confined" in row for row in limited)
     ran = f"{len(limited) - short} of {len(limited)} cases ran"
@@ -226,14 +226,14 @@ def table(result: dict) -> str:
 
 
 def merged(before: list[dict], again: list[dict]) -> list[dict]:
-    """All rows, those measured again in their places."""
+    """All rows; rows that were measured again replace the old ones."""
     points = {tuple(row[key] for key in POINT): row for row in again}
     return [points.get(tuple(row[key] for key in POINT), row) for row in before]
 
 
 class Bench:
-    """Measures cases one after the other. Each has processes of its own on CUDA, whose allocator remembers what came
-    before; they are started ahead of their turn."""
+    """Measures cases one after the other. On CUDA each case has its own processes, because the allocator keeps memory
+    of earlier cases; they start ahead of time."""
 
     def __init__(self, cases: list[Case], device: str, predictions: list[Future], confines: bool) -> None:
         self.device, self.confines, self.predictions = device, confines, predictions
@@ -242,7 +242,7 @@ class Bench:
         self.started = time.perf_counter()
 
     def rows(self) -> Iterator[dict]:
-        """One of each case, printed when it is known."""
+        """One row per case, printed when it is known."""
         crews: list[Any] = []
         with tempfile.TemporaryDirectory() as folder:
             try:
@@ -278,7 +278,7 @@ class Bench:
 
 
 def ended(crew: Any, timeout_s: float) -> bool:
-    """Whether all processes of a crew have ended, or one of them badly: its row then says so, and the others go on."""
+    """Whether all processes of a case have ended; a failed one is noted in its row, and the other cases go on."""
     try:
         return bool(crew.join(timeout=timeout_s))
     except (mp.ProcessExitedException, mp.ProcessRaisedException) as error:
@@ -311,7 +311,7 @@ def main() -> None:
 
 
 class Kept:
-    """The result files, which have all rows that are known."""
+    """The result files, with all rows known so far."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.rows: list[dict] = []

@@ -1,4 +1,4 @@
-"""How long a detailed plan takes: `shardwise plan llama3-8b --detailed`, all presets, in processes of its own.
+"""Time of a detailed plan: `shardwise plan llama3-8b --detailed` with all presets, each run in a fresh process.
 
 Run on a quiet machine: `python benchmarks/plan_time.py` writes results/DATE-plan-time.json.
 """

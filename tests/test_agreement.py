@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import shardwise
 from shardwise.comm import agreement, judge
-from shardwise.comm.comm import Comm
+from shardwise.comm.comm import ProcessGroupComm
 from shardwise.comm.posts import Post, RankState
 from support import ranks, run_ranks
 from support.nursery import Forked
@@ -237,7 +237,7 @@ def test_the_ranks_that_agree_are_told_from_the_one_that_does_not(rank, world_si
     engine.destroy()
 
 
-class WithoutTags(Comm):
+class WithoutTags(ProcessGroupComm):
     """As over NCCL: nothing on the wire tells operations apart."""
 
     def __init__(self, group, device):
@@ -251,7 +251,7 @@ class WithoutTags(Comm):
     [(extra_forward, "zero3"), (lone_full_param, "zero1"), (lone_step, "zero2"), (caught_exception_in_step, "zero1")],
 )
 def test_without_tags_nothing_is_issued_that_others_do_not_issue(rank, world_size, fault, preset):
-    with mock.patch("shardwise.engine.initialize.Comm", WithoutTags):
+    with mock.patch("shardwise.engine.initialize.ProcessGroupComm", WithoutTags):
         engine = begin(preset)
     train_step(engine, rank, 0)
     with pytest.raises(shardwise.DisagreementError) as caught:
@@ -264,7 +264,7 @@ def test_without_tags_nothing_is_issued_that_others_do_not_issue(rank, world_siz
 @pytest.mark.parametrize(("preset", "pieces"), [("zero1", 1), ("zero3", 1), ("zero2", 6)])
 def test_without_tags_what_is_repeated_is_not_met_over(rank, world_size, preset, pieces):
     bucket = {"gradients": {"reduce_bucket_bytes": 60_000 // pieces}} if pieces > 1 else {}
-    with mock.patch("shardwise.engine.initialize.Comm", WithoutTags):
+    with mock.patch("shardwise.engine.initialize.ProcessGroupComm", WithoutTags):
         engine = begin(preset, batch={"accumulation": 2}, **bucket)
     assert max(unit.grads.reduce_plan.parts for unit in engine.units) >= pieces
     for index in range(2):

@@ -197,12 +197,12 @@ def pad(tensor):
 
 @ranks(2, 3)
 def test_exact_norm_depends_on_the_values_alone(rank, world_size):
-    from shardwise.comm.comm import Comm
+    from shardwise.comm.comm import ProcessGroupComm
     from shardwise.unit.norm import global_norm
 
     torch.manual_seed(3)
     values = torch.randn(world_size * 4096) * torch.logspace(-12, 6, world_size * 4096)
-    comm = Comm(None, torch.device("cpu"))
+    comm = ProcessGroupComm(None, torch.device("cpu"))
     mine = values.view(world_size, -1)[rank]
     norms = set()
     for cut in (1, 100, 2048, 4095):

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from shardwise.errors import ConfigError, DisagreementError, DiskError, ShardwiseError
     from shardwise.observe.analyzer import MemoryAnalyzer
     from shardwise.partition.units import describe_units
-    from shardwise.planning import plan
-    from shardwise.planning.runs import foresee
+    from shardwise.planning import foresee, plan
 
 # Loaded at first use: `import shardwise` then costs little more than `import torch`.
 _MODULES = {

@@ -79,33 +79,35 @@ def compare(
 @app.command()
 def plan(
     model: Annotated[
-        str | None, typer.Argument(help="A known model (llama3-8b), a config.json, a model folder, file.py:function.")
+        str | None, typer.Argument(help="A known model (llama3-8b), config.json, model folder or file.py:function.")
     ] = None,
-    params: Annotated[str | None, typer.Option(help="Only a number of parameters: 8e9, 8B.")] = None,
-    gpus: Annotated[int | None, typer.Option(help="GPUs in all (8).")] = None,
-    gpu_memory: Annotated[str | None, typer.Option(help="Of each GPU: 44GB (80GB).")] = None,
-    host_memory: Annotated[str | None, typer.Option(help="Of each node.")] = None,
-    disk: Annotated[str | None, typer.Option(help="Of each node, for what rests on NVMe.")] = None,
-    nodes: Annotated[int, typer.Option(help="Machines that the GPUs are spread over.")] = 1,
-    here: Annotated[bool, typer.Option("--here", help="Take this machine's GPUs, memory, disk and links.")] = False,
-    tflops: Annotated[float | None, typer.Option(help="What a GPU reaches in training, in 1e12 a second.")] = None,
-    gpu_link: Annotated[str | None, typer.Option(help="From a GPU to the others: 450GB/s, 400Gb/s.")] = None,
-    node_link: Annotated[str | None, typer.Option(help="From a node to the others.")] = None,
-    host_link: Annotated[str | None, typer.Option(help="Between a GPU and its host, each way.")] = None,
-    disk_rate: Annotated[str | None, typer.Option(help="Of a node's disk.")] = None,
-    seq: Annotated[int, typer.Option(help="Tokens of a sample.")] = 2048,
-    micro_batch: Annotated[int, typer.Option(help="Samples of a rank at a time.")] = 1,
+    params: Annotated[str | None, typer.Option(help="Number of parameters instead of a model: 8e9, 8B.")] = None,
+    gpus: Annotated[int | None, typer.Option(help="Number of GPUs in all (8).")] = None,
+    gpu_memory: Annotated[str | None, typer.Option(help="Memory of each GPU: 44GB (80GB).")] = None,
+    host_memory: Annotated[str | None, typer.Option(help="Host memory of each node.")] = None,
+    disk: Annotated[str | None, typer.Option(help="Disk space of each node, for NVMe offload.")] = None,
+    nodes: Annotated[int, typer.Option(help="Nodes that the GPUs are spread over.")] = 1,
+    here: Annotated[bool, typer.Option("--here", help="Use the GPUs, memory, disk and links of this machine.")] = False,
+    tflops: Annotated[float | None, typer.Option(help="TFLOP/s that a GPU reaches in training.")] = None,
+    gpu_link: Annotated[str | None, typer.Option(help="Rate from a GPU to the others: 450GB/s, 400Gb/s.")] = None,
+    node_link: Annotated[str | None, typer.Option(help="Rate from a node to the others.")] = None,
+    host_link: Annotated[str | None, typer.Option(help="Rate between a GPU and its host, each way.")] = None,
+    disk_rate: Annotated[str | None, typer.Option(help="Rate of a node's disk.")] = None,
+    seq: Annotated[int, typer.Option(help="Tokens per sample.")] = 2048,
+    micro_batch: Annotated[int, typer.Option(help="Samples per rank and micro-batch.")] = 1,
     accumulate: Annotated[int, typer.Option(help="Micro-batches per step.")] = 1,
-    global_batch: Annotated[int | None, typer.Option(help="Samples per step; gives the micro-batches.")] = None,
+    global_batch: Annotated[int | None, typer.Option(help="Samples per step; sets --accumulate.")] = None,
     precision: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
     optimizer: Annotated[str, typer.Option(help="A torch optimizer: AdamW, SGD, ...")] = "AdamW",
     checkpointing: Annotated[bool, typer.Option(help="Recompute activations in the backward.")] = True,
     lora: Annotated[int | None, typer.Option(help="Train adapters of this rank on frozen weights.")] = None,
     lora_targets: Annotated[str | None, typer.Option(help="Matrices with adapters (q_proj,v_proj).")] = None,
     presets: Annotated[str | None, typer.Option(help="Only these presets.")] = None,
-    detailed: Annotated[bool | None, typer.Option(help="Run the engine on fake tensors, or only reckon.")] = None,
+    detailed: Annotated[
+        bool | None, typer.Option(help="Run the engine on fake tensors, or use only arithmetic.")
+    ] = None,
     search: Annotated[
-        bool, typer.Option("--search", help="Vary micro-batch, recomputation and what stays on the device too.")
+        bool, typer.Option("--search", help="Vary micro-batch, recomputation and resident states too.")
     ] = False,
     explain: Annotated[bool, typer.Option("--explain", help="Show the arithmetic.")] = False,
     accounting: Annotated[str | None, typer.Option(help="Model states alone: full, no-master or fp32.")] = None,
@@ -114,7 +116,7 @@ def plan(
     plot: Annotated[Path | None, typer.Option(help="Draw the presets into this file (.png, .svg, .pdf).")] = None,
     debug: Debug = False,
 ) -> None:
-    """Say before the launch what every rank will hold, whether it fits, and which preset to take."""
+    """Predict what every rank will hold, whether it fits, and which preset to take."""
     from shardwise.planning import Workload, command
 
     rates = command.rates(tflops, gpu_link, node_link, host_link, disk_rate)

@@ -5,10 +5,10 @@ import json
 import pytest
 
 from shardwise import ConfigError
-from shardwise.planning.catalog import find
-from shardwise.planning.dimensions import from_config
-from shardwise.planning.inputs import find_model
-from shardwise.planning.workload import Workload
+from shardwise.models.catalog import find, from_config
+from shardwise.models.decoder import CausalDecoder, adapt
+from shardwise.models.dimensions import Dimensions, Latent
+from shardwise.planning.workload import Workload, find_model
 
 PUBLISHED = {
     "gpt2": 124_439_808,
@@ -119,6 +119,17 @@ def test_adapters_are_counted():
     assert model.frozen == PUBLISHED["llama3-8b"]
     with pytest.raises(ConfigError, match="LoRA target 'wq'"):
         find_model("llama3-8b", None, Workload(lora=(16, ("wq",))))
+
+
+@pytest.mark.parametrize("query_rank", [0, 64])
+def test_every_target_that_is_counted_has_an_adapter(query_rank):
+    of = Dimensions("latent", 128, 2, 4, 1000, 256, 4, 48, latent=Latent(query_rank, 64, 16, 32, 32))
+    targets = tuple(of.linears())
+    model = CausalDecoder(of)
+    assert sum(param.numel() for param in model.parameters()) == of.parameters
+    adapt(model, 8, targets)
+    trained = [param.numel() for param in model.parameters() if param.requires_grad]
+    assert sum(trained) == of.lora_numel(8, targets)
 
 
 @pytest.mark.parametrize(

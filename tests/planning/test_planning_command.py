@@ -1,5 +1,7 @@
-"""The command as a user meets it: the table, the files, messages; and every claim of docs/claims.md."""
+"""The command as a user sees it: the table, the files, messages; and every claim of docs/claims.md."""
 
+import doctest
+import importlib
 import json
 import re
 import shlex
@@ -153,7 +155,7 @@ def test_json_emitted_configuration_and_picture(run, tmp_path):
 
 def test_what_a_file_cannot_bring_about_is_said_beside_it(run, tmp_path):
     _, _, err = run(f"shardwise plan llama3-8b --lora 16 --emit {tmp_path}/c.json")
-    assert "c.json: the plan counts on LoRA of rank 16 on q_proj, v_proj: put the adapters on the model\n" in err
+    assert "c.json: the plan assumes LoRA of rank 16 on q_proj, v_proj: add the adapters to the model\n" in err
     assert "for DeepSpeed, switch it on in the model" in err
     _, _, err = run(f"shardwise plan llama3-8b --no-checkpointing --emit {tmp_path}/c.json")
     assert err == ""
@@ -249,3 +251,10 @@ def test_a_model_that_cannot_be_traced_gets_arithmetic_and_a_note(run, tmp_path)
     assert code == 0, err
     assert "no dry run: DataDependent" in out
     assert "arithmetic" in out
+
+
+@pytest.mark.parametrize("name", ["arithmetic", "dry_run", "planner"])
+def test_examples_in_docstrings_run(name):
+    result = doctest.testmod(importlib.import_module(f"shardwise.planning.{name}"))
+    assert result.attempted > 0
+    assert result.failed == 0

@@ -1,4 +1,4 @@
-"""Emitted files: shardwise reads in them what was planned, and so does DeepSpeed where it is installed."""
+"""Emitted files: shardwise reads from them what was planned, and so does DeepSpeed if it is installed."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from shardwise.compare.rows import Row, interpreter
 from shardwise.config import Config
 from shardwise.config.presets import PRESETS
 from shardwise.planning import Hardware, Workload
-from shardwise.planning.emit import deepspeed_settings, emit
+from shardwise.planning.command import deepspeed_settings, emit
 from shardwise.planning.search import search
 
 READ = """

@@ -1,10 +1,10 @@
-"""Arithmetic beside the dry run: near, for models of which only the dimensions are known."""
+"""Arithmetic is close to the dry run, for models of which only the dimensions are known."""
 
 import pytest
 
-from shardwise.planning.dimensions import Dimensions, Experts
+from shardwise.models.dimensions import Dimensions, Experts
+from shardwise.planning.dry_run import foresee_workload
 from shardwise.planning.estimate import estimate
-from shardwise.planning.runs import foresee_workload
 from shardwise.planning.workload import Workload, from_dimensions
 
 DENSE = Dimensions("dense", 1024, 6, 16, 8000, 4096, kv_heads=4)
@@ -27,5 +27,5 @@ def test_arithmetic_is_near_the_dry_run(of, preset, workload):
     assert not isinstance(foreseen, str), foreseen
     assert foreseen.parameters == model.parameters
     assert foreseen.trainable == model.trainable
-    reckoned = estimate(model, workload, workload.config(preset).for_world_size(4), 4)
-    assert reckoned.peak_bytes == pytest.approx(foreseen.peak_bytes, rel=0.15), (reckoned, foreseen)
+    estimated = estimate(model, workload, workload.config(preset).for_world_size(4), 4)
+    assert estimated.peak_bytes == pytest.approx(foreseen.peak_bytes, rel=0.15), (estimated, foreseen)

@@ -1,4 +1,4 @@
-"""Remembered answers beside those of torch's fake mode: the same tensors, and the same memory."""
+"""Remembered results equal those of torch's fake mode: the same tensors, and the same memory."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The recommendation: the order in which presets are tried, and what is said with it."""
+"""The recommendation: the order in which presets are tried, and its reason."""
 
 import re
 
@@ -45,7 +45,7 @@ def test_a_small_model_is_not_worth_the_traffic_of_zero3(gpus):
     assert found.preset == "zero1"
     assert "zero3 would free" in found.reason
     assert "1.5 times as much" in found.reason
-    assert re.search(r"MB more a GPU, [01]% of it", found.reason)
+    assert re.search(r"MB more per GPU, [01]% of its memory", found.reason)
 
 
 def test_one_gpu_has_nothing_to_shard():
@@ -55,12 +55,12 @@ def test_one_gpu_has_nothing_to_shard():
 def test_adapters_are_mentioned_where_states_would_leave_the_device_or_nothing_fits():
     offloaded = advice("llama3-70b", host_bytes=2000 * GB)
     assert offloaded.preset == "zero3_offload"
-    assert "LoRA of rank 16 would do under zero3" in offloaded.reason
+    assert "LoRA of rank 16 would fit under zero3" in offloaded.reason
     nothing = advice("llama3-70b", host_bytes=100 * GB, disk_bytes=100 * GB)
     assert nothing.preset is None
-    assert "LoRA of rank 16 would do under zero3" in nothing.reason
+    assert "LoRA of rank 16 would fit under zero3" in nothing.reason
     assert "LoRA" not in advice("llama3-8b").reason
     assert "LoRA" not in advice("llama3-405b", host_bytes=100 * GB, disk_bytes=GB).reason  # does not fit either
     adapted = advice("qwen3-30b-a3b", 5, 44 * GB, Workload(lora=(16, ("q_proj", "v_proj"))))
     assert adapted.preset == "zero3"
-    assert "would do" not in adapted.reason
+    assert "would fit" not in adapted.reason

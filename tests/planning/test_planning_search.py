@@ -1,16 +1,16 @@
-"""The search: what fits, best first; what stays on the device; the model of time behind the order."""
+"""The search: what fits, best first; what stays on the device; the model of time that ranks."""
 
 import json
 
 import pytest
 
 import shardwise
+from shardwise.models.catalog import find
+from shardwise.models.dimensions import Dimensions
 from shardwise.planning import Hardware, Workload
-from shardwise.planning.catalog import find
 from shardwise.planning.cost import moved_bytes, operations, wire_s
-from shardwise.planning.dimensions import Dimensions
+from shardwise.planning.dry_run import foresee_workload
 from shardwise.planning.hardware import Rates
-from shardwise.planning.runs import foresee_workload
 from shardwise.planning.search import search
 from shardwise.planning.workload import from_dimensions, from_parameters
 

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from shardwise.comm.comm import Comm
+from shardwise.comm.comm import ProcessGroupComm
 from shardwise.errors import ConfigError
 from shardwise.train.folder import Folder
 from shardwise.train.job import prepare
@@ -57,7 +57,7 @@ def train(
     text, out, *, here=None, steps=6, config="zero3", accumulate=1, layers=1, intervals=None, foresee=False, **outputs
 ):
     """One run on this rank, to its end or to a signal."""
-    comm = Comm(None, torch.device("cpu"))
+    comm = ProcessGroupComm(None, torch.device("cpu"))
     comm.share_object(None)  # rank 0 has written the text
     options = options_of(
         data={"paths": (text,)},

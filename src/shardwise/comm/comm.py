@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -76,20 +77,90 @@ class _Checked:
 DONE: Handle = _Done()
 
 
-class Comm:
-    """Collectives over one data-parallel group, asynchronous, counted and checked.
+class Comm(ABC):
+    """What the engine asks of a data-parallel group: `ProcessGroupComm` sends, the plan's dry run only counts.
 
-    `device` is where its tensors are, `kernels` the kind of device that work is cut for: the same, except in a dry run.
-    `unit` is the name of the unit whose values an operation carries. `micro_step` is the number of the micro-batch in
-    its step: reductions of different micro-batches are different operations.
+    rank, world_size  of this process in the group
+    device            where the tensors of its operations are
+    kernels           the kind of device that work is cut for: `device.type`, except in a dry run
+    sent_bytes        bytes that this rank has sent, by kind
+    micro_step        the number of the micro-batch in its step: reductions of different ones are different operations
+
+    `unit` names the unit whose values an operation carries.
     """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    kernels: str
+    sent_bytes: Counter[str]
+    micro_step: int
+
+    @abstractmethod
+    def gather(self, full: torch.Tensor, kind: str, unit: str = "") -> Handle:
+        """Fill `full` from all ranks; each rank provides its own W-th part of it, in place."""
+
+    @property
+    @abstractmethod
+    def rows_received(self) -> int:
+        """How many rows `exchange` receives: those of all ranks, or of all others."""
+
+    @abstractmethod
+    def exchange(
+        self, received: torch.Tensor, sent: torch.Tensor, kind: str, unit: str = ""
+    ) -> tuple[Handle, list[torch.Tensor]]:
+        """Send row w of `sent` to rank w. The list is every rank's row for this one, in order, once the handle is done.
+
+        `received` has `rows_received` rows. With one row fewer than ranks, this rank's own row is that of `sent`.
+        """
+
+    @abstractmethod
+    def blocks(self, tensor: torch.Tensor, block_numel: int) -> Sequence[torch.Tensor]:
+        """A long tensor in parts that are processed one after the other."""
+
+    @abstractmethod
+    def share(self, values: torch.Tensor, name: str = "norm", channel: str = _REDUCE) -> torch.Tensor:
+        """A few values of every rank, on every rank: shape [W, *values.shape]. A control message, ordered among the
+        operations of one channel."""
+
+    @abstractmethod
+    def share_object(self, value: Any, name: str = "object") -> list[Any]:
+        """A small picklable value of every rank, on every rank. It synchronizes, so a step does not use it."""
+
+    @abstractmethod
+    def broadcast(self, tensor: torch.Tensor, source: int = 0, unit: str = "") -> None:
+        """Copy rank `source`'s values to every rank, and wait. Used at start-up and by writes, not in a step."""
+
+    @abstractmethod
+    def note(self, what: str) -> None:
+        """Record an event that sends nothing but must happen on all ranks or on none, such as an interrupted pass."""
+
+    @property
+    @abstractmethod
+    def is_checked(self) -> bool:
+        """Whether operations are checked for agreement with other ranks."""
+
+    @abstractmethod
+    def begin_close(self) -> None:
+        """From here on, an operation that cannot finish is dropped without an error."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release the process groups."""
+
+    def _count(self, kind: str, size_bytes: int) -> None:
+        self.sent_bytes[kind] += size_bytes * (self.world_size - 1) // self.world_size
+
+
+class ProcessGroupComm(Comm):
+    """Collectives over one data-parallel group, asynchronous, counted and checked."""
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         self.device = device
         self.kernels = device.type
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
-        self.sent_bytes: Counter[str] = Counter()
+        self.sent_bytes = Counter()
         self.micro_step = 0
         ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
         # A part of the world cannot create groups without the other ranks, and groups that it can create alone cannot
@@ -120,7 +191,6 @@ class Comm:
         return _Ways(made[0], made[-1])
 
     def gather(self, full: torch.Tensor, kind: str, unit: str = "") -> Handle:
-        """Fill `full` from all ranks. Each rank has its own W-th part in place already."""
         if self.world_size == 1 or not full.numel():
             return DONE
         self._count(kind, full.nbytes)
@@ -141,18 +211,11 @@ class Comm:
 
     @property
     def rows_received(self) -> int:
-        """How many rows `exchange` receives: those of all ranks, or of all other ranks."""
         return self.world_size - self._sends_directly
 
     def exchange(
         self, received: torch.Tensor, sent: torch.Tensor, kind: str, unit: str = ""
     ) -> tuple[Handle, list[torch.Tensor]]:
-        """Send row w of `sent` to rank w. Returns the rows that all ranks send to this one, in rank order; they are
-        valid after the handle's wait.
-
-        `received` has `rows_received` rows. Where that is one less than there are ranks, this rank's own row is taken
-        from `sent`.
-        """
         self._count(kind, sent.nbytes)
         ticket = self._issue(_REDUCE, f"{kind} {unit}", sent.numel())
         if not self._sends_directly:
@@ -182,11 +245,9 @@ class Comm:
         return self._checked(ticket, *receives, *sends)
 
     def blocks(self, tensor: torch.Tensor, block_numel: int) -> Sequence[torch.Tensor]:
-        """A long tensor in parts that are processed one after the other."""
         return tensor.split(block_numel) if tensor.numel() else ()
 
     def share(self, values: torch.Tensor, name: str = "norm", channel: str = _REDUCE) -> torch.Tensor:
-        """The values of every rank, on every rank: shape [W, *values.shape]. A control message in a channel."""
         if self.world_size == 1:
             return values.unsqueeze(0)
         everyone = values.new_empty(self.world_size, *values.shape)
@@ -196,7 +257,6 @@ class Comm:
         return everyone
 
     def share_object(self, value: Any, name: str = "object") -> list[Any]:
-        """A small picklable value of every rank, on every rank. For use outside of steps."""
         if self.world_size == 1:
             return [value]
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self.device)
@@ -207,7 +267,6 @@ class Comm:
         return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0, unit: str = "") -> None:
-        """Copy rank `source`'s values to all ranks, and wait for them. For use outside of steps."""
         if self.world_size == 1 or not tensor.numel():
             return
         if self._sends_directly:
@@ -218,22 +277,18 @@ class Comm:
         dist.broadcast(tensor, group=self._groups[_GATHER].up, group_src=source)
 
     def note(self, what: str) -> None:
-        """Record something that sends nothing but must happen on all ranks or on none: a pass that broke off."""
         if self._agreement is not None:
             self._agreement.note(_CHANNELS, what)
 
     @property
     def is_checked(self) -> bool:
-        """Whether operations are checked against those of other ranks."""
         return self._agreement is not None
 
     def begin_close(self) -> None:
-        """From now on, drop operations that cannot be finished, without an error."""
         if self._agreement is not None:
             self._agreement.is_ending = True
 
     def close(self) -> None:
-        """Destroy the process groups."""
         if self._agreement is not None:
             self._agreement.close()
         for group in self._own:
@@ -270,9 +325,6 @@ class Comm:
                     receive = dist.irecv(torch.empty(1), group=group, group_src=other, tag=_WAKING_TAG)
                     assert receive is not None
                     receive.wait(timedelta(milliseconds=1))
-
-    def _count(self, kind: str, size_bytes: int) -> None:
-        self.sent_bytes[kind] += size_bytes * (self.world_size - 1) // self.world_size
 
 
 def _backend(group: Any, device: torch.device) -> str:

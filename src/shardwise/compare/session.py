@@ -100,10 +100,10 @@ class Session:
 
     def _foresee(self, row: Row) -> None:
         """What the plan says of a row of ours, where it can say anything."""
-        from shardwise.planning.runs import foresee_peaks
+        from shardwise.compare.foresight import foresee_peak
 
         if row.peer is None:
-            peak = foresee_peaks(self.settings, [row.preset])[row.preset]
+            peak = foresee_peak(self.settings, row.preset)
             self._runs[row].predicted_peak_bytes = [peak] * self.settings.world_size if peak is not None else None
 
     def time(self) -> None:

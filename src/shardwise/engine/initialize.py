@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import HashStore
 
-from shardwise.comm.comm import Comm
+from shardwise.comm.comm import ProcessGroupComm
 from shardwise.config import Config
 from shardwise.config.build import build_optimizer, build_scheduler
 from shardwise.config.presets import offloaded
@@ -53,7 +53,7 @@ def initialize(
     _check_device(config, device)
     if device.type == "cuda":
         _let_segments_grow()
-    comm = Comm(group, device)
+    comm = ProcessGroupComm(group, device)
     if session is not None:
         prepare(model, session, comm)
     chosen = _optimizer(optimizer, config, [param for param in model.parameters() if param.requires_grad])

@@ -1,1 +1,1 @@
-"""Models to train: those built in, and those loaded from a user's module or from Hugging Face."""
+"""Models: those built in, known dimensions and the decoder built from them, and the user's own."""

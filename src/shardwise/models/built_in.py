@@ -1,4 +1,4 @@
-"""Models to measure with, written plainly, and the list of those that `shardwise compare` knows by name."""
+"""Small models for measurements, and the list of those that `shardwise compare` and `plan` know by name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 Batch = dict[str, torch.Tensor]
 MakeBatch = Callable[[int, int], Batch]
-"""From (rank, number of the micro-batch) to the arguments of the model; the same at every call."""
+"""From (rank, number of the micro-batch) to the model's arguments; equal calls give equal values."""
+ModelAndData = tuple[nn.Module, MakeBatch]
+Build = Callable[[], ModelAndData]
 
 
 class MLP(nn.Module):
@@ -88,7 +90,7 @@ class GPT(nn.Module):
 
 
 class Vectors(nn.Module):
-    """`count` weight vectors, each used once in an operation of its own."""
+    """`count` weight vectors, each used in one operation."""
 
     def __init__(self, width: int, count: int, strength: float) -> None:
         super().__init__()
@@ -102,7 +104,7 @@ class Vectors(nn.Module):
 
 
 class ManySmall(nn.Module):
-    """`blocks` x `count` weight vectors: hardly any arithmetic, so that what a system does per parameter shows."""
+    """`blocks` x `count` weight vectors: so little arithmetic that a system's overhead per parameter dominates."""
 
     def __init__(self, width: int, blocks: int, count: int) -> None:
         super().__init__()
@@ -117,22 +119,24 @@ class ManySmall(nn.Module):
 
 @dataclass(frozen=True)
 class BuiltIn:
-    """A model that is known by name: what it is, how to build it, and its data."""
+    """A model with a name: a summary, how to build it, and its data."""
 
     summary: str
     build: Callable[[], nn.Module]
     make_batch: MakeBatch
 
 
-def _vectors(batch: int, width: int) -> MakeBatch:
+def vectors(batch: int, width: int) -> MakeBatch:
+    """Random vectors."""
+
     def make_batch(rank: int, step: int) -> Batch:
         return {"x": torch.randn(batch, width, generator=_generator(rank, step))}
 
     return make_batch
 
 
-def _tokens(batch: int, length: int, vocabulary: int) -> MakeBatch:
-    """Texts of length + 1 tokens, so that the loss is over `length` of them."""
+def tokens(batch: int, length: int, vocabulary: int) -> MakeBatch:
+    """Random texts of `length` + 1 tokens: the loss covers `length` of them."""
 
     def make_batch(rank: int, step: int) -> Batch:
         return {"tokens": torch.randint(vocabulary, (batch, length + 1), generator=_generator(rank, step))}
@@ -145,26 +149,26 @@ def _generator(rank: int, step: int) -> torch.Generator:
 
 
 BUILT_IN: dict[str, BuiltIn] = {
-    "mlp-100k": BuiltIn("6 x [Linear 128, ReLU], batch 4", lambda: MLP(128, 6), _vectors(4, 128)),
-    "mlp-33m": BuiltIn("8 x [Linear 2048, ReLU], batch 32", lambda: MLP(2048, 8), _vectors(32, 2048)),
-    "mlp-0.5b": BuiltIn("32 x [Linear 4096, ReLU], batch 16", lambda: MLP(4096, 32), _vectors(16, 4096)),
+    "mlp-100k": BuiltIn("6 x [Linear 128, ReLU], batch 4", lambda: MLP(128, 6), vectors(4, 128)),
+    "mlp-33m": BuiltIn("8 x [Linear 2048, ReLU], batch 32", lambda: MLP(2048, 8), vectors(32, 2048)),
+    "mlp-0.5b": BuiltIn("32 x [Linear 4096, ReLU], batch 16", lambda: MLP(4096, 32), vectors(16, 4096)),
     "gpt-1m": BuiltIn(
-        "hidden 128, 4 layers, 4 x 64 tokens", lambda: GPT(128, 4, 4, vocabulary=512, length=64), _tokens(4, 64, 512)
+        "hidden 128, 4 layers, 4 x 64 tokens", lambda: GPT(128, 4, 4, vocabulary=512, length=64), tokens(4, 64, 512)
     ),
     "gpt-26m": BuiltIn(
         "hidden 512, 8 layers, 4 x 128 tokens",
         lambda: GPT(512, 8, 8, vocabulary=1000, length=128),
-        _tokens(4, 128, 1000),
+        tokens(4, 128, 1000),
     ),
     "gpt-1.3b": BuiltIn(
         "hidden 2048, 24 layers, 4 x 2048 tokens, activation checkpointing",
         lambda: GPT(2048, 24, 16, vocabulary=32000, length=2048, recompute=True),
-        _tokens(4, 2048, 32000),
+        tokens(4, 2048, 32000),
     ),
     "gpt-2.7b": BuiltIn(
         "hidden 2560, 32 layers, 8 x 1024 tokens, activation checkpointing",
         lambda: GPT(2560, 32, 20, vocabulary=32000, length=1024, recompute=True),
-        _tokens(8, 1024, 32000),
+        tokens(8, 1024, 32000),
     ),
-    "small-2000": BuiltIn("2000 vectors of 1024, batch 4", lambda: ManySmall(1024, 200, 10), _vectors(4, 1024)),
+    "small-2000": BuiltIn("2000 vectors of 1024, batch 4", lambda: ManySmall(1024, 200, 10), vectors(4, 1024)),
 }

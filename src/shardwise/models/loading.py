@@ -1,4 +1,4 @@
-"""What is trained: a built-in model by name, or `file.py:function` of the user's."""
+"""Loads a model and its data: a built-in model by name, or the user's own as `file.py:function`."""
 
 from __future__ import annotations
 
@@ -12,20 +12,18 @@ import torch
 from torch import nn
 
 from shardwise.errors import ConfigError
-from shardwise.models.built_in import BUILT_IN, MakeBatch
-
-Workload = tuple[nn.Module, MakeBatch]
+from shardwise.models.built_in import BUILT_IN, MakeBatch, ModelAndData
 
 
 class WorkloadError(ConfigError):
-    """The model or its data are wrong: no row can run, and the whole comparison ends with this message."""
+    """The model or its data cannot be used, under any preset."""
 
 
 SHAPE = "(model, make_batch) with make_batch(rank, step) -> dict of the model's arguments"
 
 
 def check_name(name: str) -> None:
-    """Refuse a name that cannot be loaded, without importing anything of the user's."""
+    """Raise a WorkloadError if no model can have this name. Imports nothing of the user's."""
     if name in BUILT_IN:
         return
     path, function = _split(name)
@@ -38,8 +36,8 @@ def check_name(name: str) -> None:
         raise WorkloadError(f"model {name!r}: there is no file {path}")
 
 
-def load(name: str, device: str) -> Workload:
-    """The model, on `device`, and its data. Whatever goes wrong is a WorkloadError that names the file."""
+def load(name: str, device: str) -> ModelAndData:
+    """The model, on `device`, and its data. Every failure is a WorkloadError that names the file."""
     check_name(name)
     with torch.device(device):
         if name in BUILT_IN:
@@ -53,7 +51,7 @@ def load(name: str, device: str) -> Workload:
 
 
 def arguments(make_batch: MakeBatch, rank: int, step: int) -> dict[str, Any]:
-    """One micro-batch; a WorkloadError if the user's function does not give a dict."""
+    """One micro-batch; a WorkloadError if the user's function does not return a dict."""
     batch = make_batch(rank, step)
     if not isinstance(batch, dict):
         raise WorkloadError(f"make_batch({rank}, {step}) returned {type(batch).__name__}: return a dict of arguments")
@@ -61,7 +59,7 @@ def arguments(make_batch: MakeBatch, rank: int, step: int) -> dict[str, Any]:
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """The loss in what the model returned: the tensor itself or its `.loss`."""
+    """The loss in a model's output: the tensor itself or its `.loss`."""
     loss = output if isinstance(output, torch.Tensor) else getattr(output, "loss", None)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         seen = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(output).__name__
@@ -69,7 +67,7 @@ def loss_of(output: Any) -> torch.Tensor:
     return loss
 
 
-def _call(name: str) -> Workload:
+def _call(name: str) -> ModelAndData:
     path, function = _split(name)
     try:
         result = _function(path, function)()
@@ -91,8 +89,8 @@ def _function(path: Path, name: str) -> Callable[[], Any]:
     if spec is None or spec.loader is None:
         raise WorkloadError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickles look their module up there
-    sys.path.insert(0, str(path.parent))  # as Python does for a script: its neighbours can be imported
+    sys.modules[spec.name] = module  # dataclasses and pickle look the module up there
+    sys.path.insert(0, str(path.parent))  # as Python does for a script, so that files beside it can be imported
     try:
         spec.loader.exec_module(module)
     except Exception as error:

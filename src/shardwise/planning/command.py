@@ -1,9 +1,11 @@
-"""What `shardwise plan` does around a plan: options into hardware and workload, then table and files."""
+"""`shardwise plan`: options become hardware and workload, and a plan becomes a table and files."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,19 +13,23 @@ from typing import Any
 import typer
 from rich.console import Console
 
+from shardwise.config import Config
+from shardwise.config.presets import NVME_FOLDER, PRESETS, STAGES
 from shardwise.errors import ConfigError
-from shardwise.planning import arithmetic, explain, search, table
+from shardwise.planning import arithmetic, report, search
 from shardwise.planning import hardware as machines
-from shardwise.planning.emit import emit, writing
 from shardwise.planning.hardware import Hardware, Rates
-from shardwise.planning.planner import Plan, plan
-from shardwise.planning.workload import DEFAULT_TARGETS, Workload
+from shardwise.planning.planner import plan
+from shardwise.planning.report import Plan
+from shardwise.planning.workload import DEFAULT_TARGETS, Workload, find_model
 from shardwise.sizes import parse_bytes, parse_count
+
+_DEEPSPEED_TIERS = {"host": "cpu", "disk": "nvme"}
 
 
 @dataclass(frozen=True)
 class Output:
-    """What is wanted beside the table."""
+    """What to print or write besides the table."""
 
     as_json: bool = False
     explains: bool = False
@@ -34,7 +40,7 @@ class Output:
 
 
 def size(text: str | None, option: str) -> int | None:
-    """A size of the command line; a ConfigError names the option."""
+    """Bytes; a ConfigError names the option."""
     if text is None:
         return None
     try:
@@ -44,6 +50,7 @@ def size(text: str | None, option: str) -> int | None:
 
 
 def count(text: str | None, option: str) -> int | None:
+    """A number of parameters; a ConfigError names the option."""
     if text is None:
         return None
     try:
@@ -53,7 +60,7 @@ def count(text: str | None, option: str) -> int | None:
 
 
 def rate(text: str | None, option: str) -> float | None:
-    """Bytes per second: 50GB/s, or 400Gb/s, which are bits."""
+    """Bytes per second: of 50GB/s, or of 400Gb/s, which are bits."""
     if text is None:
         return None
     amount = re.sub(r"(/s|ps)$", "", text.strip())
@@ -70,7 +77,7 @@ def rate(text: str | None, option: str) -> float | None:
 def rates(
     tflops: float | None, gpu_link: str | None, node_link: str | None, host_link: str | None, disk_rate: str | None
 ) -> Rates:
-    """What the machine does in a second, as far as it was said."""
+    """The machine's rates, as far as they are given."""
     if tflops is not None and not 0 < tflops < float("inf"):
         raise ConfigError(f"--tflops {tflops}: more than 0 is needed")
     return Rates(
@@ -91,7 +98,7 @@ def hardware(
     here: bool,
     given_rates: Rates,
 ) -> Hardware:
-    """The machine that is described; with `here`, this one, in which what is described replaces what is found."""
+    """The machine that the options describe. With `here` it is this machine, except for what the options replace."""
     base = machines.here() if here else Hardware()
     known = {name: value for name, value in asdict(given_rates).items() if value is not None}
     base = replace(base, rates=replace(base.rates, **known))
@@ -105,13 +112,13 @@ def hardware(
 
 
 def lora(rank: int | None, targets: str | None) -> tuple[int, tuple[str, ...]] | None:
-    """Adapters, if any."""
+    """Rank and targets of adapters, if there are any."""
     if rank is None:
         if targets:
             raise ConfigError("--lora-targets needs --lora RANK")
         return None
     if rank < 1:
-        raise ConfigError(f"--lora {rank}: the rank is at least 1")
+        raise ConfigError(f"--lora {rank}: the rank must be at least 1")
     names = tuple(name.strip() for name in targets.split(",") if name.strip()) if targets else DEFAULT_TARGETS
     return rank, names
 
@@ -125,7 +132,7 @@ def run(
     detailed: bool | None,
     output: Output,
 ) -> None:
-    """Plan, print, and write the files that were asked for."""
+    """Plan, print, and write the requested files."""
     parameters = count(params, "--params")
     if output.accounting is not None:
         _show_states(model, parameters, on, workload, output)
@@ -144,27 +151,25 @@ def run(
     if output.plot is not None:
         from shardwise.planning.plot import draw
 
-        with writing("--plot", output.plot):
+        with _writing("--plot", output.plot):
             draw(made, output.plot)
 
 
 def _console() -> Console:
     console = Console()
-    return console if console.is_terminal else Console(width=table.WIDTH)
+    return console if console.is_terminal else Console(width=report.WIDTH)
 
 
 def _show(made: Plan, found: list[search.Candidate] | None, output: Output) -> None:
     console = _console()
-    console.print(table.render(made))
+    console.print(report.render(made))
     if found is not None:
         console.print(search.render(found))
     if output.explains:
-        typer.echo("\n" + explain.explain(made))
+        typer.echo("\n" + report.explain(made))
 
 
 def _show_states(model: str | None, parameters: int | None, on: Hardware, workload: Workload, output: Output) -> None:
-    from shardwise.planning.inputs import find_model
-
     assert output.accounting is not None
     each = arithmetic.accounting(output.accounting)
     known = find_model(model, parameters, workload)
@@ -175,4 +180,68 @@ def _show_states(model: str | None, parameters: int | None, on: Hardware, worklo
         }
         typer.echo(json.dumps({"accounting": output.accounting, "state_bytes": states}, indent=1))
         return
-    _console().print(table.states(known.parameters, on.gpus, each, output.accounting))
+    _console().print(report.states(known.parameters, on.gpus, each, output.accounting))
+
+
+def emit(plan: Plan, path: Path, found: Sequence[search.Candidate] | None = None) -> list[str]:
+    """Write the recommended configuration, or the best that a search `found`, for shardwise and DeepSpeed.
+
+    Returns what the plan assumes and the file alone does not bring about.
+    """
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"--emit {path}: there is no folder {path.absolute().parent}")
+    if found:
+        workload = found[0].workload(plan.workload)
+        settings = deepspeed_settings(workload, found[0].preset, found[0].device_memory)
+    elif plan.advice.preset is None or found is not None:
+        raise ConfigError(f"--emit {path}: {plan.advice.reason}")
+    else:
+        workload = plan.workload
+        settings = deepspeed_settings(workload, plan.advice.preset)
+    Config.load(settings)
+    with _writing("--emit", path):
+        path.write_text(json.dumps(settings, indent=2) + "\n")
+    return list(_left_to_do(workload))
+
+
+@contextlib.contextmanager
+def _writing(option: str, path: Path) -> Iterator[None]:
+    """Raise a ConfigError that names the option if the file cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{option} {path}: cannot be written: {error.strerror or error}") from None
+
+
+def _left_to_do(workload: Workload) -> Iterator[str]:
+    if workload.checkpointing:
+        yield "activations are recomputed: this file tells shardwise so; for DeepSpeed, switch it on in the model"
+    if workload.lora is not None:
+        rank, targets = workload.lora
+        yield f"the plan assumes LoRA of rank {rank} on {', '.join(targets)}: add the adapters to the model"
+
+
+def deepspeed_settings(workload: Workload, preset: str, device_memory: int | None = None) -> dict[str, Any]:
+    """The settings of `preset` under DeepSpeed's keys."""
+    placement = PRESETS[preset]
+    shardings = [(row.weights.sharding, row.grads.sharding, row.optim.sharding) for row in STAGES]
+    own = (placement.weights.sharding, placement.grads.sharding, placement.optim.sharding)
+    zero: dict[str, Any] = {"stage": shardings.index(own)}
+    for key, kind in (("offload_optimizer", placement.optim), ("offload_param", placement.weights)):
+        if kind.tier != "device":
+            zero[key] = {"device": _DEEPSPEED_TIERS[kind.tier], "pin_memory": True}
+            if kind.tier == "disk":
+                zero[key]["nvme_path"] = NVME_FOLDER
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": workload.micro_batch,
+        "gradient_accumulation_steps": workload.accumulation,
+        "gradient_clipping": 1.0,
+        "zero_optimization": zero,
+        "shardwise": {"checkpointing": workload.checkpointing},
+        "optimizer": {"type": workload.optimizer, "params": {"lr": 1e-4}},
+    }
+    if device_memory is not None:
+        settings["shardwise"]["device_memory"] = device_memory
+    if workload.precision != "fp32":
+        settings[workload.precision] = {"enabled": True}
+    return settings

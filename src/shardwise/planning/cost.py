@@ -15,7 +15,7 @@ from shardwise.config import Config
 from shardwise.config.costs import gradient_bytes, resting
 from shardwise.planning.arithmetic import wire_elements
 from shardwise.planning.hardware import Hardware
-from shardwise.planning.workload import Model, Workload
+from shardwise.planning.workload import ModelSpec, Workload
 
 EXPOSED = 0.07
 """What cannot hide under the longest: 3 to 7 % of the sending on an H200 (benchmarks/results, gpu-overlap)."""
@@ -29,7 +29,7 @@ class Moved:
     down: int = 0
 
 
-def operations(model: Model, workload: Workload) -> int:
+def operations(model: ModelSpec, workload: Workload) -> int:
     """Of one rank's step: 2 a weight and token forward, twice that backward (once for what is frozen), attention."""
     of = model.dimensions
     active = of.active_parameters if of else model.parameters
@@ -38,7 +38,7 @@ def operations(model: Model, workload: Workload) -> int:
     return 2 * passes * (active + attention) * workload.tokens * workload.accumulation
 
 
-def sent_bytes(preset: str, model: Model, workload: Workload, world_size: int) -> int:
+def sent_bytes(preset: str, model: ModelSpec, workload: Workload, world_size: int) -> int:
     """By a rank in a step, at most."""
     item = 4 if workload.precision == "fp32" else 2
     return item * wire_elements(preset, model.trainable, model.frozen, world_size, workload.accumulation)
@@ -75,11 +75,11 @@ def wire_s(sent: int, on: Hardware) -> float:
     return max((sent - outside) / rates.gpu_link, outside * each / rates.node_link)
 
 
-def compute_s(model: Model, workload: Workload, on: Hardware) -> float:
+def compute_s(model: ModelSpec, workload: Workload, on: Hardware) -> float:
     return operations(model, workload) / on.rates.or_typical().operations
 
 
-def wire_share(preset: str, model: Model, workload: Workload, on: Hardware) -> float | None:
+def wire_share(preset: str, model: ModelSpec, workload: Workload, on: Hardware) -> float | None:
     """Time of sending over time of computing; None where the machine's rates were not given."""
     rates = on.rates
     link = rates.gpu_link if on.nodes == 1 else rates.gpu_link and rates.node_link
@@ -88,7 +88,7 @@ def wire_share(preset: str, model: Model, workload: Workload, on: Hardware) -> f
     return wire_s(sent_bytes(preset, model, workload, on.gpus), on) / compute_s(model, workload, on)
 
 
-def cost_s(preset: str, model: Model, workload: Workload, on: Hardware, moved: Moved) -> float:
+def cost_s(preset: str, model: ModelSpec, workload: Workload, on: Hardware, moved: Moved) -> float:
     """A step, about: for ranking alone."""
     rates, each = on.rates.or_typical(), on.gpus // on.nodes
     parts = [

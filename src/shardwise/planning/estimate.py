@@ -18,9 +18,9 @@ import torch
 from shardwise.config import Config
 from shardwise.config.costs import Resting, resting
 from shardwise.memory.ledger import Ledger
+from shardwise.models.dimensions import Dimensions
 from shardwise.offload.context import OffloadContext
-from shardwise.planning.dimensions import Dimensions
-from shardwise.planning.workload import Model, Workload
+from shardwise.planning.workload import ModelSpec, Workload
 
 UNKNOWN_LAYERS = 32
 """Into so many units a model is cut of which only the size is known."""
@@ -42,7 +42,7 @@ class Estimate:
         return sum(self.categories.values())
 
 
-def estimate(model: Model, workload: Workload, config: Config, world_size: int) -> Estimate:
+def estimate(model: ModelSpec, workload: Workload, config: Config, world_size: int) -> Estimate:
     """The peak of one rank under a configuration."""
     sizes = _Sizes(model, workload, config, world_size)
     held: Counter[str] = Counter()
@@ -59,13 +59,13 @@ def estimate(model: Model, workload: Workload, config: Config, world_size: int) 
     return Estimate({name: int(highest[name]) for name in CATEGORIES}, dict(tiers))
 
 
-def away_bytes(model: Model, config: Config, world_size: int) -> list[int]:
+def away_bytes(model: ModelSpec, config: Config, world_size: int) -> list[int]:
     """What of each unit's states rests off the device, of one rank, in forward order; nothing of what is frozen."""
     each = sum(part.bytes_each for part in resting(config) if part.tier != "device")
     return [each * numel // world_size for numel in _trained_units(model)]
 
 
-def _trained_units(model: Model) -> list[int]:
+def _trained_units(model: ModelSpec) -> list[int]:
     of = model.dimensions
     layers = of.layers if of else UNKNOWN_LAYERS
     if of is None or model.frozen:
@@ -77,7 +77,7 @@ def _trained_units(model: Model) -> list[int]:
 class _Sizes:
     """The sizes that the moments are made of."""
 
-    def __init__(self, model: Model, workload: Workload, config: Config, world_size: int) -> None:
+    def __init__(self, model: ModelSpec, workload: Workload, config: Config, world_size: int) -> None:
         self.model, self.workload, self.config, self.world_size = model, workload, config, world_size
         of = model.dimensions
         self.unit = of.layer_numel() if of else model.parameters // UNKNOWN_LAYERS

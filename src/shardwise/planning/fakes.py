@@ -1,8 +1,8 @@
-"""Operators on fake tensors, at speed.
+"""Fast operators on fake tensors.
 
-What an operator makes of fake tensors follows from the form of its arguments: shapes, strides, dtypes, numbers. A model
-of equal layers asks for the same forms again and again. Torch's fake mode takes hundreds of microseconds for an
-operator, so it answers each form once; its answer is remembered, and made again in a tenth of that time.
+The result of an operator on fake tensors follows from the form of its arguments: shapes, strides, dtypes, numbers. A
+model of equal layers uses the same forms many times. Torch's fake mode takes hundreds of microseconds per operator, so
+it computes each form once; a remembered result is made again in a tenth of that time.
 """
 
 from __future__ import annotations
@@ -18,32 +18,31 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.utils._pytree import tree_leaves
 
-_VIEW_IN_FACT = torch.ops.aten._unsafe_view.default  # its schema does not say so
+_UNSAFE_VIEW = torch.ops.aten._unsafe_view.default  # a view, though its schema does not say so
 
 
-class _Particular(Exception):
-    """No matter of form: an argument with values, which may decide about the result; or a result that cannot be made
-    again."""
+class _NotReusable(Exception):
+    """An argument has values that may decide the result, or the result cannot be made again."""
 
 
 @dataclass(frozen=True)
-class _Fresh:
-    """A tensor with a storage of its own."""
+class _NewTensor:
+    """A tensor with its own storage."""
 
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
 
 
-class _Given(Enum):
-    """An argument, which was written to."""
+class _WrittenArgument(Enum):
+    """The result is an argument that the operator writes to."""
 
     FIRST = auto()
     OUT = auto()
 
 
 @dataclass(frozen=True)
-class _Several:
+class _ResultList:
     """A list or tuple of results."""
 
     kind: type
@@ -60,25 +59,25 @@ class Fakes:
         self._attributes: dict[str, Any] = {}
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """What `func` makes of these arguments."""
-        if func.is_view or func is _VIEW_IN_FACT:
+        """The result of `func`."""
+        if func.is_view or func is _UNSAFE_VIEW:
             return self._view(func, args, kwargs)
         if not _follows_from_form(func):
             return func(*args, **kwargs)
         try:
             form = _form(func, args, kwargs)
-        except _Particular:
+        except _NotReusable:
             return func(*args, **kwargs)
         if form in self._answers:
-            return self._made_again(self._answers[form], args, kwargs)
+            return self._remake(self._answers[form], args, kwargs)
         result = func(*args, **kwargs)
-        with contextlib.suppress(_Particular):
-            if _form(func, args, kwargs) == form:  # else an argument was resized
+        with contextlib.suppress(_NotReusable):
+            if _form(func, args, kwargs) == form:  # otherwise an argument was resized
                 self._answers[form] = self._answer(result, args, kwargs)
         return result
 
     def _view(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """By the kernel that finds shapes alone: a view has a storage to share, so it cannot be remembered."""
+        """Computed by the meta kernel: a view shares the storage of its argument, so it cannot be remembered."""
         if args[0].__class__ is not FakeTensor:
             return func(*args, **kwargs)
         with in_kernel_invocation_manager(self._mode):
@@ -91,37 +90,37 @@ class Fakes:
         """How to make `result` again."""
         if isinstance(result, torch.Tensor):
             if args and result is args[0]:
-                return _Given.FIRST
+                return _WrittenArgument.FIRST
             if result is kwargs.get("out"):
-                return _Given.OUT
+                return _WrittenArgument.OUT
             return self._fresh(result, (args, kwargs))
         if isinstance(result, (list, tuple)):
-            return _Several(type(result), tuple(self._answer(each, args, kwargs) for each in result))
+            return _ResultList(type(result), tuple(self._answer(each, args, kwargs) for each in result))
         if result is None or isinstance(result, int):
             return result
-        raise _Particular
+        raise _NotReusable
 
-    def _fresh(self, result: torch.Tensor, arguments: Any) -> _Fresh:
+    def _fresh(self, result: torch.Tensor, arguments: Any) -> _NewTensor:
         is_plain = result.__class__ is FakeTensor and result.constant is None and result.layout == torch.strided
         is_shared = _address(result) in {_address(leaf) for leaf in tree_leaves(arguments) if torch.is_tensor(leaf)}
         if not is_plain or is_shared or result.device != self._device:
-            raise _Particular
-        answer = _Fresh(result.shape, result.stride(), result.dtype)
+            raise _NotReusable
+        answer = _NewTensor(result.shape, result.stride(), result.dtype)
         if result.untyped_storage().nbytes() != _empty(answer).untyped_storage().nbytes():
-            raise _Particular
+            raise _NotReusable
         return answer
 
-    def _made_again(self, answer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if isinstance(answer, _Fresh):
+    def _remake(self, answer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if isinstance(answer, _NewTensor):
             return self._fake(_empty(answer))
-        if isinstance(answer, _Several):
-            return answer.kind(self._made_again(each, args, kwargs) for each in answer.each)
-        if answer is _Given.FIRST:
+        if isinstance(answer, _ResultList):
+            return answer.kind(self._remake(each, args, kwargs) for each in answer.each)
+        if answer is _WrittenArgument.FIRST:
             return args[0]
-        return kwargs["out"] if answer is _Given.OUT else answer
+        return kwargs["out"] if answer is _WrittenArgument.OUT else answer
 
     def _fake(self, meta: torch.Tensor) -> FakeTensor:
-        """As the constructor of fake tensors makes it, whose checks take longer than most operators."""
+        """What the constructor of FakeTensor makes, without its checks, which take longer than most operators."""
         if not self._attributes:
             first = FakeTensor(self._mode, meta, self._device)
             self._attributes = dict(first.__dict__)
@@ -135,15 +134,18 @@ class Fakes:
 
 @cache
 def _follows_from_form(func: Any) -> bool:
-    """Not where it is not torch's own, and may look at anything, nor where values decide, nor where an argument becomes
-    a view of another. Of indices, those that would decide are refused by fake tensors themselves."""
+    """Whether an operator's result follows from the form of its arguments.
+
+    Not if the operator is not torch's own, which may read anything; nor if values decide; nor if an argument becomes a
+    view of another. Fake tensors themselves refuse indices whose values would decide a shape.
+    """
     decides = {torch.Tag.inplace_view, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-    is_ours = func.namespace in ("aten", "prims")
-    return is_ours and (func is torch.ops.aten.index.Tensor or not decides & set(func.tags))
+    is_torch = func.namespace in ("aten", "prims")
+    return is_torch and (func is torch.ops.aten.index.Tensor or not decides & set(func.tags))
 
 
 def _form(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """All that the result follows from; by the default dtype, what integers are divided into."""
+    """Everything that decides the result. The default dtype decides that of a division of integers."""
     return func, torch.get_default_dtype(), _form_of(args), _form_of(tuple(kwargs.items()))
 
 
@@ -153,11 +155,11 @@ def _form_of(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return tuple(map(_form_of, value))
     if isinstance(value, torch.Tensor):
-        raise _Particular
-    return value.__class__, value  # 1 and 1.0 are equal, and make different dtypes
+        raise _NotReusable
+    return value.__class__, value  # 1 and 1.0 are equal, but give different dtypes
 
 
-def _empty(of: _Fresh) -> torch.Tensor:
+def _empty(of: _NewTensor) -> torch.Tensor:
     with torch._C._DisableTorchDispatch():
         return torch.empty_strided(of.shape, of.stride, dtype=of.dtype, device="meta")
 

@@ -1,4 +1,4 @@
-"""What there is to train on."""
+"""The machine to train on: GPUs, memory, links, and what is reserved on a GPU besides tensors."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from shardwise.memory.ledger import PAGE_BYTES
 from shardwise.sizes import format_bytes
 
 CONTEXT_BYTES = 800 * 10**6
-"""What the CUDA driver and torch's kernels take on a GPU besides tensors: 0.54 GB when a process starts on an H200 with
+"""What the CUDA driver and torch's kernels use on a GPU besides tensors: 0.54 GB when a process starts on an H200 with
 torch 2.11, 0.77 to 0.80 GB once the kernels of a training step are loaded."""
 PAGES_BYTES = 10 * PAGE_BYTES
-"""torch's allocator maps pages and gives back whole ones only: what lies unused between tensors at a peak."""
+"""torch's allocator maps whole pages: what is unused between tensors at a peak."""
 COMMUNICATOR_BYTES = 150 * 10**6
-"""NCCL's buffers: a few MB per channel and peer, two communicators; more ranks do not make them much larger."""
+"""NCCL's buffers: a few MB per channel and peer, for two communicators. More ranks hardly make them larger."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What a machine does in a second; None where nobody said or measured it.
+    """Rates of a machine per second; None if a rate is neither given nor measured.
 
-    operations  arithmetic of a GPU, as much as training reaches, not what a data sheet promises
+    operations  floating-point operations of a GPU that training reaches, not those of a data sheet
     gpu_link    bytes from a GPU to the others of its node
     node_link   bytes from a node to the others
     host_link   bytes between a GPU and its host, each way
@@ -41,12 +41,12 @@ class Rates:
                 raise ConfigError(f"the rate {name} is {rate}: more than 0 is needed")
 
     def or_typical(self) -> KnownRates:
-        """With what is typical for what is not known: enough to rank configurations by."""
+        """These rates, and typical ones for those that are not known: good enough to rank configurations."""
         return KnownRates(**{**TYPICAL, **{name: rate for name, rate in asdict(self).items() if rate is not None}})
 
 
 class KnownRates(NamedTuple):
-    """The same, all known."""
+    """Rates that are all known."""
 
     operations: float
     gpu_link: float
@@ -56,12 +56,12 @@ class KnownRates(NamedTuple):
 
 
 TYPICAL = {"operations": 250e12, "gpu_link": 100e9, "node_link": 50e9, "host_link": 25e9, "disk": 3e9}
-"""Of a node of today's GPUs in 16 bit."""
+"""A node of current GPUs, computing in 16 bits."""
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """`gpus` in all, over `nodes`; memory of one GPU, of one node's host and disk; what it does in a second."""
+    """`gpus` in all, spread over `nodes`; the memory of one GPU, and of the host and the disk of one node; rates."""
 
     gpus: int = 8
     gpu_bytes: int = 80 * 10**9
@@ -77,13 +77,13 @@ class Hardware:
             raise ConfigError(f"--gpus {self.gpus} cannot be spread evenly over --nodes {self.nodes}")
         if self.gpu_bytes <= self.reserved_bytes:
             raise ConfigError(
-                f"--gpu-memory {format_bytes(self.gpu_bytes)}: the driver's context, communicators and pages take "
-                f"{format_bytes(self.reserved_bytes)} of a GPU; name the memory of one, such as 24GB"
+                f"--gpu-memory {format_bytes(self.gpu_bytes)}: the driver's context, communicators and pages use "
+                f"{format_bytes(self.reserved_bytes)} of a GPU; give the memory of one GPU, such as 24GB"
             )
 
     @property
     def reserved_bytes(self) -> int:
-        """What is gone besides tensors."""
+        """Bytes of a GPU that tensors cannot use."""
         return CONTEXT_BYTES + PAGES_BYTES + (COMMUNICATOR_BYTES if self.gpus > 1 else 0)
 
     def __str__(self) -> str:
@@ -98,7 +98,7 @@ class Hardware:
 
 
 def here() -> Hardware:
-    """This machine: its GPUs, the memory of its host, the free disk below the working folder, links as measured."""
+    """This machine: its GPUs, its host memory, the free disk space of the working folder, and measured links."""
     import shutil
 
     import torch
@@ -106,7 +106,7 @@ def here() -> Hardware:
     from shardwise.machine import bandwidth, env
 
     if not torch.cuda.is_available():
-        raise ConfigError("--here: torch finds no CUDA device on this machine; say --gpus and --gpu-memory instead")
+        raise ConfigError("--here: torch finds no CUDA device on this machine; give --gpus and --gpu-memory instead")
     smallest = min(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count()))
     host = env.hardware()["memory_bytes"]
     links = bandwidth.device_links_gbs().values()

@@ -1,7 +1,7 @@
-"""What a device does with the memory it is asked for: rounding, workspaces, and operators of its own.
+"""How a device uses memory: rounding, workspaces, and operators of its own.
 
-A dry run works on fake CPU tensors, whatever device it foresees. Most operators allocate the same on both; those that
-do not are replaced here by the ones that CUDA would run, and what CUDA kernels take for themselves is listed.
+A dry run works on fake CPU tensors, whatever device it foresees. Most operators allocate the same on both. Those that
+do not are replaced by the ones that CUDA runs, and the scratch memory of CUDA kernels is added.
 """
 
 from __future__ import annotations
@@ -15,15 +15,17 @@ import torch
 from torch.nn import functional as F
 
 Scratch = Callable[..., int]
-"""From the arguments of an operator to the bytes that its kernel takes while it runs."""
+"""From the arguments of an operator to the bytes that its kernel allocates while it runs."""
 
 
 @dataclass(frozen=True)
 class Kernels:
     """A kind of device.
 
-    granularity_bytes  what its allocator rounds each storage up to
-    workspace_bytes    what its libraries keep from the first product on, by name
+    granularity_bytes  its allocator rounds storages up to a multiple of this
+    workspace_bytes    what its libraries allocate at the first matrix product and keep, by name
+    replaced           functions of `torch.nn.functional` that it computes with other operators
+    scratch            bytes that operators allocate while they run
     """
 
     name: str
@@ -34,15 +36,15 @@ class Kernels:
 
     @property
     def overhead_bytes(self) -> int:
-        """What the allocator holds for libraries."""
+        """All workspaces."""
         return sum(self.workspace_bytes.values())
 
 
 @contextlib.contextmanager
 def replacing(replaced: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """Within it, these functions stand in the place of those of `torch.nn.functional`.
+    """Replace functions of `torch.nn.functional` inside the context.
 
-    Not a torch function mode: it would be off in what checkpoints recompute inside a backward.
+    A torch function mode would not do: it is off in what checkpoints recompute inside a backward.
     """
     originals = {name: getattr(F, name) for name in replaced}
     for name, function in replaced.items():
@@ -64,7 +66,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """CUDA's choice: flash in 16 bit without a mask, else the memory-efficient kernel."""
+    """CUDA's choice: the flash kernel in 16 bits without a mask, otherwise the memory-efficient one."""
     is_half = query.dtype in (torch.float16, torch.bfloat16)
     if is_half and attn_mask is None and query.shape[-1] <= 256:
         flash = torch.ops.aten._scaled_dot_product_flash_attention
@@ -77,7 +79,7 @@ def _attention(
 
 
 def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
-    """One fused kernel that keeps a mask of bytes."""
+    """One fused kernel that keeps a mask of one byte per element."""
     if not training or p == 0:
         return input
     return _first(torch.native_dropout(input, p, True))
@@ -87,7 +89,7 @@ _COMPOSED_RMS_NORM = F.rms_norm
 
 
 class _RmsNorm(torch.autograd.Function):
-    """What CUDA's fused kernel allocates and keeps; the operator of that name is composed of others on CPU."""
+    """Allocates and keeps what CUDA's fused kernel does; on the CPU the operator is composed of others."""
 
     @staticmethod
     def forward(ctx: Any, input: torch.Tensor, dims: int, weight: torch.Tensor | None) -> torch.Tensor:
@@ -104,7 +106,7 @@ class _RmsNorm(torch.autograd.Function):
 def _rms_norm(
     input: torch.Tensor, normalized_shape: Any, weight: torch.Tensor | None = None, eps: float | None = None
 ) -> torch.Tensor:
-    """Fused where input and weight have one dtype."""
+    """Fused if input and weight have the same dtype."""
     if weight is not None and weight.dtype != input.dtype:
         return _COMPOSED_RMS_NORM(input, normalized_shape, weight, eps)
     out: torch.Tensor = _RmsNorm.apply(input, len(normalized_shape), weight)  # type: ignore[no-untyped-call]  # torch
@@ -112,13 +114,13 @@ def _rms_norm(
 
 
 def _first(outputs: Any) -> torch.Tensor:
-    """What a fused operator computes, before what it keeps for its backward."""
+    """The result of a fused operator, without what it keeps for its backward."""
     out: torch.Tensor = outputs[0]
     return out
 
 
 def _flash_backward_bytes(grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *rest: Any, **named: Any) -> int:
-    """The fp32 sum of the query's gradient, and one number a row."""
+    """The fp32 sum of the query's gradient, and one number per row."""
     batch, heads, length, size = query.shape
     rounded = -(-length // 128) * 128
     wide = -(-size // 32) * 32
@@ -132,8 +134,8 @@ MIB = 1 << 20
 
 
 def cuda(compute_capability: int = 9) -> Kernels:
-    """CUDA with torch's allocator. cuBLAS keeps a workspace for the thread of the forward and one for the backward's:
-    32 MiB each on Hopper and later, about 8 MiB before."""
+    """CUDA with torch's allocator. cuBLAS keeps one workspace for the thread of the forward and one for that of the
+    backward: 32 MiB each on Hopper and later, about 8 MiB before."""
     workspace = 32 * MIB if compute_capability >= 9 else 8320 * 1024
     fused: dict[str, Callable[..., Any]] = {
         "scaled_dot_product_attention": _attention,

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardwise.planning.estimate import CATEGORIES
+from shardwise.planning.recommend import PlanRow
+from shardwise.planning.report import Plan
 from shardwise.plotting import check_path, pyplot
 from shardwise.sizes import format_bytes
-
-if TYPE_CHECKING:
-    from shardwise.planning.planner import Plan, Row
 
 COLORS = {
     "weights": "#3b6fb6",
@@ -24,11 +23,11 @@ COLORS = {
 }
 CAPACITY = "#c03030"
 LONGEST = 3
-"""Bars are cut off beyond so many times the capacity: what does not fit at all must not shrink what does."""
+"""Bars end at this multiple of the capacity, so that presets that are far too large do not shrink the others."""
 
 
 def draw(plan: Plan, path: str | Path) -> None:
-    """Draw into `path`."""
+    """Draw the plan into the file `path`."""
     check_path(path)
     plt = pyplot()
     rows, capacity = plan.rows, plan.hardware.gpu_bytes / 1e9
@@ -43,8 +42,8 @@ def draw(plan: Plan, path: str | Path) -> None:
     axis.text(capacity, -0.75, f" {format_bytes(plan.hardware.gpu_bytes)}", color=CAPACITY, fontsize=9)
     highest = max(row.peak_bytes / 1e9 for row in rows)
     most = 1.18 * max(capacity, min(highest, LONGEST * capacity))
-    for place, row in enumerate(rows):
-        _label(axis, place, row, row.preset == plan.advice.preset, most)
+    for index, row in enumerate(rows):
+        _label(axis, index, row, row.preset == plan.advice.preset, most)
     axis.set_yticks(range(len(rows)), [row.preset for row in rows])
     for label, row in zip(axis.get_yticklabels(), rows, strict=True):
         label.set_fontweight("bold" if row.preset == plan.advice.preset else "normal")
@@ -61,22 +60,22 @@ def draw(plan: Plan, path: str | Path) -> None:
     plt.close(figure)
 
 
-def _label(axis: Any, place: int, row: Row, chosen: bool, most: float) -> None:
-    """Beside the bar; inside it where it is long, at the edge of the picture where it goes on beyond that."""
+def _label(axis: Any, index: int, row: PlanRow, chosen: bool, most: float) -> None:
+    """Write size and verdict beside the bar, or inside it if it is long."""
     tiers = "".join(f", {tier} {format_bytes(size)}" for tier, size in row.tiers.items() if size)
-    verdict = "  ← take this" if chosen else f"  {_verdict(row)}"
+    verdict = "  ← recommended" if chosen else f"  {_verdict(row)}"
     peak = row.peak_bytes / 1e9
     size = f"{peak:.0f}" if peak >= 99.5 else f"{peak:.3g}"
     is_long = peak > 0.8 * most
     where = (min(peak, most), "right", (-8, 0)) if is_long else (peak, "left", (6, 0))
     color = CAPACITY if not row.fits else "black"
-    blank = {"facecolor": "white", "edgecolor": "none", "alpha": 0.9, "pad": 1}  # over the line of the capacity
+    blank = {"facecolor": "white", "edgecolor": "none", "alpha": 0.9, "pad": 1}  # readable over the capacity's line
     text = f"{size}{tiers}{verdict}".rstrip() + (" →" if peak > most else "")
     style = {"va": "center", "ha": where[1], "fontsize": 8.5, "color": color, "bbox": blank}
-    axis.annotate(text, (where[0], place), where[2], textcoords="offset points", **style)
+    axis.annotate(text, (where[0], index), where[2], textcoords="offset points", **style)
 
 
-def _verdict(row: Row) -> str:
+def _verdict(row: PlanRow) -> str:
     if not row.is_supported:
         return "not yet possible"
     if row.fits:

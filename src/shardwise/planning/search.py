@@ -1,7 +1,7 @@
-"""The search: the fastest configuration that fits, with the runner-ups.
+"""The search: the fastest configurations that fit, ranked by `cost`.
 
-Varied are preset, micro-batch, accumulation, recomputation and, where states may leave the device, how many units' stay
-there: as many as fit, by the solver that the engine itself uses. Ranked by `cost`.
+It varies the preset, the micro-batch and the accumulation, recomputation and, under offload, how many units keep their
+states on the device: as many as fit, by the solver that the engine itself uses.
 """
 
 from __future__ import annotations
@@ -15,19 +15,22 @@ from rich.text import Text
 from shardwise.engine.residency import stay
 from shardwise.planning.cost import Moved, cost_s, moved_bytes, sent_bytes
 from shardwise.planning.estimate import away_bytes, estimate
-from shardwise.planning.fit import device_budget, judge
 from shardwise.planning.hardware import Hardware
-from shardwise.planning.recommend import ORDER
-from shardwise.planning.workload import Model, Workload
+from shardwise.planning.recommend import ORDER, device_budget, judge
+from shardwise.planning.workload import ModelSpec, Workload
 from shardwise.sizes import format_bytes
 
-MOST = 64
+LARGEST_MICRO_BATCH = 64
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A configuration that fits. `resident` is the part of the states that may leave the device and stays on it;
-    `device_memory` the budget under which the engine lets it stay. `cost` ranks, and means nothing else."""
+    """A configuration that fits.
+
+    resident       the fraction of the states that may be offloaded but stays on the device
+    device_memory  the budget under which the engine keeps that fraction on the device
+    cost           for ranking only
+    """
 
     preset: str
     micro_batch: int
@@ -42,31 +45,31 @@ class Candidate:
     cost: float
 
     def workload(self, given: Workload) -> Workload:
-        """`given` with what was found."""
+        """`given` with the values found."""
         return replace(
             given, micro_batch=self.micro_batch, accumulation=self.accumulation, checkpointing=self.checkpointing
         )
 
 
-def search(model: Model, workload: Workload, hardware: Hardware, count: int = 5) -> list[Candidate]:
-    """The fastest that fit, best first, with the same number of samples per step as `workload`."""
+def search(model: ModelSpec, workload: Workload, hardware: Hardware, count: int = 5) -> list[Candidate]:
+    """The `count` fastest that fit, best first, with as many samples per step as `workload`."""
     samples = workload.micro_batch * workload.accumulation
-    micro_batches = [size for size in range(1, min(samples, MOST) + 1) if samples % size == 0]
+    micro_batches = [size for size in range(1, min(samples, LARGEST_MICRO_BATCH) + 1) if samples % size == 0]
     found = [
         candidate
         for preset in ORDER
         for micro_batch in micro_batches
         for checkpointing in (False, True)
-        if (candidate := _Try(model, workload, hardware, preset, micro_batch, checkpointing).candidate())
+        if (candidate := _Trial(model, workload, hardware, preset, micro_batch, checkpointing).candidate())
     ]
     return sorted(found, key=lambda candidate: (candidate.cost, candidate.peak_bytes))[:count]
 
 
-class _Try:
-    """One configuration."""
+class _Trial:
+    """One configuration that may fit."""
 
     def __init__(
-        self, model: Model, given: Workload, on: Hardware, preset: str, micro_batch: int, checkpointing: bool
+        self, model: ModelSpec, given: Workload, on: Hardware, preset: str, micro_batch: int, checkpointing: bool
     ) -> None:
         self.model, self.on, self.preset = model, on, preset
         self.samples = given.micro_batch * given.accumulation
@@ -76,7 +79,7 @@ class _Try:
         self.config = self.workload.config(preset)
 
     def candidate(self) -> Candidate | None:
-        """None where it does not fit, or where all states could stay: then the preset without offload is the same."""
+        """None if it does not fit, or if all states could stay on the device, as under the preset without offload."""
         model, on, workload = self.model, self.on, self.workload
         estimated = estimate(model, workload, self.config, on.gpus)
         peak = estimated.peak_bytes + on.reserved_bytes
@@ -87,9 +90,9 @@ class _Try:
             units, staying = [1], 0
         if staying == len(units):
             return None
-        resident = sum(units[:staying]) / sum(units)
         staying_bytes = sum(units[:staying])
-        # The host must have room for all: the engine begins with everything away, and measures.
+        resident = staying_bytes / sum(units)
+        # The host must have room for all states: the engine starts with all of them offloaded, and measures.
         fit = judge(self.config, peak + staying_bytes, estimated.tiers, on)
         if not fit.fits:
             return None
@@ -114,14 +117,15 @@ class _Try:
 
 
 def render(candidates: list[Candidate]) -> RenderableType:
-    """The candidates, best first."""
+    """A table of the candidates."""
     if not candidates:
-        return Text("\nNothing fits: no preset, micro-batch or recomputation.", style="bold")
+        return Text("\nNothing fits, with any preset, micro-batch or recomputation.", style="bold")
     moves = any(each.moved_bytes_per_sample for each in candidates)
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     columns = ["", "preset", "micro-batch", "K", "recompute", "peak GB", "sent GB"]
-    for name in [*columns, *(["moved GB", "resident"] if moves else []), ""]:
+    for name in [*columns, *(["moved GB", "resident"] if moves else [])]:
         table.add_column(name, justify="left" if name == "preset" else "right", no_wrap=True)
+    table.add_column("")  # the condition may wrap, so that figures need not be cut
     for number, each in enumerate(candidates, start=1):
         cells = [
             str(number),
@@ -136,7 +140,7 @@ def render(candidates: list[Candidate]) -> RenderableType:
             cells += [f"{each.moved_bytes_per_sample / 1e9:.3g}", f"{each.resident:.0%}"]
         table.add_row(*cells, each.condition)
     return Group(
-        Text("\nThe fastest that fit, best first; sent and moved by a rank for a sample"), table, *_budget(candidates)
+        Text("\nThe fastest that fit, best first; sent and moved are per rank and sample"), table, *_budget(candidates)
     )
 
 

@@ -1,31 +1,32 @@
-"""What is to be trained: a size or dimensions, and how a step looks."""
+"""What is trained: the model, as far as it is known, and the shape of a step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwise.config import Config
+from shardwise.config.files import read_file
+from shardwise.config.presets import NVME_FOLDER, PRESETS
 from shardwise.errors import ConfigError
-from shardwise.planning.dimensions import Dimensions
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from shardwise.models.built_in import MakeBatch
-
-    Build = Callable[[], tuple[nn.Module, MakeBatch]]
+from shardwise.models import loading
+from shardwise.models.built_in import BUILT_IN, Build
+from shardwise.models.catalog import find, from_config
+from shardwise.models.dimensions import Dimensions
 
 PRECISIONS = ("bf16", "fp16", "fp32")
 DEFAULT_TARGETS = ("q_proj", "v_proj")
 
 
 @dataclass(frozen=True)
-class Model:
-    """What is known of the model: at least its parameters; dimensions; or the thing itself, as `build`.
+class ModelSpec:
+    """What is known of a model: its size, and either dimensions or a function that builds it, or neither.
 
-    `trainable` is less than `parameters` where something is frozen.
+    `trainable` is less than `parameters` if some are frozen.
     """
 
     name: str
@@ -41,7 +42,10 @@ class Model:
 
 @dataclass(frozen=True)
 class Workload:
-    """How a step looks: tokens of a micro-batch, micro-batches, precision, what is recomputed, adapters."""
+    """A training step: tokens of a micro-batch, micro-batches, precision, recomputation and adapters.
+
+    `lora` is the rank of the adapters and the names of the matrices that have one.
+    """
 
     sequence: int = 2048
     micro_batch: int = 1
@@ -56,15 +60,15 @@ class Workload:
             raise ConfigError(f"unknown precision {self.precision!r}: choose from {', '.join(PRECISIONS)}")
         for name in ("sequence", "micro_batch", "accumulation"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"{name.replace('_', '-')} is {getattr(self, name)}: at least 1")
+                raise ConfigError(f"{name.replace('_', '-')} is {getattr(self, name)}: it must be at least 1")
 
     @property
     def tokens(self) -> int:
-        """Of one micro-batch on one rank."""
+        """Tokens of one micro-batch on one rank."""
         return self.sequence * self.micro_batch
 
     def for_global_batch(self, global_batch: int, world_size: int) -> Workload:
-        """With the accumulation that gives `global_batch` samples per step."""
+        """The same with the accumulation that makes `global_batch` samples per step."""
         each = self.micro_batch * world_size
         if global_batch % each:
             raise ConfigError(
@@ -75,8 +79,6 @@ class Workload:
 
     def config(self, preset: str) -> Config:
         """The configuration of a preset for this workload."""
-        from shardwise.config.presets import NVME_FOLDER, PRESETS
-
         settings: dict[str, Any] = {
             "preset": preset,
             "precision": {"compute": self.precision},
@@ -90,16 +92,58 @@ class Workload:
         return Config.load(settings)
 
 
-def from_parameters(parameters: int) -> Model:
-    """A model of which nothing but the size is known."""
+def find_model(name: str | None, parameters: int | None, workload: Workload) -> ModelSpec:
+    """The model that a user names: by size, known name, config.json, model folder, or `file.py:function`.
+
+    The models built into `shardwise compare` count as functions.
+    """
+    if (name is None) == (parameters is None):
+        raise ConfigError("name the model or its size, one of the two: `shardwise plan llama3-8b`, or --params 8e9")
+    if parameters is not None:
+        if workload.lora is not None:
+            raise ConfigError("--lora needs a model whose dimensions are known: name one instead of --params")
+        return from_parameters(parameters)
+    assert name is not None
+    if name in BUILT_IN or (":" in name and not Path(name).exists()):
+        return _from_function(name, workload)
+    return from_dimensions(_dimensions(name), workload.lora)
+
+
+def from_parameters(parameters: int) -> ModelSpec:
+    """A model of which only the size is known."""
     if parameters < 1:
-        raise ConfigError("--params: at least one parameter")
-    return Model(f"{parameters / 1e9:g}B parameters", parameters, parameters)
+        raise ConfigError("--params: at least one parameter is needed")
+    return ModelSpec(f"{parameters / 1e9:g}B parameters", parameters, parameters)
 
 
-def from_dimensions(of: Dimensions, lora: tuple[int, tuple[str, ...]] | None) -> Model:
-    """A described model, whole or frozen under adapters."""
+def from_dimensions(of: Dimensions, lora: tuple[int, tuple[str, ...]] | None) -> ModelSpec:
+    """A model of known dimensions, trained whole or frozen with adapters."""
     if lora is None:
-        return Model(of.name, of.parameters, of.parameters, of)
+        return ModelSpec(of.name, of.parameters, of.parameters, of)
     added = of.lora_numel(*lora)
-    return Model(f"{of.name} with LoRA of rank {lora[0]}", of.parameters + added, added, of)
+    return ModelSpec(f"{of.name} with LoRA of rank {lora[0]}", of.parameters + added, added, of)
+
+
+def _dimensions(name: str) -> Dimensions:
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ConfigError(f"{name}: the folder has no config.json")
+        path = path / "config.json"
+    if path.is_file():
+        return from_config(read_file(path), path.parent.name or path.name)
+    if path.suffix in (".json", ".py") or name.count("/") > 1:
+        raise ConfigError(f"{name}: no such file or folder")
+    return find(name)
+
+
+def _from_function(name: str, workload: Workload) -> ModelSpec:
+    """The user's own model, built on fake tensors to count its parameters."""
+    if workload.lora is not None:
+        raise ConfigError("--lora with file.py:function: add the adapters to the model in that function")
+    loading.check_name(name)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        params = [*loading.load(name, "cpu")[0].parameters()]
+    total = sum(param.numel() for param in params)
+    trainable = sum(param.numel() for param in params if param.requires_grad)
+    return ModelSpec(name, total, trainable, build=partial(loading.load, name, "cpu"))

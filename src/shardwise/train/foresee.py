@@ -1,20 +1,20 @@
-"""The memory of a run before it begins: a dry run of its very step, on fake tensors."""
+"""Predicts the memory of a training run: a dry run of its own step, on fake tensors."""
 
 from __future__ import annotations
 
 import torch
 
 from shardwise.models.built_in import Batch
-from shardwise.planning.dry import Scenario, Untraceable, dry_run
+from shardwise.planning.dry_run import Scenario, Untraceable, dry_run
 from shardwise.planning.kernels import CPU, cuda
 from shardwise.train.job import Job
 from shardwise.train.model import LanguageModel
 
 
 def foresee(job: Job, device: torch.device) -> int | None:
-    """The most bytes of tensors that a rank holds in a step; None where no dry run can tell (states on the disk).
+    """The peak of a rank's tensors in a step; None if a dry run is not possible (states on the disk).
 
-    Nobody else takes part in it, and it leaves nothing behind but the state of torch's random numbers.
+    It needs no other rank. Its only side effect is on the state of torch's random numbers.
     """
     rows = job.share(0).micro_batch
 

@@ -1,106 +1,19 @@
-"""The model that `shardwise train` trains: a decoder with the names and the arithmetic of Llama.
-
-So what is exported loads wherever Llama checkpoints load, and the same class serves one million parameters and seven
-billion.
-"""
+"""The model that `shardwise train` trains: the decoder of `shardwise.models` as a Llama, with what its export needs."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-import torch
 from torch import nn
-from torch.nn import functional as F
 
+from shardwise.models.decoder import NORM_EPSILON, ROTARY_BASE, CausalDecoder
+from shardwise.models.dimensions import Dimensions
 from shardwise.train.shape import Shape
-
-ROTARY_BASE = 10_000.0
-NORM_EPSILON = 1e-5
-
-
-class Norm(nn.Module):
-    """Root-mean-square norm, computed in fp32."""
-
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(hidden))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.weight * F.rms_norm(x.float(), (x.shape[-1],), eps=NORM_EPSILON).to(x.dtype)
-
-
-class Attention(nn.Module):
-    """Causal self-attention with rotary positions."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.heads = shape.heads
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
-            nn.Linear(shape.hidden, shape.hidden, bias=False) for _ in range(4)
-        )
-
-    def forward(self, x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
-        q, k, v = (self._split(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj))
-        attended = F.scaled_dot_product_attention(rotate(q, turn), rotate(k, turn), v, is_causal=True)
-        out: torch.Tensor = self.o_proj(attended.transpose(1, 2).flatten(2))
-        return out
-
-    def _split(self, x: torch.Tensor) -> torch.Tensor:
-        return x.view(*x.shape[:-1], self.heads, -1).transpose(1, 2)
-
-
-class MLP(nn.Module):
-    """Two thirds of the classic width, with a gate."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(shape.hidden, shape.intermediate, bias=False)
-        self.up_proj = nn.Linear(shape.hidden, shape.intermediate, bias=False)
-        self.down_proj = nn.Linear(shape.intermediate, shape.hidden, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return out
-
-
-class Layer(nn.Module):
-    """One transformer layer."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.input_layernorm = Norm(shape.hidden)
-        self.self_attn = Attention(shape)
-        self.post_attention_layernorm = Norm(shape.hidden)
-        self.mlp = MLP(shape)
-
-    def forward(self, x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), turn)
-        out: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return out
-
-
-class Decoder(nn.Module):
-    """Everything but the head."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.head_size = shape.hidden // shape.heads
-        self.embed_tokens = nn.Embedding(shape.vocabulary, shape.hidden)
-        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
-        self.norm = Norm(shape.hidden)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed_tokens(tokens)
-        turn = rotation(tokens.shape[1], self.head_size, x)
-        for layer in self.layers:
-            x = layer(x, turn)
-        out: torch.Tensor = self.norm(x)
-        return out
 
 
 class HubConfig:
-    """What makes `config.json` of an export."""
+    """Writes `config.json` of an export."""
 
     def __init__(self, shape: Shape) -> None:
         self._shape = shape
@@ -109,39 +22,20 @@ class HubConfig:
         return json.dumps(hub_config(self._shape), indent=1) + "\n"
 
 
-class LanguageModel(nn.Module):
-    """`model(tokens)` gives logits, `model(tokens, targets)` the mean loss of a batch."""
+class LanguageModel(CausalDecoder):
+    """A Llama of a given shape with fresh weights; an export of it loads wherever Llama checkpoints load."""
 
     def __init__(self, shape: Shape) -> None:
-        super().__init__()
+        of = Dimensions("llama", shape.hidden, shape.layers, shape.heads, shape.vocabulary, shape.intermediate)
+        super().__init__(of, fused=False)
         self.config = HubConfig(shape)
-        self.model = Decoder(shape)
-        self.lm_head = nn.Linear(shape.hidden, shape.vocabulary, bias=False)
         self.apply(initialise)
-
-    def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
-        logits: torch.Tensor = self.lm_head(self.model(tokens)).float()
-        return logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def initialise(module: nn.Module) -> None:
     """Small normal weights, so that the first loss is that of a uniform guess."""
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=0.02)
-
-
-def rotation(length: int, head_size: int, like: torch.Tensor) -> torch.Tensor:
-    """Cosines and sines of every position, [2, length, head_size], in the dtype and on the device of `like`."""
-    exponents = torch.arange(0, head_size, 2, device=like.device, dtype=torch.float32) / head_size
-    angles = torch.outer(torch.arange(length, device=like.device, dtype=torch.float32), ROTARY_BASE**-exponents)
-    angles = torch.cat((angles, angles), dim=-1)
-    return torch.stack((angles.cos(), angles.sin())).to(like.dtype)
-
-
-def rotate(x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
-    """Turn the two halves of each head against each other, by the angle of the position."""
-    first, second = x.chunk(2, dim=-1)
-    return x * turn[0] + torch.cat((-second, first), dim=-1) * turn[1]
 
 
 def hub_config(shape: Shape) -> dict[str, Any]:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from shardwise.comm.comm import Comm
+from shardwise.comm.comm import Comm, ProcessGroupComm
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.train import crew
 from shardwise.train.folder import Folder
@@ -87,7 +87,7 @@ def serve(options: Options) -> NoReturn:
         place = Place.of(options)
         place.watch_signals()
         store = join(place)
-        comm = Comm(None, torch.device("cpu"))
+        comm = ProcessGroupComm(None, torch.device("cpu"))
         run(_agreed_job(options, comm), place, comm)
     except ShardwiseError as error:
         code = 2

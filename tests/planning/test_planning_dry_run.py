@@ -1,4 +1,4 @@
-"""The dry run beside real ones: the same peak, the same bytes sent."""
+"""The dry run predicts what real runs measure: the same peak, the same bytes sent."""
 
 import gc
 import json
@@ -12,14 +12,14 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwise.compare import Settings
+from shardwise.compare.foresight import foresee_settings
 from shardwise.compare.job import Job
 from shardwise.compare.rows import Row
 from shardwise.compare.worker import Worker
 from shardwise.config import Config
 from shardwise.engine.engine import Engine
 from shardwise.models.built_in import BUILT_IN, GPT
-from shardwise.planning.dry import DryComm, Scenario, Untraceable, dry_run
-from shardwise.planning.runs import foresee, foresee_settings
+from shardwise.planning.dry_run import DryComm, Scenario, Untraceable, dry_run, foresee
 from support import ranks
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -50,11 +50,11 @@ def test_the_peak_is_the_measured_one(rank, world_size):
 
 
 def check_peak(settings, preset, rank):
-    gc.collect()  # what an earlier test left would be freed in the middle of this one
+    gc.collect()  # garbage of an earlier test would be freed in the middle of this one
     seen = Worker(Job(settings, Row(preset), rank, "", 1)).observe()
-    told = [foresee_settings(settings, preset) if rank == 0 else None]
-    dist.broadcast_object_list(told)
-    (foreseen,) = told
+    shared = [foresee_settings(settings, preset) if rank == 0 else None]
+    dist.broadcast_object_list(shared)
+    (foreseen,) = shared
     peak = torch.tensor([seen["peak_bytes"]])
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     assert foreseen.peak_bytes == pytest.approx(peak.item(), rel=0.01), (settings, preset)
@@ -64,7 +64,7 @@ def check_peak(settings, preset, rank):
 
 @pytest.mark.parametrize("preset", ["zero0", "zero1", "zero2", "zero3"])
 def test_the_peak_on_a_gpu_is_the_measured_one(preset):
-    """Against figures of an H200: the dry run needs no GPU to know them."""
+    """Compared with figures of an H200: the dry run needs no GPU to predict them."""
     rows = [row for run in json.loads(STAGES.read_text())["runs"] for row in run["rows"]]
     measured = next(row["peak_mib"] for row in rows if row["row"] == preset and row["precision"] == "fp16")
     foreseen = foresee_settings(Settings("mlp-0.5b", 2, "fp16", "cuda"), preset)
@@ -74,7 +74,7 @@ def test_the_peak_on_a_gpu_is_the_measured_one(preset):
 
 
 def test_states_on_the_host_of_a_gpu_are_the_measured_ones():
-    """The same for offload: device, host and what crosses in a step, of 2.68 B parameters on one H200."""
+    """The same for offload: device, host and moved bytes of 2.68 B parameters on one H200."""
     rows = [row for run in json.loads(OFFLOAD.read_text())["runs"] for row in run["rows"]]
     measured = next(row for row in rows if row["row"] == "zero3_offload")
     settings = {"precision": {"compute": "bf16"}, "gradients": {"clip_norm": 1.0}, "checkpointing": {"enabled": True}}

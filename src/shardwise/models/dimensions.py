@@ -1,0 +1,154 @@
+"""The dimensions of a decoder-only transformer, and its parameter counts. Integers only, no tensors.
+
+`catalog` gives the dimensions of a known model or of a Hugging Face `config.json`; `decoder` builds the model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from shardwise.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts instead of a layer's MLP: `count` experts of width `width`; each token uses `used` of them.
+
+    All tokens also pass an MLP of `shared_width`. The first `dense_layers` layers have a plain MLP.
+    """
+
+    count: int
+    used: int
+    width: int
+    shared_width: int = 0
+    dense_layers: int = 0
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Attention through low-rank latents (DeepSeek's MLA)."""
+
+    query_rank: int
+    key_rank: int
+    rope_dim: int
+    nope_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True)
+class Dimensions:
+    """A decoder-only transformer.
+
+    width          the inner width of an MLP
+    gated          an MLP has three matrices (gate, up, down) instead of two
+    positions      rows of the table of learned positions; 0 if positions are rotary
+    norms          norms in a layer: 2, or 4 as in Gemma 2
+    norm_biases    norms have a bias (LayerNorm); otherwise only a weight (RMSNorm)
+    """
+
+    name: str
+    hidden: int
+    layers: int
+    heads: int
+    vocabulary: int
+    width: int
+    kv_heads: int = 0
+    head_dim: int = 0
+    tied: bool = False
+    gated: bool = True
+    positions: int = 0
+    qkv_bias: bool = False
+    out_bias: bool = False
+    qk_norm: bool = False
+    norms: int = 2
+    norm_biases: bool = False
+    experts: Experts | None = None
+    latent: Latent | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
+        object.__setattr__(self, "head_dim", self.head_dim or self.hidden // self.heads)
+
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """Inputs and outputs of the matrices of a layer that can have adapters, by name. Experts cannot."""
+        query, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        if self.latent is not None:
+            attention = self._latent_linears(self.latent)
+        else:
+            attention = {
+                "q_proj": (self.hidden, query),
+                "k_proj": (self.hidden, keys),
+                "v_proj": (self.hidden, keys),
+                "o_proj": (query, self.hidden),
+            }
+        mlp = {"up_proj": (self.hidden, self.width), "down_proj": (self.width, self.hidden)}
+        if self.gated:
+            mlp["gate_proj"] = (self.hidden, self.width)
+        return attention | mlp
+
+    def _latent_linears(self, latent: Latent) -> dict[str, tuple[int, int]]:
+        query = self.heads * (latent.nope_dim + latent.rope_dim)
+        queries = {"q_proj": (self.hidden, query)}
+        if latent.query_rank:
+            queries = {"q_a_proj": (self.hidden, latent.query_rank), "q_b_proj": (latent.query_rank, query)}
+        return queries | {
+            "kv_a_proj_with_mqa": (self.hidden, latent.key_rank + latent.rope_dim),
+            "kv_b_proj": (latent.key_rank, self.heads * (latent.nope_dim + latent.value_dim)),
+            "o_proj": (self.heads * latent.value_dim, self.hidden),
+        }
+
+    def _attention_numel(self) -> int:
+        mlp = ("up_proj", "down_proj", "gate_proj")
+        total = sum(inputs * outputs for name, (inputs, outputs) in self.linears().items() if name not in mlp)
+        if self.qkv_bias:
+            total += (self.heads + 2 * self.kv_heads) * self.head_dim
+        if self.out_bias:
+            total += self.hidden
+        if self.qk_norm:
+            total += 2 * self.head_dim
+        if self.latent is not None:
+            total += self.latent.query_rank + self.latent.key_rank
+        return total
+
+    def _mlp_numel(self, width: int) -> int:
+        biases = width + self.hidden if self.out_bias else 0
+        return (3 if self.gated else 2) * self.hidden * width + biases
+
+    def _norm_numel(self) -> int:
+        return self.hidden * (2 if self.norm_biases else 1)
+
+    def layer_numel(self, index: int = -1) -> int:
+        """Parameters of a layer, by default of the last."""
+        total = self._attention_numel() + self.norms * self._norm_numel()
+        experts = self.experts
+        if experts is None or index in range(experts.dense_layers):
+            return total + self._mlp_numel(self.width)
+        routed = experts.count * (3 * self.hidden * experts.width + self.hidden)
+        return total + routed + 3 * self.hidden * experts.shared_width
+
+    @property
+    def embedding_numel(self) -> int:
+        return self.vocabulary * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """All parameters; tied weights count once."""
+        outside = self.embedding_numel * (1 if self.tied else 2) + self.positions * self.hidden + self._norm_numel()
+        return outside + sum(self.layer_numel(index) for index in range(self.layers))
+
+    @property
+    def active_parameters(self) -> int:
+        """The parameters that one token uses."""
+        experts = self.experts
+        if experts is None:
+            return self.parameters
+        idle = (experts.count - experts.used) * 3 * self.hidden * experts.width
+        return self.parameters - idle * (self.layers - experts.dense_layers)
+
+    def lora_numel(self, rank: int, targets: tuple[str, ...]) -> int:
+        """Parameters of adapters of `rank` on the matrices named `targets` in every layer."""
+        known = self.linears()
+        unknown = [name for name in targets if name not in known]
+        if unknown:
+            raise ConfigError(f"LoRA target {unknown[0]!r} is not known: choose from {', '.join(known)}")
+        return self.layers * sum(rank * sum(known[name]) for name in targets)

@@ -1,0 +1,383 @@
+"""The dry run: the engine's own code on fake tensors, as one rank of any number, without the other ranks.
+
+Fake tensors have shapes, dtypes and storages of a size, but no values: a model of any size takes no memory and no time
+to compute. The observer that measures real runs from outside watches the fake storages, so the prediction contains what
+a measurement would: every buffer of the engine, every activation that autograd keeps, every temporary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from shardwise.comm.comm import DONE, Comm, Handle
+from shardwise.config import Config
+from shardwise.config.build import build_optimizer
+from shardwise.engine.engine import Engine
+from shardwise.errors import ConfigError
+from shardwise.models.built_in import Batch, Build, MakeBatch, ModelAndData
+from shardwise.models.decoder import CausalDecoder, adapt
+from shardwise.models.loading import arguments, loss_of
+from shardwise.observe import StorageObserver
+from shardwise.observe.labels import Labelling, by_kind
+from shardwise.offload.pinned import HostMemory
+from shardwise.planning.estimate import CATEGORIES
+from shardwise.planning.fakes import Fakes
+from shardwise.planning.kernels import CPU, Kernels, cuda, replacing
+from shardwise.planning.workload import ModelSpec, Workload
+from shardwise.tensors import map_tensors
+
+LOGITS = "logits"
+
+
+class Untraceable(Exception):
+    """The model cannot run without values, or its states would be on a disk; the message says where or which."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What a dry run runs: `build` returns the model and its data, as for `shardwise compare`."""
+
+    build: Build
+    config: Config
+    world_size: int
+    kernels: Kernels = CPU
+
+    @property
+    def rank(self) -> int:
+        """The rank that represents all: ranks from the third on do not add in place, and so hold the most."""
+        return min(2, self.world_size - 1)
+
+
+@dataclass(frozen=True)
+class Foreseen:
+    """Memory and traffic of one rank.
+
+    peak_bytes     the peak on the device in a step after the first; `categories` add up to it
+    startup_bytes  the peak while the whole model is built on the device, sharded, and takes its first steps
+    tiers          bytes on `host` and `disk`
+    moved_bytes    bytes of a step from and to these tiers
+    """
+
+    peak_bytes: int
+    categories: dict[str, int]
+    startup_bytes: int
+    tiers: dict[str, int]
+    sent_bytes: dict[str, int]
+    moved_bytes: dict[str, int]
+    parameters: int
+    trainable: int
+
+
+def foresee(build: Build, config: Any = "zero3", world_size: int | None = None, device: str | None = None) -> Foreseen:
+    """What a rank will hold and send in a step, by a dry run: no memory, no weights, any number of ranks.
+
+    `build` returns the model and `make_batch(rank, step)`, which returns a dictionary of the model's arguments; with
+    them the model returns the loss. `config` is what `shardwise.initialize` takes, with the optimizer in it (AdamW by
+    default). The number of ranks and the device are by default those of this process. A model that needs values to
+    decide what to compute raises `shardwise.planning.Untraceable`.
+
+    >>> import torch, shardwise
+    >>> class Model(torch.nn.Linear):
+    ...     def forward(self, x):
+    ...         return super().forward(x).square().mean()
+    >>> def build():
+    ...     return Model(64, 64), lambda rank, step: {"x": torch.ones(8, 64)}
+    >>> peaks = [shardwise.foresee(build, preset, 4, "cpu").peak_bytes for preset in ("zero0", "zero3")]
+    >>> peaks[0] > peaks[1]
+    True
+    """
+    count = world_size or (dist.get_world_size() if dist.is_initialized() else 1)
+    is_cuda = torch.cuda.is_available() if device is None else device.startswith("cuda")
+    loaded = Config.load(config).for_world_size(count)
+    with torch.random.fork_rng(devices=[]):
+        return dry_run(Scenario(build, loaded, count, cuda() if is_cuda else CPU))
+
+
+def foresee_workload(model: ModelSpec, workload: Workload, preset: str, world_size: int) -> Foreseen | str:
+    """One preset of a plan on CUDA, or a text that says why a dry run is not possible."""
+    config = workload.config(preset).for_world_size(world_size)
+    build = model.build or partial(_build_decoder, model, workload)
+    try:
+        return dry_run(Scenario(build, config, world_size, cuda()))
+    except Untraceable as failure:
+        return str(failure)
+
+
+def _build_decoder(model: ModelSpec, workload: Workload) -> ModelAndData:
+    """The decoder of a model's dimensions, with adapters if the workload has them."""
+    assert model.dimensions is not None
+    built = CausalDecoder(model.dimensions)
+    if workload.lora is not None:
+        adapt(built, *workload.lora)
+
+    def make_batch(rank: int, step: int) -> Batch:
+        samples = torch.zeros(workload.micro_batch, workload.sequence + 1, dtype=torch.long)
+        return {"tokens": samples[:, :-1], "targets": samples[:, 1:]}
+
+    return built, make_batch
+
+
+def can_dry_run(config: Config) -> bool:
+    """Whether all states are in memory: a dry run has no values to write to a file."""
+    placement = config.placement
+    return all(kind.tier != "disk" for kind in (placement.weights, placement.grads, placement.optim))
+
+
+def dry_run(scenario: Scenario) -> Foreseen:
+    """Run a few steps of one rank. Raises `Untraceable` for a model that needs values, and for states on a disk."""
+    if not can_dry_run(scenario.config):
+        raise Untraceable("states rest on the disk, which a dry run does not touch")
+    labelling, kernels = _LogitsLabelling(), scenario.kernels
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    observer = _DryObserver(kernels, labelling.first_sight, mode)
+    with warnings.catch_warnings(), _traced(), mode:
+        warnings.simplefilter("ignore")
+        with observer, replacing(kernels.replaced):
+            model, make_batch = scenario.build()
+            _check_fake(model)
+            engine = _engine(model, scenario, observer.host)
+            labelling.attach_model(observer, engine, scenario.config)
+            train = _Step(engine, make_batch, mode, observer, scenario)
+            warm_steps = _warm_steps(scenario.config)
+            for number in range(warm_steps):
+                train.step(number)
+            startup_bytes = observer.peak_bytes
+            observer.reset_peak()
+            engine.comm.sent_bytes.clear()
+            engine._offload.streams.moved_bytes.clear()
+            train.step(warm_steps)
+        return _foreseen(observer, engine, kernels, max(startup_bytes, observer.peak_bytes))
+
+
+class DryComm(Comm):
+    """One rank of `world_size`, alone: it counts what it would send, and leaves as it is what it would receive."""
+
+    def __init__(self, rank: int, world_size: int, kernels: str) -> None:
+        self.device = torch.device("cpu")
+        self.kernels = kernels
+        self.rank = rank
+        self.world_size = world_size
+        self.sent_bytes = Counter()
+        self.micro_step = 0
+        self._sends_directly = kernels == "cpu"
+
+    def gather(self, full: torch.Tensor, kind: str, unit: str = "") -> Handle:
+        if self.world_size > 1 and full.numel():
+            self._count(kind, full.nbytes)
+        return DONE
+
+    @property
+    def rows_received(self) -> int:
+        return self.world_size - self._sends_directly
+
+    def exchange(
+        self, received: torch.Tensor, sent: torch.Tensor, kind: str, unit: str = ""
+    ) -> tuple[Handle, list[torch.Tensor]]:
+        """Two rows represent those of all ranks; this rank's own row is among them where it decides how sums are made.
+
+        `test_the_peak_is_the_measured_one` with three ranks fails otherwise.
+        """
+        self._count(kind, sent.nbytes)
+        if not self._sends_directly:
+            return DONE, list(received[:2])
+        return DONE, [*[received[0]] * min(self.rank, 2), sent[self.rank], received[-1]]
+
+    def blocks(self, tensor: torch.Tensor, block_numel: int) -> Sequence[torch.Tensor]:
+        """One block represents all: they use the same memory, one after the other."""
+        return [tensor[:block_numel]] if tensor.numel() else ()
+
+    def share(self, values: torch.Tensor, name: str = "", channel: str = "") -> torch.Tensor:
+        if self.world_size == 1:
+            return values.unsqueeze(0)
+        return values.new_empty(self.world_size, *values.shape)
+
+    def share_object(self, value: Any, name: str = "") -> list[Any]:
+        return [value] * self.world_size
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0, unit: str = "") -> None:
+        pass
+
+    def note(self, what: str) -> None:
+        pass
+
+    @property
+    def is_checked(self) -> bool:
+        return False
+
+    def begin_close(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class DryHostMemory(HostMemory):
+    """Host memory that says when it allocates: in a dry run host and device are both on the CPU, and the observer tells
+    them apart by it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_allocating = False
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        self.is_allocating = True
+        try:
+            return super().zeros(numel, dtype)
+        finally:
+            self.is_allocating = False
+
+
+class _DryObserver(StorageObserver):
+    """Sees what the allocator of the foreseen device would see."""
+
+    def __init__(self, kernels: Kernels, label: Callable[[torch.Tensor], str], mode: FakeTensorMode) -> None:
+        self.host = DryHostMemory()
+        # If the foreseen device is the CPU, host memory is part of it, as in a measurement.
+        is_away = None if kernels.name == "cpu" else lambda: self.host.is_allocating
+        super().__init__("cpu", (), label, kernels.granularity_bytes, is_away)
+        self._scratch = kernels.scratch
+        self._fakes = Fakes(mode, self.device)
+        self.is_updating = False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and skipping takes longer than the frequent answers below
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:
+            return self.device  # fake tensors ask for every operator, and the answer is always the same
+        if func is torch.ops.aten._local_scalar_dense.default and self.is_updating:
+            return 0  # the engine asks whether gradients overflowed: they did not
+        if func.is_view and args[0].__class__ is FakeTensor:
+            return self.run(func, args, kwargs or {})  # half of all operators; their storages are known
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        scratch = self._scratch.get(func)
+        if scratch is not None:
+            self.passing(scratch(*args, **(kwargs or {})))
+        return result
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return self._fakes.run(func, args, kwargs)
+
+    def _lies_here(self, tensor: torch.Tensor) -> bool:
+        return True  # all tensors are fake ones on the CPU; to ask each for its device would take long
+
+
+class _LogitsLabelling(Labelling):
+    """Labels tensors as wide as the vocabulary as logits instead of activations."""
+
+    def __init__(self) -> None:
+        super().__init__(names=False)
+        self._vocabulary: int | None = None
+
+    def attach_model(self, observer: StorageObserver, engine: Engine, config: Config) -> None:
+        """Label what the engine's model and optimizer hold from here on."""
+        model = engine.module
+        self._vocabulary = max((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), default=None)
+        self.attach(observer, model, engine.optimizer, master=config.precision.weights_dtype != "fp32")
+        if config.placement.grads.tier == "device":  # a hook would bring others back to the device
+            engine.register_grad_hook(lambda name, shard: self.label(observer, "grads", name, shard))
+
+    def first_sight(self, tensor: torch.Tensor) -> str:
+        kind = super().first_sight(tensor)
+        is_wide = self._vocabulary is not None and tensor.ndim > 1 and tensor.shape[-1] == self._vocabulary
+        return LOGITS if is_wide and kind in ("activations", "in flight") else kind
+
+
+def _warm_steps(config: Config) -> int:
+    """Steps before all further ones are alike: the first creates the states, and with offload the pool of device
+    buffers reaches its full size in the second."""
+    return 1 if config.placement.optim.tier == "device" else 2
+
+
+class _Step:
+    """The training loop that `shardwise compare` measures."""
+
+    def __init__(
+        self, engine: Engine, make_batch: MakeBatch, mode: FakeTensorMode, observer: _DryObserver, scenario: Scenario
+    ) -> None:
+        self._engine = engine
+        self._make_batch = make_batch
+        self._mode = mode
+        self._observer = observer
+        self._rank = scenario.rank
+        self._count = scenario.config.batch.accumulation
+
+    def step(self, number: int) -> None:
+        total = torch.zeros(())
+        for micro in range(self._count):
+            loss = loss_of(self._engine(**self._batch(number * self._count + micro)))
+            self._engine.backward(loss)
+            total += loss.detach() / self._count
+            del loss
+            self._update()
+
+    def _update(self) -> None:
+        self._observer.is_updating = True
+        self._engine.step()
+        self._observer.is_updating = False
+
+    def _batch(self, number: int) -> dict[str, Any]:
+        batch = arguments(self._make_batch, self._rank, number)
+        moved: dict[str, Any] = map_tensors(
+            batch, lambda tensor: tensor if isinstance(tensor, FakeTensor) else self._mode.from_tensor(tensor)
+        )
+        return moved
+
+
+def _engine(model: nn.Module, scenario: Scenario, host: HostMemory) -> Engine:
+    config = scenario.config
+    params = [param for param in model.parameters() if param.requires_grad]
+    if config.optimizer is not None:
+        optimizer = build_optimizer(config.optimizer, params)
+    else:
+        optimizer = torch.optim.AdamW(params, lr=1e-3)
+    comm = DryComm(scenario.rank, scenario.world_size, scenario.kernels.name)
+    return Engine(model, optimizer, config, comm, host)
+
+
+def _foreseen(observer: _DryObserver, engine: Engine, kernels: Kernels, startup_bytes: int) -> Foreseen:
+    split = by_kind(observer.breakdown_at_peak)
+    split["in flight"] += split.pop("other")
+    split["overhead"] = kernels.overhead_bytes
+    params = [*engine.module.parameters()]
+    tier_bytes = engine.report().tier_peak_bytes
+    return Foreseen(
+        peak_bytes=observer.peak_bytes + kernels.overhead_bytes,
+        categories={name: split.get(name, 0) for name in CATEGORIES},
+        startup_bytes=startup_bytes + kernels.overhead_bytes,
+        tiers={tier: size for tier in ("host", "disk") if (size := tier_bytes.get(tier))},
+        sent_bytes=dict(engine.comm.sent_bytes),
+        moved_bytes=dict(engine._offload.streams.moved_bytes),
+        parameters=sum(param.numel() for param in params),
+        trainable=sum(param.numel() for param in params if param.requires_grad),
+    )
+
+
+def _check_fake(model: nn.Module) -> None:
+    real = [name for name, param in model.named_parameters() if not isinstance(param, FakeTensor) and not param.is_meta]
+    if real:
+        raise Untraceable(f"its parameter {real[0]!r} has values of its own (loaded from a file?)")
+
+
+@contextlib.contextmanager
+def _traced() -> Iterator[None]:
+    """Turn every failure for lack of values into one `Untraceable` of one line."""
+    try:
+        yield
+    except (Untraceable, ConfigError):
+        raise
+    except Exception as error:
+        text = " ".join(str(error).split())
+        raise Untraceable(f"{type(error).__name__}: {text[:200]}") from error

@@ -15,14 +15,14 @@ import pytest
 import torch
 
 from support import close_pools
-from support.nursery import Forked, nursery
+from support.fork_server import Forked, fork_server
 
 torch.set_num_threads(1)  # as on the ranks: two cores are shared with them
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     if any("world_size" in item.fixturenames for item in session.items if isinstance(item, pytest.Function)):
-        nursery()  # imports while the first tests run
+        fork_server()  # imports while the first tests run
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

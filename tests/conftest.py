@@ -30,10 +30,10 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session")
-def forked_crews() -> Callable[[], contextlib.AbstractContextManager[object]]:
-    """Within it, the processes of comparisons are forked; test_compare_run has some that are started as users' are."""
+def forked_ranks() -> Callable[[], contextlib.AbstractContextManager[object]]:
+    """Within it, local ranks are forked. test_compare_run also has comparisons that start them as users do."""
     forked = SimpleNamespace(Popen=Forked, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired)
-    return lambda: mock.patch("shardwise.compare.crew.subprocess", forked)
+    return lambda: mock.patch("shardwise.machine.local_ranks.subprocess", forked)
 
 
 @pytest.fixture

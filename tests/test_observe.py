@@ -2,6 +2,7 @@
 
 import doctest
 import gc
+import inspect
 import threading
 import time
 import warnings
@@ -197,6 +198,13 @@ def test_the_storage_observer_is_not_slow():
     with StorageObserver(existing=[model]):
         observed_s = best_s()
     assert observed_s < 6 * plain_s  # tiny kernels: the worst case
+
+
+@pytest.mark.parametrize("module", [shardwise.observe.storage, shardwise.observe.wire])
+def test_observers_import_nothing_of_shardwise(module):
+    """So they can judge it."""
+    assert "import shardwise" not in inspect.getsource(module)
+    assert "from shardwise" not in inspect.getsource(module)
 
 
 @pytest.mark.parametrize("module", [shardwise.observe.storage, shardwise.observe.wire])

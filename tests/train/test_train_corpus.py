@@ -1,4 +1,4 @@
-"""Corpora: files as if they stood one behind the other, token files, and what is refused."""
+"""Corpora: concatenated text files, token files, and what is refused."""
 
 import re
 
@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError
-from shardwise.train.corpus import Text, TextFile, open_corpus, standard_library
+from shardwise.train.corpus import TextCorpus, TextFile, open_corpus, standard_library
 
 
 @given(st.lists(st.binary(max_size=30), min_size=1, max_size=6), st.data())
@@ -16,7 +16,7 @@ def test_files_read_as_one_text(tmp_path_factory, texts, data):
     folder = tmp_path_factory.mktemp("texts")
     for index, text in enumerate(texts):
         (folder / str(index)).write_bytes(text)
-    corpus = Text([TextFile(folder / str(index), str(index)) for index in range(len(texts))])
+    corpus = TextCorpus([TextFile(folder / str(index), str(index)) for index in range(len(texts))])
     joined = b"".join(text + b"\0" for text in texts)
     assert corpus.length == len(joined)
     start = data.draw(st.integers(0, len(joined)))

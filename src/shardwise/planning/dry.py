@@ -143,7 +143,7 @@ class _Observer(StorageObserver):
         result = super().__torch_dispatch__(func, types, args, kwargs)
         scratch = self._scratch.get(func)
         if scratch is not None:
-            self.passing(scratch(*args, **(kwargs or {})))
+            self.add_scratch(scratch(*args, **(kwargs or {})))
         return result
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -161,8 +161,8 @@ class _Labelling(Labelling):
         super().__init__(names=False)
         self.vocabulary: int | None = None
 
-    def first_sight(self, tensor: torch.Tensor) -> str:
-        kind = super().first_sight(tensor)
+    def label_new(self, tensor: torch.Tensor) -> str:
+        kind = super().label_new(tensor)
         is_wide = self.vocabulary is not None and tensor.ndim > 1 and tensor.shape[-1] == self.vocabulary
         return LOGITS if is_wide and kind in ("activations", "in flight") else kind
 
@@ -172,7 +172,7 @@ def dry_run(scenario: Scenario) -> Foreseen:
     if not can_be_run(scenario.config):
         raise Untraceable("states rest on the disk, which a dry run does not touch")
     labelling, kernels = _Labelling(), scenario.kernels
-    observer = _Observer(kernels, labelling.first_sight)
+    observer = _Observer(kernels, labelling.label_new)
     with warnings.catch_warnings(), _traced(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
         warnings.simplefilter("ignore")
         observer.fakes = Fakes(mode, observer.device)

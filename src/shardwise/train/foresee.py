@@ -7,11 +7,11 @@ import torch
 from shardwise.models.built_in import Batch
 from shardwise.planning.dry import Scenario, Untraceable, dry_run
 from shardwise.planning.kernels import CPU, cuda
-from shardwise.train.job import Job
+from shardwise.train.job import TrainJob
 from shardwise.train.model import LanguageModel
 
 
-def foresee(job: Job, device: torch.device) -> int | None:
+def foresee(job: TrainJob, device: torch.device) -> int | None:
     """The most bytes of tensors that a rank holds in a step; None where no dry run can tell (states on the disk).
 
     Nobody else takes part in it, and it leaves nothing behind but the state of torch's random numbers.

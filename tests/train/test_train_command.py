@@ -154,7 +154,7 @@ def test_an_error_of_one_rank_during_training_is_printed_once(tmp_path):
     tokens.tofile(tmp_path / "t.bin")
     command = [*CLI, "t.bin", "--vocab", "9", *SMALL, "--batch", "2", "--steps", "100", "--out", "run"]
     result = run_command(command, cwd=tmp_path, check=False, timeout=LIMIT_S)
-    assert result.stderr == "error: t.bin: token 999 near place 320 is not below --vocab 9\n"
+    assert result.stderr == "error: t.bin: token 999 near position 320 is not below --vocab 9\n"
     assert result.returncode == 2
 
 

@@ -81,10 +81,10 @@ def test_bad_corpora_say_what_is_wrong(tmp_path):
     assert bad(tmp_path, "zero.txt", lambda path: path.touch()) == "no text in zero.txt"
     assert "there is no file or folder" in bad(tmp_path, "nowhere", lambda path: None)
     tokens = np.array([1, 2, 700], dtype=np.uint16)
-    assert "say how many" in bad(tmp_path, "a.npy", lambda path: np.save(path, tokens))
-    assert "token 700 near place 0 is not below --vocab 600" in bad(tmp_path, "b.bin", tokens.tofile, 600)
+    assert "give its vocabulary size, --vocab N" in bad(tmp_path, "a.npy", lambda path: np.save(path, tokens))
+    assert "token 700 near position 0 is not below --vocab 600" in bad(tmp_path, "b.bin", tokens.tofile, 600)
     assert "save wider tokens as .npy" in bad(tmp_path, "w.bin", tokens.tofile, 65537)
-    assert "expected one row" in bad(tmp_path, "c.npy", lambda path: np.save(path, np.ones((2, 2))), 9)
+    assert "expected a 1-D array of integers" in bad(tmp_path, "c.npy", lambda path: np.save(path, np.ones((2, 2))), 9)
     assert "cannot be read as tokens" in bad(tmp_path, "d.npy", lambda path: path.write_text("no"), 9)
     assert "cannot be read as tokens" in bad(tmp_path, "e.npy", lambda path: None, 9)
     assert "give it alone" in bad(tmp_path, "f.npy", lambda path: np.save(path, tokens), 900, also=["x"])

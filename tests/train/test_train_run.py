@@ -1,4 +1,4 @@
-"""Runs on ranks: stopping and going on changes nothing, every placement and world size goes on, files are complete."""
+"""Runs on ranks: stopping and continuing changes no bit, at any placement and world size; files are complete."""
 
 import contextlib
 import io
@@ -100,7 +100,7 @@ def weights(out):
     ("world_size", "config", "accumulate", "at"), [(1, "zero3", 2, 1), (2, "zero3", 1, 4), (3, "zero1", 2, 3)]
 )
 @ranks()
-def test_stopping_and_going_on_changes_no_bit(rank, world_size, tmp_path, config, accumulate, at):
+def test_stopping_and_continuing_changes_no_bit(rank, world_size, tmp_path, config, accumulate, at):
     text = write_text(tmp_path, rank)
     train(text, tmp_path / "whole", config=config, accumulate=accumulate)
     train(text, tmp_path / "parts", config=config, accumulate=accumulate, process=Process(at))
@@ -132,7 +132,7 @@ def test_a_signal_at_a_step_that_is_being_saved_loses_nothing(rank, world_size, 
 
 
 @ranks(3)
-def test_more_steps_and_another_placement_go_on(rank, world_size, tmp_path):
+def test_more_steps_and_another_placement_continue(rank, world_size, tmp_path):
     text, out = write_text(tmp_path, rank), tmp_path / "run"
     train(text, out)
     before = results(out)
@@ -149,7 +149,7 @@ def train_rank(rank, world_size, folder, out, stop_after):
     train(write_text(folder, rank), folder / out, process=Process(stop_after))
 
 
-def test_another_number_of_ranks_goes_on_with_the_next_sample(tmp_path):
+def test_another_number_of_ranks_continues_with_the_next_sample(tmp_path):
     run_ranks(train_rank, 2, tmp_path, "parts", 3)
     run_ranks(train_rank, 3, tmp_path, "parts", None)
     run_ranks(train_rank, 3, tmp_path, "whole", None)
@@ -200,7 +200,7 @@ def test_starting_over_is_not_repeated_when_torchrun_restarts(rank, world_size, 
 
 
 @ranks(2)
-def test_another_beginning_is_refused_where_a_run_is_and_the_same_command_goes_on(rank, world_size, tmp_path):
+def test_another_start_is_refused_in_the_folder_of_a_run_and_the_same_command_continues(rank, world_size, tmp_path):
     text, first, second = write_text(tmp_path, rank), tmp_path / "first", tmp_path / "second"
     train(text, first, process=Process(2))
     train(text, second, process=Process(1))

@@ -135,7 +135,7 @@ class TokenCorpus:
         tokens = self.array[start:stop].astype(np.int64)
         if tokens.size and not 0 <= tokens.min() <= tokens.max() < self.vocabulary:
             bad = next(int(token) for token in tokens if not 0 <= token < self.vocabulary)
-            raise ConfigError(f"{self.path}: token {bad} near place {start} is not below --vocab {self.vocabulary}")
+            raise ConfigError(f"{self.path}: token {bad} near position {start} is not below --vocab {self.vocabulary}")
         return tokens
 
 
@@ -196,9 +196,9 @@ def _is_hidden(part: str) -> bool:
 def _tokens(paths: Sequence[str], vocabulary: int | None) -> TokenCorpus:
     path = Path(paths[0])
     if len(paths) > 1:
-        raise ConfigError(f"{path} is a file of tokens: give it alone, not beside {len(paths) - 1} other path(s)")
+        raise ConfigError(f"{path} is a token file: give it alone, without the {len(paths) - 1} other path(s)")
     if vocabulary is None:
-        raise ConfigError(f"{path} is a file of tokens: say how many different ones there are, --vocab N")
+        raise ConfigError(f"{path} is a token file: give its vocabulary size, --vocab N")
     if path.suffix == ".bin" and vocabulary > MOST_IN_BIN:
         raise ConfigError(
             f"{path}: a .bin file holds 16-bit tokens, at most {MOST_IN_BIN} different ones, and --vocab is "
@@ -212,5 +212,5 @@ def _tokens(paths: Sequence[str], vocabulary: int | None) -> TokenCorpus:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read as tokens: {error}") from None
     if array.ndim != 1 or array.dtype.kind not in "ui":
-        raise ConfigError(f"{path}: expected one row of whole numbers, found {array.ndim}-D {array.dtype}")
+        raise ConfigError(f"{path}: expected a 1-D array of integers, found {array.ndim}-D {array.dtype}")
     return TokenCorpus(path, array, vocabulary)

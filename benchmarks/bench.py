@@ -11,8 +11,8 @@ from pathlib import Path
 from rich.console import Console
 
 from shardwise.compare import Settings, compare, table
+from shardwise.compare.job import parse_rows
 from shardwise.compare.plot import plot
-from shardwise.compare.rows import parse_rows
 
 RESULTS = Path(__file__).parent / "results"
 STAGES = "zero0,zero1,zero2,zero3"

@@ -21,8 +21,7 @@ import torch.multiprocessing as mp
 
 import shardwise
 from shardwise.compare import Settings
-from shardwise.compare.job import SEED, Job
-from shardwise.compare.rows import Row, parse_rows
+from shardwise.compare.job import SEED, CompareJob, CompareRow, parse_rows
 from shardwise.compare.systems import make_system
 from shardwise.models import loading
 
@@ -38,11 +37,11 @@ def digest(engine: shardwise.Engine) -> str:
     return sha.hexdigest()[:16]
 
 
-def measure(row: Row, rank: int, args: argparse.Namespace) -> dict:
+def measure(row: CompareRow, rank: int, args: argparse.Namespace) -> dict:
     settings = Settings(args.model, args.nproc, args.precision, "cuda", args.accumulate, steps=args.steps)
     torch.manual_seed(SEED)
     model, make_batch = loading.load(args.model, "cuda:0")
-    system = make_system(Job(settings, row, rank, store="", threads=8), model)
+    system = make_system(CompareJob(settings, row, rank, store="", threads=8), model)
     batches = [
         {key: value.cuda() for key, value in make_batch(rank, index).items()} for index in range(args.accumulate)
     ]
@@ -74,7 +73,7 @@ def measure(row: Row, rank: int, args: argparse.Namespace) -> dict:
     return seen
 
 
-def worker(rank: int, row: Row, args: argparse.Namespace, store: str) -> None:
+def worker(rank: int, row: CompareRow, args: argparse.Namespace, store: str) -> None:
     os.environ |= {"LOCAL_RANK": "0", "RANK": str(rank), "WORLD_SIZE": str(args.nproc)}
     os.environ |= {"SHARDWISE_POISON": "1"} if args.bits else {}
     torch.cuda.set_device(0)

@@ -34,8 +34,7 @@ import torch.multiprocessing as mp
 
 from shardwise.compare import Settings
 from shardwise.compare.foresight import foresee_settings
-from shardwise.compare.job import Job
-from shardwise.compare.rows import Row
+from shardwise.compare.job import CompareJob, CompareRow
 from shardwise.compare.worker import Worker
 from shardwise.machine import env, launch
 from shardwise.planning.dry_run import Foreseen
@@ -106,7 +105,7 @@ def measure(rank: int, cases: list[tuple[int, Case]], device: str, folder: str) 
             dist.init_process_group(
                 "gloo", store=store, rank=rank, world_size=case.world_size, timeout=timedelta(minutes=3)
             )
-            seen = observe(Job(case.settings(device), Row(case.preset), rank, "", 1))
+            seen = observe(CompareJob(case.settings(device), CompareRow(case.preset), rank, "", 1))
             dist.destroy_process_group()
             write(Path(folder, f"{number}-{rank}.json"), seen)
     os._exit(0)
@@ -125,7 +124,7 @@ def limit_bytes(foreseen: Foreseen | str) -> int:
     return int(1.03 * max(foreseen.peak_bytes, foreseen.startup_bytes)) + PAGES_BYTES
 
 
-def observe(job: Job) -> dict:
+def observe(job: CompareJob) -> dict:
     try:
         seen = Worker(job).observe()
     except Exception as error:

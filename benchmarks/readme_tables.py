@@ -12,7 +12,8 @@ import re
 import sys
 from pathlib import Path
 
-from shardwise.compare import Comparison, Run, stats
+from shardwise.compare import Comparison, Run
+from shardwise.compare.result import ratio
 from shardwise.compare.table import title
 from shardwise.compare.verdict import data_bytes, verdicts
 
@@ -135,7 +136,7 @@ def row(run: Run, comparison: Comparison) -> str:
     if run.error is not None or run.step_s is None or run.peak is None:
         return f"| {run.name} | failed: {run.error} | | | | | |"
     saved, reference = run.saved(comparison.runs[0]), comparison.reference
-    middle, (low, high) = stats.ratio(run.step_s_rounds, reference.step_s_rounds)
+    middle, (low, high) = ratio(run.step_s_rounds, reference.step_s_rounds)
     first, last = (value * 1e3 for value in run.step_s_spread or [0.0, 0.0])
     cells = [
         run.name + (" (wrong)" if run.wrong else ""),

@@ -17,14 +17,14 @@ import pytest
 import torch
 
 from support import close_pools
-from support.nursery import Forked, nursery
+from support.fork_server import Forked, fork_server
 
 torch.set_num_threads(1)  # as on the ranks: two cores are shared with them
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     if any("world_size" in item.fixturenames for item in session.items if isinstance(item, pytest.Function)):
-        nursery()  # imports while the first tests run
+        fork_server()  # imports while the first tests run
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -32,10 +32,10 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session")
-def forked_crews() -> Callable[[], contextlib.AbstractContextManager[object]]:
-    """Within it, the processes of comparisons are forked; test_compare_run has some that are started as users' are."""
+def forked_ranks() -> Callable[[], contextlib.AbstractContextManager[object]]:
+    """Within it, local ranks are forked. test_compare_run also has comparisons that start them as users do."""
     forked = SimpleNamespace(Popen=Forked, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired)
-    return lambda: mock.patch("shardwise.compare.crew.subprocess", forked)
+    return lambda: mock.patch("shardwise.machine.local_ranks.subprocess", forked)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from shardwise.comm import agreement, judge
 from shardwise.comm.comm import ProcessGroupComm
 from shardwise.comm.posts import Post, RankState
 from support import ranks, run_ranks
-from support.nursery import Forked
+from support.fork_server import Forked
 from support.training import make_batch, start, train_step
 
 LIMIT_S = 10.0

@@ -1,4 +1,4 @@
-"""The analyzer: points, phases, kinds at the peak, tables and pictures."""
+"""The memory analyzer: points, phases, kinds at the peak, tables and plots."""
 
 import pytest
 import torch
@@ -6,8 +6,8 @@ import torch
 import shardwise
 from shardwise import MemoryAnalyzer
 from shardwise.models.built_in import MLP
+from shardwise.observe.analyzer import draw_timelines
 from shardwise.observe.labels import KINDS
-from shardwise.observe.timeline import draw
 
 WEIGHTS = 4 * (64 * 64 + 64) * 4  # bytes of MLP(64, 4)
 
@@ -94,7 +94,7 @@ def test_two_runs_one_after_the_other_do_not_see_each_other():
 def test_timelines_are_drawn(tmp_path):
     analyzer = train("plain")
     analyzer.plot(tmp_path / "one.png")
-    draw([analyzer, train("again")], tmp_path / "two.png")
+    draw_timelines([analyzer, train("again")], tmp_path / "two.png")
     assert (tmp_path / "two.png").stat().st_size > (tmp_path / "one.png").stat().st_size > 10_000
 
 

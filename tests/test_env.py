@@ -5,7 +5,7 @@ import json
 import pytest
 
 from shardwise.errors import ConfigError
-from shardwise.machine import bandwidth, env, launch
+from shardwise.machine import env, launch
 
 
 def test_the_command_prints_json_with_versions_and_hardware(cli):
@@ -17,10 +17,8 @@ def test_the_command_prints_json_with_versions_and_hardware(cli):
     assert found["hardware"]["memory_bytes"] > 1e8
 
 
-def test_bandwidths_are_measured(tmp_path, monkeypatch):
-    monkeypatch.setattr(bandwidth, "COPY_BYTES", 1 << 22)
-    monkeypatch.setattr(bandwidth.disk_gbs, "__defaults__", (1 << 23,))
-    found = env.inspect(tmp_path)
+def test_bandwidths_are_measured(tmp_path):
+    found = env.inspect(tmp_path, copy_bytes=1 << 22, disk_bytes=1 << 23)
     assert found.bandwidth_gbs["host memory copy"] > 0.1
     assert len([name for name in found.bandwidth_gbs if name.startswith("disk ")]) == 2
     assert not list(tmp_path.iterdir())
@@ -33,10 +31,8 @@ def test_a_disk_that_is_not_there_is_refused(tmp_path):
 
 
 def test_notes_say_what_is_missing_and_how_to_get_it(monkeypatch):
-    monkeypatch.setattr(env, "PACKAGES", {"nosuchpackage": "plots: pip install it"})
-    monkeypatch.setattr(env, "bf16_products_work", lambda: False)
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
-    notes = "\n".join(env.notes())
+    notes = "\n".join(env.notes({"nosuchpackage": "plots: pip install it"}, lambda: False))
     assert "nosuchpackage is not installed (plots: pip install it)" in notes
     assert "bf16 matrix products crash here: set ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16" in notes
 

@@ -2,6 +2,7 @@
 
 import doctest
 import gc
+import inspect
 import threading
 import time
 import warnings
@@ -200,6 +201,13 @@ def test_the_storage_observer_is_not_slow():
 
 
 @pytest.mark.parametrize("module", [shardwise.observe.storage, shardwise.observe.wire])
+def test_observers_import_nothing_of_shardwise(module):
+    """So they can judge it."""
+    assert "import shardwise" not in inspect.getsource(module)
+    assert "from shardwise" not in inspect.getsource(module)
+
+
+@pytest.mark.parametrize("module", [shardwise.observe.storage, shardwise.observe.wire])
 def test_examples_in_docstrings_run(module):
     result = doctest.testmod(module)
     assert result.attempted
@@ -219,16 +227,16 @@ def test_storage_is_seen_through_async_collectives_and_dtensor(rank, world_size)
         assert memory.peak_bytes >= KB + 3 * 2 * KB
         [work.wait() for work in works]
         del works
-        assert settled(memory, 3 * KB) == 3 * KB
+        assert freed_to(memory, 3 * KB) == 3 * KB
         mesh = init_device_mesh("cpu", (world_size,))
         sharded = distribute_tensor(torch.ones(8 * KB), mesh, [Shard(0)])
-        before = settled(memory, 20 * KB)
+        before = freed_to(memory, 20 * KB)
         doubled = sharded * 2
         assert memory.current_bytes - before == doubled.to_local().untyped_storage().nbytes() == 16 * KB
 
 
-def settled(memory, most):
-    """Current bytes, once they are at most `most`: Gloo's threads let go of a buffer a moment after wait()."""
+def freed_to(memory, most):
+    """Current bytes, once they are at most `most`: Gloo's threads free a buffer a moment after wait()."""
     deadline = time.monotonic() + 5
     while memory.current_bytes > most and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -323,7 +331,7 @@ def test_old_names_objects_and_groups_count_once(rank, world_size):
 
 
 class C10dBytes(torch.utils._python_dispatch.TorchDispatchMode):
-    """Sees the collectives where they enter c10d, whoever calls them: independent of the wrapping."""
+    """Counts collectives where they enter c10d, from any caller, independent of the wrapped functions."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from support import CommandFailed, Outcome, RanksFailed, covering, matrix, ranks, run_command, run_ranks
-from support.nursery import Forked
+from support.fork_server import Forked
 from support.ranks import values_of
 
 TESTS = Path(__file__).parent

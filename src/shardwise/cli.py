@@ -1,4 +1,4 @@
-"""The command line. Every command is a thin shell over the library, which it imports only when it runs."""
+"""The command line. Each command imports the code behind it only when it runs, so `--help` does not load torch."""
 
 import os
 import sys
@@ -10,7 +10,6 @@ import typer
 
 from shardwise._version import __version__
 from shardwise.errors import ShardwiseError
-from shardwise.train.arguments import train
 
 app = typer.Typer(
     name="shardwise",
@@ -21,6 +20,7 @@ app = typer.Typer(
 )
 
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+DATA, MODEL, UPDATES, PLACING, OUTPUTS = "Data", "Model", "Training", "Where and how it runs", "Progress and files"
 
 
 def _print_version(wanted: bool) -> None:
@@ -32,7 +32,7 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _shardwise(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Train and run neural networks too large for one device."""
@@ -55,18 +55,18 @@ def compare(
     nproc: Annotated[int, typer.Option(help="Ranks; several may share one GPU.")] = 2,
     presets: Annotated[str, typer.Option(help="Presets of shardwise.")] = "zero0,zero1,zero2,zero3",
     peers: Annotated[str, typer.Option(help="Other systems: ddp, fsdp2, deepspeed, deepspeed-zero3.")] = "",
-    steps: Annotated[int, typer.Option(help="Timed steps of each row.")] = 20,
+    steps: Annotated[int, typer.Option(help="Timed steps per row.")] = 20,
     accumulate: Annotated[int, typer.Option(help="Micro-batches per step.")] = 1,
     precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    clip: Annotated[float, typer.Option(help="Largest gradient norm; 0 does not clip.")] = 1.0,
-    deterministic: Annotated[bool, typer.Option("--deterministic", help="The same bits for every unit size.")] = False,
+    clip: Annotated[float, typer.Option(help="Largest gradient norm; 0 disables clipping.")] = 1.0,
+    deterministic: Annotated[bool, typer.Option("--deterministic", help="Same bits for every unit size.")] = False,
     json: Annotated[Path | None, typer.Option(help="Write the figures to this file.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw them into this file (.png, .svg, .pdf).")] = None,
-    list_models: Annotated[bool, typer.Option("--list", help="List the built-in models and leave.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Plot the figures to this file (.png, .svg, .pdf).")] = None,
+    list_models: Annotated[bool, typer.Option("--list", help="List the built-in models and exit.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Train the same model under each preset, and with peers, and show memory, bytes and time side by side."""
+    """Train the same model under each preset and with peers, and show memory, bytes and time side by side."""
     from shardwise.compare import Settings, command
 
     if list_models:
@@ -131,7 +131,7 @@ def plan(
 
 @app.command()
 def env(
-    disk: Annotated[Path | None, typer.Option(help="Measure the disk below this folder too (writes 1 GiB).")] = None,
+    disk: Annotated[Path | None, typer.Option(help="Also measure the disk of this folder (writes 1 GiB).")] = None,
     measure: Annotated[bool, typer.Option(help="Measure bandwidths.")] = True,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     debug: Debug = False,
@@ -149,10 +149,10 @@ def env(
 def run(
     context: typer.Context,
     nproc: Annotated[int, typer.Option("-n", "--nproc", help="Processes on this machine.")] = 1,
-    threads: Annotated[int | None, typer.Option(help="Threads of each (default: its share of the cores).")] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads per process (default: its share of the cores).")] = None,
     debug: Debug = False,
 ) -> None:
-    """Run a script on several processes: torchrun, with a sensible thread count.
+    """Run a script on several processes: torchrun, with the cores divided among them.
 
     shardwise run -n 4 train.py --lr 1e-4
     """
@@ -161,7 +161,93 @@ def run(
     launch.run(nproc, context.args, threads)
 
 
-app.command()(train)
+@app.command()
+def train(
+    paths: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Text files, folders, or one .npy/.bin token file (default: Python's standard library).",
+            metavar="PATH",
+            show_default=False,
+        ),
+    ] = None,
+    glob: Annotated[str, typer.Option(help="Which files of folders to read.", rich_help_panel=DATA)] = "*",
+    vocab: Annotated[int | None, typer.Option(help="Vocabulary size of a token file.", rich_help_panel=DATA)] = None,
+    held_out: Annotated[float, typer.Option(help="Part of the data for validation.", rich_help_panel=DATA)] = 0.02,
+    size: Annotated[str, typer.Option(help="nano, small, 10m, 100m, 1b or 7b.", rich_help_panel=MODEL)] = "small",
+    layers: Annotated[int | None, typer.Option(help="Layers, instead of the size's.", rich_help_panel=MODEL)] = None,
+    hidden: Annotated[int | None, typer.Option(help="Hidden width.", rich_help_panel=MODEL)] = None,
+    heads: Annotated[int | None, typer.Option(help="Attention heads.", rich_help_panel=MODEL)] = None,
+    context: Annotated[int | None, typer.Option(help="Tokens per sequence.", rich_help_panel=MODEL)] = None,
+    steps: Annotated[int, typer.Option(help="Total training steps.", rich_help_panel=UPDATES)] = 800,
+    batch: Annotated[
+        int | None, typer.Option(help="Sequences per step over all ranks (default: 16).", rich_help_panel=UPDATES)
+    ] = None,
+    accumulate: Annotated[
+        int | None, typer.Option(help="Micro-batches per step (default: 1).", rich_help_panel=UPDATES)
+    ] = None,
+    lr: Annotated[
+        float | None, typer.Option(help="Highest learning rate (default: by model width).", rich_help_panel=UPDATES)
+    ] = None,
+    schedule: Annotated[
+        str | None, typer.Option(help="cosine, linear or constant, after the warm-up.", rich_help_panel=UPDATES)
+    ] = None,
+    warmup: Annotated[
+        int | None, typer.Option(help="Warm-up steps (default: 5 % of the steps).", rich_help_panel=UPDATES)
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of weights, data order and sample.", rich_help_panel=UPDATES)] = 0,
+    config: Annotated[
+        str,
+        typer.Option(help="A preset, or a native, DeepSpeed or Accelerate file.", rich_help_panel=PLACING),
+    ] = "zero3",
+    precision: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16.", rich_help_panel=PLACING)] = None,
+    clip: Annotated[
+        float | None,
+        typer.Option(help="Largest gradient norm; 0 disables clipping (default: 1).", rich_help_panel=PLACING),
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.", rich_help_panel=PLACING)] = "auto",
+    nproc: Annotated[
+        int | None,
+        typer.Option("-n", "--nproc", help="Local ranks (default: one per GPU, else 2).", rich_help_panel=PLACING),
+    ] = None,
+    foresee: Annotated[bool, typer.Option(help="Predict the memory of a rank first.", rich_help_panel=PLACING)] = True,
+    out: Annotated[Path, typer.Option(help="Output folder of the run.", rich_help_panel=OUTPUTS)] = Path("runs/train"),
+    resume: Annotated[
+        Path | None, typer.Option(help="Start from the checkpoints of another run.", rich_help_panel=OUTPUTS)
+    ] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Delete the run in --out and start over.", rich_help_panel=OUTPUTS)
+    ] = False,
+    log_every: Annotated[
+        int | None, typer.Option(help="Steps between progress lines.", rich_help_panel=OUTPUTS)
+    ] = None,
+    eval_every: Annotated[
+        int | None, typer.Option(help="Steps between validations; 0: only at the end.", rich_help_panel=OUTPUTS)
+    ] = None,
+    eval_samples: Annotated[int, typer.Option(help="Sequences per validation.", rich_help_panel=OUTPUTS)] = 256,
+    save_every: Annotated[
+        int | None, typer.Option(help="Steps between checkpoints; 0: only at the end.", rich_help_panel=OUTPUTS)
+    ] = None,
+    keep: Annotated[int, typer.Option(help="Number of checkpoints to keep.", rich_help_panel=OUTPUTS)] = 2,
+    plot: Annotated[bool, typer.Option(help="Plot loss and memory.", rich_help_panel=OUTPUTS)] = True,
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="Also write TensorBoard files.", rich_help_panel=OUTPUTS)
+    ] = False,
+    prompt: Annotated[
+        str, typer.Option(help="Text that the sample starts with.", rich_help_panel=OUTPUTS, show_default=False)
+    ] = "import os\n\n\ndef ",
+    sample: Annotated[int, typer.Option(help="Tokens to sample at the end.", rich_help_panel=OUTPUTS)] = 400,
+    debug: Debug = False,
+) -> None:
+    """Train a language model. Without arguments: a small one on Python's own sources, in a few minutes.
+
+    Ctrl-C saves and exits; the same command continues. Under torchrun, each process is one rank.
+    """
+    values = locals()  # every parameter by name; `options_from` sorts them into sections
+    from shardwise.train import command
+    from shardwise.train.options import options_from
+
+    command.run(options_from(values))
 
 
 @app.command()
@@ -171,7 +257,7 @@ def inspect(
     json: Annotated[bool, typer.Option("--json", help="Print JSON (of one checkpoint).")] = False,
     debug: Debug = False,
 ) -> None:
-    """Show what is in a checkpoint, and whether it is all there."""
+    """Show the contents of a checkpoint, and whether it is complete."""
     import json as text
 
     from shardwise.checkpoint.inspect import describe, summary
@@ -184,12 +270,12 @@ def inspect(
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or a folder of checkpoints.")],
     out: Annotated[Path, typer.Argument(help="A new folder.")],
-    dtype: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16 (default: that of training).")] = None,
+    dtype: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16 (default: as trained).")] = None,
     tag: Annotated[str, typer.Option(help="Which checkpoint of the folder.")] = "latest",
-    max_file: Annotated[str, typer.Option(help="Largest file.")] = "5GB",
+    max_file: Annotated[str, typer.Option(help="Largest size of a file.")] = "5GB",
     debug: Debug = False,
 ) -> None:
-    """Write a checkpoint's weights as Hugging Face does: safetensors with an index. Needs no GPU, and little memory."""
+    """Write a checkpoint's weights in Hugging Face's format (safetensors, an index). Needs no GPU and little memory."""
     from shardwise.checkpoint.export import export_command
 
     typer.echo(export_command(checkpoint, out, dtype, tag, max_file))
@@ -198,18 +284,18 @@ def export(
 @app.command("import-deepspeed")
 def import_deepspeed(
     source: Annotated[Path, typer.Argument(help="The folder that DeepSpeed's save_checkpoint wrote.")],
-    out: Annotated[Path, typer.Argument(help="The folder of checkpoints to write into.")],
+    out: Annotated[Path, typer.Argument(help="The folder of checkpoints to write to.")],
     tag: Annotated[str | None, typer.Option(help="Which checkpoint (default: the one that `latest` names).")] = None,
     debug: Debug = False,
 ) -> None:
-    """Turn a DeepSpeed ZeRO checkpoint (stages 1 to 3) into one of ours, moments included. Runs nothing from it."""
+    """Convert a DeepSpeed ZeRO checkpoint (stages 1 to 3), moments included. Executes no code from it."""
     from shardwise.checkpoint.deepspeed import convert
 
     typer.echo(f"wrote {convert(source, out, tag)}")
 
 
 def main() -> None:
-    """The entry point of the `shardwise` command: an error of ours is one message and exit code 2."""
+    """The entry point of the `shardwise` command. A ShardwiseError becomes one message and exit code 2."""
     warnings.showwarning = _show_warning
     try:
         try:
@@ -227,11 +313,11 @@ def main() -> None:
 
 
 def _is_output_refused() -> bool:
-    """Whether standard output cannot be written: a full disk. What is left to print is then dropped."""
+    """Whether standard output cannot be written, as on a full disk. The remaining output is then dropped."""
     try:
         os.write(sys.stdout.fileno(), b"\n")
     except OSError:
-        # Python would try again at exit, and complain.
+        # Python would try again at exit and print a traceback.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return True
     return False

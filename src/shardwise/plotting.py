@@ -1,4 +1,4 @@
-"""What all plots share: matplotlib without a display, and a check of the path before the work."""
+"""Shared by all plots: matplotlib without a display, and the check of an output path."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shardwise.errors import ConfigError
 
 
 def pyplot() -> Any:
-    """matplotlib without a display, or one clear message."""
+    """matplotlib without a display. Raises a ConfigError if it is not installed."""
     try:
         import matplotlib
     except ImportError:
@@ -21,7 +21,7 @@ def pyplot() -> Any:
 
 
 def check_path(path: str | Path) -> None:
-    """Refuse a path that cannot be written, before hours of measuring."""
+    """Raise a ConfigError for a path that cannot be written, before the measurement starts."""
     plt = pyplot()
     kinds = plt.figure().canvas.get_supported_filetypes()
     plt.close("all")

@@ -1,4 +1,4 @@
-"""Bad input: one clear message, exit code 2, before anything is started."""
+"""Bad input gives one clear message and exit code 2, before any process starts."""
 
 import re
 import sys
@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from shardwise.compare import rows
+from shardwise import plotting
+from shardwise.compare.job import CompareRow, interpreter
 from shardwise.errors import ConfigError
 from shardwise.models import loading
 from support import run_command
@@ -41,15 +42,13 @@ def test_one_message_and_code_2(arguments, message, cli):
 def test_a_peer_that_is_not_installed_says_how_to_get_it(monkeypatch):
     monkeypatch.setenv("SHARDWISE_BENCH_PYTHON", "/nowhere/python")
     with pytest.raises(ConfigError, match="make bench-env"):
-        rows.interpreter(rows.Row("zero1", "deepspeed"))
+        interpreter(CompareRow("zero1", "deepspeed"))
 
 
 def test_without_matplotlib_plots_are_refused_at_once(monkeypatch, tmp_path):
-    from shardwise.compare import plot
-
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ConfigError, match=r"pip install 'shardwise\[plot\]'"):
-        plot.check_path(tmp_path / "x.png")
+        plotting.check_path(tmp_path / "x.png")
 
 
 @pytest.mark.parametrize(

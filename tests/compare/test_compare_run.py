@@ -1,4 +1,4 @@
-"""Comparisons that really run: few steps of the smallest model, in processes of their own."""
+"""Comparisons that run: a few steps of the smallest model, in separate processes."""
 
 import json
 import os
@@ -8,20 +8,22 @@ from pathlib import Path
 import pytest
 
 from shardwise.compare import Comparison, Settings, compare
-from shardwise.compare.rows import Row, parse_rows
+from shardwise.compare.job import CompareRow, parse_rows
 from shardwise.compare.verdict import data_bytes, verdicts
 
 NUMEL = 99_072
 
 
 @pytest.fixture(scope="module")
-def comparison(forked_crews):
+def comparison(forked_ranks):
     """The stages that differ most, two peers, and one row that cannot run."""
-    rows = [*parse_rows("zero0,zero3", "ddp,fsdp2"), Row("zero9")]
-    told = []
-    with forked_crews():
-        result = compare(Settings("mlp-100k", 2, steps=3), rows, lambda text, done, total: told.append((done, total)))
-    assert [done for done, _ in told] == sorted(done for done, _ in told)
+    rows = [*parse_rows("zero0,zero3", "ddp,fsdp2"), CompareRow("zero9")]
+    reports = []
+    with forked_ranks():
+        result = compare(
+            Settings("mlp-100k", 2, steps=3), rows, lambda text, done, total: reports.append((done, total))
+        )
+    assert [done for done, _ in reports] == sorted(done for done, _ in reports)
     return result
 
 
@@ -119,7 +121,7 @@ def test_a_model_that_is_wrong_ends_everything_with_one_message(tmp_path, cli, m
 
 @pytest.mark.full
 def test_deepspeed_agrees():
-    """Where the peer is there."""
+    """Needs DeepSpeed installed."""
     python = Path(__file__).parents[2] / ".bench-env" / "bin" / "python"
     if not python.exists() or subprocess.run([python, "-c", "import deepspeed"], capture_output=True).returncode:
         pytest.skip("make bench-env was not run")

@@ -1,4 +1,4 @@
-"""The judgement of figures, and how they are shown: no processes."""
+"""Verdicts, tables and plots from given figures, without processes."""
 
 import doctest
 import importlib
@@ -6,8 +6,9 @@ import importlib
 import pytest
 from rich.console import Console
 
-from shardwise.compare import Comparison, Run, Settings, stats, table
+from shardwise.compare import Comparison, Run, Settings, table
 from shardwise.compare.plot import plot
+from shardwise.compare.result import interval, ratio
 from shardwise.compare.session import rotated, turns
 from shardwise.compare.verdict import mark_wrong, verdicts
 
@@ -69,8 +70,8 @@ def test_a_peer_that_rounds_otherwise_is_not_marked():
 
 
 def test_times_are_compared_round_by_round():
-    assert stats.ratio([2.0, 40.0, 4.0], [1.0, 20.0, 2.0]) == (2.0, (2.0, 2.0))
-    low, high = stats.interval([1.0, 2.0, 3.0, 4.0, 100.0])
+    assert ratio([2.0, 40.0, 4.0], [1.0, 20.0, 2.0]) == (2.0, (2.0, 2.0))
+    low, high = interval([1.0, 2.0, 3.0, 4.0, 100.0])
     assert low <= 3.0 <= high < 100.1
 
 
@@ -94,7 +95,21 @@ def test_tables_fit_100_columns_with_long_names_and_failed_rows(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["compare.stats", "compare.rows", "compare.session", "labelling", "launch", "analyzer"]
+    "name",
+    [
+        "compare.job",
+        "compare.result",
+        "compare.session",
+        "observe.labels",
+        "observe.analyzer",
+        "machine.launch",
+        "machine.memory",
+        "train.data",
+        "train.job",
+        "train.plot",
+        "train.run",
+        "train.screen",
+    ],
 )
 def test_examples_in_docstrings_run(name):
     result = doctest.testmod(importlib.import_module(f"shardwise.{name}"))

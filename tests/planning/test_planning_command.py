@@ -55,9 +55,9 @@ def seen_before():
 
 
 @pytest.mark.parametrize(("command", "expected"), claims(), ids=lambda value: value if isinstance(value, str) else "")
-def test_every_claim_is_proven_by_its_command(command, expected, run, seen_before, forked_crews):
+def test_every_claim_is_proven_by_its_command(command, expected, run, seen_before, forked_ranks):
     if command not in seen_before:
-        with forked_crews():
+        with forked_ranks():
             seen_before[command] = run(command)
     code, out, err = seen_before[command]
     assert code == 0, err

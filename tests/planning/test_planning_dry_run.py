@@ -13,8 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwise.compare import Settings
 from shardwise.compare.foresight import foresee_settings
-from shardwise.compare.job import Job
-from shardwise.compare.rows import Row
+from shardwise.compare.job import CompareJob, CompareRow
 from shardwise.compare.worker import Worker
 from shardwise.config import Config
 from shardwise.engine.engine import Engine
@@ -51,7 +50,7 @@ def test_the_peak_is_the_measured_one(rank, world_size):
 
 def check_peak(settings, preset, rank):
     gc.collect()  # garbage of an earlier test would be freed in the middle of this one
-    seen = Worker(Job(settings, Row(preset), rank, "", 1)).observe()
+    seen = Worker(CompareJob(settings, CompareRow(preset), rank, "", 1)).observe()
     shared = [foresee_settings(settings, preset) if rank == 0 else None]
     dist.broadcast_object_list(shared)
     (foreseen,) = shared

@@ -8,7 +8,7 @@ import pytest
 
 import shardwise
 from shardwise import ConfigError
-from shardwise.compare.rows import Row, interpreter
+from shardwise.compare.job import CompareRow, interpreter
 from shardwise.config import Config
 from shardwise.config.presets import PRESETS
 from shardwise.planning import Hardware, Workload
@@ -62,7 +62,7 @@ def test_what_a_search_found_is_emitted_with_its_budget(tmp_path):
 
 def test_deepspeed_reads_what_was_planned():
     try:
-        python = interpreter(Row("zero1", "deepspeed"))
+        python = interpreter(CompareRow("zero1", "deepspeed"))
     except ConfigError as reason:
         pytest.skip(str(reason))
     wanted, emitted = [], []

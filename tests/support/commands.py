@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-from support.nursery import Forked
+from support.fork_server import Forked
 
 
 class CommandFailed(Exception):
@@ -28,7 +28,7 @@ def run_command(
     """Run `command` with `env` added to the environment; stdout and stderr come back as text.
 
     Past the limit its whole process group is ended; Python programs in it print their stacks first. `forked` takes a
-    process of the nursery.
+    process of the fork server.
     """
     __tracebackhide__ = True
     words = [str(word) for word in command]

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from support.nursery import Forked, nursery
+from support.fork_server import Forked, fork_server
 from support.protocol import Job, Ready, Reply, Setup, receive, send
 
 START_LIMIT_S = 50.0
@@ -137,7 +137,7 @@ class Pool:
     def _start(self, rank: int, init: bool, torchrun: bool) -> Worker:
         ours, theirs = Pipe()
         stacks_path = str(self.folder / f"stacks{rank}")
-        setup = Setup(rank, self.world_size, nursery().pid, theirs.fileno(), self.store.port, stacks_path, init)
+        setup = Setup(rank, self.world_size, fork_server().pid, theirs.fileno(), self.store.port, stacks_path, init)
         return Worker(setup, ours, theirs, self.folder, torchrun)
 
     def _await_ready(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from support.nursery import close_nursery
+from support.fork_server import close_fork_server
 from support.pool import Outcome, Pool
 from support.protocol import Job
 
@@ -121,7 +121,7 @@ def shared(world_size: int) -> Pool:
 def close_pools() -> None:
     while _pools:
         _pools.popitem()[1].close()
-    close_nursery()
+    close_fork_server()
 
 
 def make_job(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Job:

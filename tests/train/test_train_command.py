@@ -1,4 +1,4 @@
-"""`shardwise train` as it is typed: what it prints, how it stops and goes on, and how it fails."""
+"""The command `shardwise train`: its output, how it stops and continues, and how it fails."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardwise.train.folder import Folder
+from shardwise.train.folder import RunFolder
 from shardwise.train.metrics import read
 from support import run_command
 
@@ -78,7 +78,7 @@ def read_until(process, pattern):
 
 
 @pytest.mark.timeout(4 * LIMIT_S)
-def test_stopped_by_a_signal_then_gone_on_by_torchrun_it_is_the_same_run(text, tmp_path, cli, monkeypatch):
+def test_stopped_by_a_signal_then_continued_by_torchrun_it_is_the_same_run(text, tmp_path, cli, monkeypatch):
     command = [*CLI, text, *SMALL, "--steps", "12", "--out"]
     whole = run_command([*command, "whole"], cwd=tmp_path, timeout=LIMIT_S)
     assert "\x1b" not in whole.stdout
@@ -94,7 +94,7 @@ def test_stopped_by_a_signal_then_gone_on_by_torchrun_it_is_the_same_run(text, t
         process.send_signal(signal.SIGINT)
         rest, errors = process.communicate(timeout=LIMIT_S)
     assert (process.returncode, errors) == (0, "")
-    stopped = re.search(r"^stopped  saved step (\d+) of 12 in parts; the same command goes on", rest, re.MULTILINE)
+    stopped = re.search(r"^stopped  saved step (\d+) of 12 in parts; the same command continues", rest, re.MULTILINE)
     assert stopped, "".join(shown) + rest
     assert 3 <= int(stopped[1]) < 12
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")[: int(stopped[1])]
@@ -114,12 +114,12 @@ def test_stopped_by_a_signal_then_gone_on_by_torchrun_it_is_the_same_run(text, t
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
 
     monkeypatch.chdir(tmp_path)
-    finished = "parts is finished: 12 steps are done. --steps 24 trains on, --fresh starts over.\n"
+    finished = "parts is finished: 12 steps are done. --steps 24 continues, --fresh starts over.\n"
     assert cli(*command[3:], "parts") == (0, finished, "")
 
 
 @pytest.mark.timeout(2 * LIMIT_S)
-def test_a_rank_that_is_killed_is_named_once_and_nobody_is_left(text, tmp_path):
+def test_a_rank_that_is_killed_is_named_once_and_no_process_is_left(text, tmp_path):
     with started([*CLI, text, *SMALL, "--steps", "100000", "--out", "run"], tmp_path) as process:
         read_until(process, r"^step +2/")
         children = ranks_of(process.pid)
@@ -135,26 +135,26 @@ def test_a_rank_that_is_killed_is_named_once_and_nobody_is_left(text, tmp_path):
 
 @pytest.mark.timeout(2 * LIMIT_S)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP])
-def test_ranks_save_and_leave_when_their_crew_is_killed_or_the_terminal_closes(text, tmp_path, number):
+def test_ranks_save_and_exit_when_their_parent_is_killed_or_the_terminal_closes(text, tmp_path, number):
     with started([*CLI, text, *SMALL, "--steps", "100000", "--out", "run"], tmp_path) as process:
         read_until(process, r"^step +2/")
         children = ranks_of(process.pid)
         assert len(children) == 2
-        process.stdout.close()  # nobody reads on, as when a terminal is gone
+        process.stdout.close()  # as when the terminal closes
         process.send_signal(number)
         process.wait(timeout=LIMIT_S)
         assert not [pid for pid in children if is_alive(pid)]
-    assert Folder(tmp_path / "run").has_checkpoint
+    assert RunFolder(tmp_path / "run").has_checkpoint
 
 
 @pytest.mark.timeout(2 * LIMIT_S)
-def test_what_one_rank_finds_wrong_in_the_middle_is_said_once(tmp_path):
+def test_an_error_of_one_rank_during_training_is_printed_once(tmp_path):
     tokens = np.zeros(16 * 40 + 1, dtype=np.uint16)
     tokens[16 * 20 + 3] = 999
     tokens.tofile(tmp_path / "t.bin")
     command = [*CLI, "t.bin", "--vocab", "9", *SMALL, "--batch", "2", "--steps", "100", "--out", "run"]
     result = run_command(command, cwd=tmp_path, check=False, timeout=LIMIT_S)
-    assert result.stderr == "error: t.bin: token 999 near place 320 is not below --vocab 9\n"
+    assert result.stderr == "error: t.bin: token 999 near position 320 is not below --vocab 9\n"
     assert result.returncode == 2
 
 
@@ -173,7 +173,7 @@ def ranks_of(pid):
 
 
 def is_alive(pid):
-    """Whether a process goes on. One that ended and that nobody asks for its exit code does not."""
+    """Whether a process still runs after 30 s. A zombie does not."""
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         try:

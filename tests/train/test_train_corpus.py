@@ -1,4 +1,4 @@
-"""Corpora: files as if they stood one behind the other, token files, and what is refused."""
+"""Corpora: concatenated text files, token files, and what is refused."""
 
 import re
 
@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError
-from shardwise.train.corpus import Text, TextFile, open_corpus, standard_library
+from shardwise.train.corpus import TextCorpus, TextFile, open_corpus, standard_library
 
 
 @given(st.lists(st.binary(max_size=30), min_size=1, max_size=6), st.data())
@@ -16,7 +16,7 @@ def test_files_read_as_one_text(tmp_path_factory, texts, data):
     folder = tmp_path_factory.mktemp("texts")
     for index, text in enumerate(texts):
         (folder / str(index)).write_bytes(text)
-    corpus = Text([TextFile(folder / str(index), str(index)) for index in range(len(texts))])
+    corpus = TextCorpus([TextFile(folder / str(index), str(index)) for index in range(len(texts))])
     joined = b"".join(text + b"\0" for text in texts)
     assert corpus.length == len(joined)
     start = data.draw(st.integers(0, len(joined)))
@@ -81,10 +81,10 @@ def test_bad_corpora_say_what_is_wrong(tmp_path):
     assert bad(tmp_path, "zero.txt", lambda path: path.touch()) == "no text in zero.txt"
     assert "there is no file or folder" in bad(tmp_path, "nowhere", lambda path: None)
     tokens = np.array([1, 2, 700], dtype=np.uint16)
-    assert "say how many" in bad(tmp_path, "a.npy", lambda path: np.save(path, tokens))
-    assert "token 700 near place 0 is not below --vocab 600" in bad(tmp_path, "b.bin", tokens.tofile, 600)
+    assert "give its vocabulary size, --vocab N" in bad(tmp_path, "a.npy", lambda path: np.save(path, tokens))
+    assert "token 700 near position 0 is not below --vocab 600" in bad(tmp_path, "b.bin", tokens.tofile, 600)
     assert "save wider tokens as .npy" in bad(tmp_path, "w.bin", tokens.tofile, 65537)
-    assert "expected one row" in bad(tmp_path, "c.npy", lambda path: np.save(path, np.ones((2, 2))), 9)
+    assert "expected a 1-D array of integers" in bad(tmp_path, "c.npy", lambda path: np.save(path, np.ones((2, 2))), 9)
     assert "cannot be read as tokens" in bad(tmp_path, "d.npy", lambda path: path.write_text("no"), 9)
     assert "cannot be read as tokens" in bad(tmp_path, "e.npy", lambda path: None, 9)
     assert "give it alone" in bad(tmp_path, "f.npy", lambda path: np.save(path, tokens), 900, also=["x"])

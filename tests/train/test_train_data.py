@@ -1,4 +1,4 @@
-"""The order of samples: nothing but integers, so nothing but properties."""
+"""The order of samples, which is integers only, by its properties."""
 
 import numpy as np
 import pytest
@@ -6,9 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.errors import ConfigError
-from shardwise.train.corpus import Text, TextFile
-from shardwise.train.data import Loader, Windows, split, validation_batches
-from shardwise.train.order import Share, samples_at
+from shardwise.train.corpus import TextCorpus, TextFile
+from shardwise.train.data import BatchShare, SampleLoader, Windows, samples_at, split, validation_batches
 
 counts = st.integers(1, 3000)
 seeds = st.integers(0, 2**40)
@@ -26,7 +25,7 @@ def test_a_place_can_be_looked_up_alone(count, seed, places):
     assert together == [int(samples_at(np.array([place]), count, seed)[0]) for place in places]
 
 
-def test_epochs_and_seeds_have_orders_of_their_own_and_neighbours_are_torn_apart():
+def test_epochs_and_seeds_have_different_orders_and_neighbours_are_separated():
     count = 5000
     orders = [samples_at(np.arange(count) + epoch * count, count, seed) for epoch in (0, 1) for seed in (0, 1)]
     orders.append(np.arange(count))
@@ -41,19 +40,21 @@ def test_epochs_and_seeds_have_orders_of_their_own_and_neighbours_are_torn_apart
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 4), st.integers(0, 10**6))
 def test_ranks_share_a_step_without_gap_or_overlap(world_size, accumulation, rows, taken):
     batch = world_size * accumulation * rows
-    shares = [Share(batch, accumulation, rank, world_size) for rank in range(world_size)]
+    shares = [BatchShare(batch, accumulation, rank, world_size) for rank in range(world_size)]
     seen = [place for micro in range(accumulation) for share in shares for place in share.positions(taken, micro)]
     assert seen == list(range(taken, taken + batch))
 
 
 def corpus_of(tmp_path, text=bytes(range(1, 255)) * 8):
     (tmp_path / "text").write_bytes(text)
-    return Text([TextFile(tmp_path / "text", "text")])
+    return TextCorpus([TextFile(tmp_path / "text", "text")])
 
 
 def global_batches(windows, world_size, accumulation, steps, taken=0, batch=12):
-    """What all ranks together see in each step, and where they stand after it."""
-    loaders = [Loader(windows, Share(batch, accumulation, rank, world_size), seed=3) for rank in range(world_size)]
+    """The samples of all ranks in each step, and the position after it."""
+    loaders = [
+        SampleLoader(windows, BatchShare(batch, accumulation, rank, world_size), seed=3) for rank in range(world_size)
+    ]
     result = []
     for loader in loaders:
         loader.taken = taken
@@ -72,7 +73,7 @@ def test_global_batches_are_those_of_one_rank(tmp_path, world_size, accumulation
     assert global_batches(windows, world_size, accumulation, 15) == global_batches(windows, 1, 1, 15)
 
 
-def test_going_on_from_one_integer_at_another_world_size(tmp_path):
+def test_continuing_from_one_integer_at_another_world_size(tmp_path):
     windows, _ = split(corpus_of(tmp_path), 16, 0.1)
     whole = global_batches(windows, 2, 1, 20)
     for step in (1, 7, 13):
@@ -80,7 +81,7 @@ def test_going_on_from_one_integer_at_another_world_size(tmp_path):
 
 
 def test_a_step_that_was_not_finished_is_not_taken(tmp_path):
-    loader = Loader(split(corpus_of(tmp_path), 16, 0.1)[0], Share(8, 2, 0, 1), seed=0)
+    loader = SampleLoader(split(corpus_of(tmp_path), 16, 0.1)[0], BatchShare(8, 2, 0, 1), seed=0)
     next(loader.step())
     assert loader.taken == 0
 
@@ -99,7 +100,7 @@ def test_windows_follow_each_other_and_validation_ones_are_apart(tmp_path):
 @pytest.mark.parametrize(("samples", "world_size"), [(1, 2), (7, 3), (10**6, 2), (5, 1)])
 def test_validation_takes_as_many_forwards_on_every_rank(tmp_path, samples, world_size):
     _, windows = split(corpus_of(tmp_path), 16, 0.2)
-    shares = [Share(4 * world_size, 1, rank, world_size) for rank in range(world_size)]
+    shares = [BatchShare(4 * world_size, 1, rank, world_size) for rank in range(world_size)]
     seen = [[batch.tolist() for batch in validation_batches(windows, samples, share)] for share in shares]
     assert len({len(batches) for batches in seen}) == 1
     distinct = {tuple(row) for batches in seen for batch in batches for row in batch}

@@ -1,14 +1,13 @@
-"""What is asked for: options, the batch, overrides of a configuration file, the folder, the learning rate."""
+"""Options, the batch, overrides of a configuration file, the folder, the learning rate."""
 
 import json
 
 import pytest
 
 from shardwise.errors import ConfigError
-from shardwise.train.folder import Folder
-from shardwise.train.job import prepare
-from shardwise.train.options import Options, options_of
-from shardwise.train.rate import factor
+from shardwise.train.folder import RunFolder
+from shardwise.train.job import prepare, rate_factor
+from shardwise.train.options import TrainOptions, options_of
 
 
 @pytest.fixture
@@ -25,7 +24,7 @@ def job_of(text, world_size=2, **sections):
 
 def test_options_travel_as_json(text):
     options = options_of(data={"paths": (text,)}, updates={"lr": 1e-3}, outputs={"out": "x"})
-    assert Options.model_validate_json(options.model_dump_json()) == options
+    assert TrainOptions.model_validate_json(options.model_dump_json()) == options
 
 
 def test_without_a_word_everything_has_a_value(text):
@@ -66,7 +65,7 @@ def test_a_file_is_used_and_the_command_line_wins(text, tmp_path):
         ({"updates": {"batch": 2, "accumulate": 3}}, "take 6$"),
         ({"updates": {"steps": 0}}, "--steps 0: "),
         ({"updates": {"schedule": "cosin"}}, "--schedule cosin: "),
-        ({"intervals": {"eval": -1}}, "--eval-every -1: "),
+        ({"intervals": {"eval_every": -1}}, "--eval-every -1: "),
         ({"placing": {"precision": "fp8"}}, "--precision fp8: "),
         ({"placing": {"config": "zero4"}}, "neither a file nor a preset"),
         ({"model": {"size": "huge"}}, "--size huge"),
@@ -79,14 +78,14 @@ def test_bad_options_say_which(text, sections, message):
 
 
 def test_what_is_due_when(text):
-    job = job_of(text, updates={"steps": 100}, intervals={"log": 30, "eval": 0})
+    job = job_of(text, updates={"steps": 100}, intervals={"log_every": 30, "eval_every": 0})
     assert [step for step in range(1, 101) if job.is_due("log", step)] == [30, 60, 90, 100]
     assert [step for step in range(1, 101) if job.is_due("eval", step)] == [100]
     assert [step for step in range(1, 101) if job.is_due("save", step)] == [25, 50, 75, 100]
 
 
 def test_a_folder_knows_whose_run_it_holds(text, tmp_path):
-    folder, job = Folder(tmp_path / "run"), job_of(text)
+    folder, job = RunFolder(tmp_path / "run"), job_of(text)
     folder.open()
     folder.check(job.identity)
     folder.write_record(job.identity, finished_steps=5)
@@ -111,11 +110,11 @@ def test_a_folder_knows_whose_run_it_holds(text, tmp_path):
 def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"--out .*cannot be written to"):
-        Folder(tmp_path / "file" / "run").open()
+        RunFolder(tmp_path / "file" / "run").open()
 
 
 def test_a_damaged_record_is_named(text, tmp_path):
-    folder = Folder(tmp_path)
+    folder = RunFolder(tmp_path)
     folder.record.write_text("{")
     with pytest.raises(ConfigError, match=r"run.json: cannot be read .*--fresh starts over"):
         folder.finished_steps()
@@ -123,9 +122,9 @@ def test_a_damaged_record_is_named(text, tmp_path):
 
 def test_the_rate_rises_then_falls():
     for schedule in ("cosine", "linear", "constant"):
-        rates = [factor(step, steps=100, warmup=10, schedule=schedule) for step in range(100)]
+        rates = [rate_factor(step, steps=100, warmup=10, schedule=schedule) for step in range(100)]
         assert rates[:10] == [(step + 1) / 10 for step in range(10)]
         assert rates[10] == 1.0
         assert rates[10:] == sorted(rates[10:], reverse=True)
         assert rates[-1] == (1.0 if schedule == "constant" else pytest.approx(0.1, abs=0.02))
-    assert factor(500, steps=100, warmup=10, schedule="cosine") == pytest.approx(0.1)
+    assert rate_factor(500, steps=100, warmup=10, schedule="cosine") == pytest.approx(0.1)

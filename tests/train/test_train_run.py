@@ -1,4 +1,4 @@
-"""Runs on ranks: stopping and going on changes nothing, every placement and world size goes on, files are complete."""
+"""Runs on ranks: stopping and continuing changes no bit, at any placement and world size; files are complete."""
 
 import contextlib
 import io
@@ -13,7 +13,7 @@ import torch
 
 from shardwise.comm.comm import ProcessGroupComm
 from shardwise.errors import ConfigError
-from shardwise.train.folder import Folder
+from shardwise.train.folder import RunFolder
 from shardwise.train.job import prepare
 from shardwise.train.metrics import read
 from shardwise.train.options import options_of
@@ -24,24 +24,24 @@ TEXT = "def f(x):\n    return x + 1\n\n\nclass A:\n    pass\n" * 40
 
 
 @dataclass
-class Here:
-    """A place whose signal comes after so many looks at it: one before each step."""
+class Process:
+    """A process that is asked to stop after so many looks: the loop looks before each step."""
 
     stop_after: int | None = None
     looks: int = 0
     device = torch.device("cpu")
 
     @property
-    def stop(self):
+    def stop_requested(self):
         self.looks += 1
         return self.stop_after is not None and self.looks > self.stop_after
 
 
-class Bomb(Here):
-    """A place that fails before the sixth step."""
+class Bomb(Process):
+    """A process that fails before the sixth step."""
 
     @property
-    def stop(self):
+    def stop_requested(self):
         self.looks += 1
         return 1 / 0 if self.looks > 5 else False
 
@@ -54,7 +54,17 @@ def write_text(folder, rank):
 
 
 def train(
-    text, out, *, here=None, steps=6, config="zero3", accumulate=1, layers=1, intervals=None, foresee=False, **outputs
+    text,
+    out,
+    *,
+    process=None,
+    steps=6,
+    config="zero3",
+    accumulate=1,
+    layers=1,
+    intervals=None,
+    foresee=False,
+    **outputs,
 ):
     """One run on this rank, to its end or to a signal."""
     comm = ProcessGroupComm(None, torch.device("cpu"))
@@ -64,11 +74,11 @@ def train(
         model={"size": "nano", "context": 16, "layers": layers},
         updates={"steps": steps, "batch": 12, "accumulate": accumulate},
         placing={"config": config, "foresee": foresee},
-        intervals={"eval": 3, "save": 0} | (intervals or {}),
+        intervals={"eval_every": 3, "save_every": 0} | (intervals or {}),
         outputs={"out": out, "sample": 5, "plot": False} | outputs,
     )
     try:
-        run(prepare(options, comm.world_size), here or Here(), comm)
+        run(prepare(options, comm.world_size), process or Process(), comm)
     finally:
         comm.close()
 
@@ -90,10 +100,10 @@ def weights(out):
     ("world_size", "config", "accumulate", "at"), [(1, "zero3", 2, 1), (2, "zero3", 1, 4), (3, "zero1", 2, 3)]
 )
 @ranks()
-def test_stopping_and_going_on_changes_no_bit(rank, world_size, tmp_path, config, accumulate, at):
+def test_stopping_and_continuing_changes_no_bit(rank, world_size, tmp_path, config, accumulate, at):
     text = write_text(tmp_path, rank)
     train(text, tmp_path / "whole", config=config, accumulate=accumulate)
-    train(text, tmp_path / "parts", config=config, accumulate=accumulate, here=Here(at))
+    train(text, tmp_path / "parts", config=config, accumulate=accumulate, process=Process(at))
     assert not (tmp_path / "parts/export").exists()
     train(text, tmp_path / "parts", config=config, accumulate=accumulate)
     assert results(tmp_path / "parts") == results(tmp_path / "whole")
@@ -107,39 +117,39 @@ def test_a_crash_loses_only_what_came_after_the_last_checkpoint(rank, world_size
     text = write_text(tmp_path, rank)
     train(text, tmp_path / "whole")
     with pytest.raises(ZeroDivisionError):
-        train(text, tmp_path / "parts", here=Bomb(), intervals={"save": 2, "log": 1})
+        train(text, tmp_path / "parts", process=Bomb(), intervals={"save_every": 2, "log_every": 1})
     if rank == 0:
         assert len(read(tmp_path / "parts/metrics.jsonl")) == 5
-    train(text, tmp_path / "parts", intervals={"save": 2, "log": 1})
+    train(text, tmp_path / "parts", intervals={"save_every": 2, "log_every": 1})
     assert results(tmp_path / "parts") == results(tmp_path / "whole")
 
 
 @ranks(2)
 def test_a_signal_at_a_step_that_is_being_saved_loses_nothing(rank, world_size, tmp_path):
     out = tmp_path / "run"
-    train(write_text(tmp_path, rank), out, here=Here(2), intervals={"save": 2})
+    train(write_text(tmp_path, rank), out, process=Process(2), intervals={"save_every": 2})
     assert [path.name for path in out.glob("checkpoints/[!.]*")] == ["step-2"]
 
 
 @ranks(3)
-def test_more_steps_and_another_placement_go_on(rank, world_size, tmp_path):
+def test_more_steps_and_another_placement_continue(rank, world_size, tmp_path):
     text, out = write_text(tmp_path, rank), tmp_path / "run"
     train(text, out)
     before = results(out)
     train(text, out, steps=9, config="zero1")
     assert results(out)[:6] == before
     assert len(results(out)) == 9
-    assert Folder(out).finished_steps() == 9
+    assert RunFolder(out).finished_steps() == 9
     train(text, tmp_path / "branch", steps=10, config="zero1", resume=out / "checkpoints")
     train(text, out, steps=10, config="zero1")
     assert [row.loss for row in read(tmp_path / "branch/metrics.jsonl")] == [results(out)[9][0]]
 
 
 def train_rank(rank, world_size, folder, out, stop_after):
-    train(write_text(folder, rank), folder / out, here=Here(stop_after))
+    train(write_text(folder, rank), folder / out, process=Process(stop_after))
 
 
-def test_another_number_of_ranks_goes_on_with_the_next_sample(tmp_path):
+def test_another_number_of_ranks_continues_with_the_next_sample(tmp_path):
     run_ranks(train_rank, 2, tmp_path, "parts", 3)
     run_ranks(train_rank, 3, tmp_path, "parts", None)
     run_ranks(train_rank, 3, tmp_path, "whole", None)
@@ -170,35 +180,35 @@ def test_a_finished_run_has_all_its_files(rank, world_size, tmp_path):
 @ranks(2)
 def test_another_model_is_refused_until_told_to_start_over(rank, world_size, tmp_path):
     text, out = write_text(tmp_path, rank), tmp_path / "run"
-    train(text, out, here=Here(2))
+    train(text, out, process=Process(2))
     with pytest.raises(ConfigError, match="layers is 1 there, 2 now"):
         train(text, out, layers=2)
-    train(text, out, layers=2, fresh=True, here=Here(2))
+    train(text, out, layers=2, fresh=True, process=Process(2))
     assert len(read(out / "metrics.jsonl")) == 2
 
 
 @ranks(2)
 def test_starting_over_is_not_repeated_when_torchrun_restarts(rank, world_size, tmp_path):
     text, out = write_text(tmp_path, rank), tmp_path / "run"
-    train(text, out, fresh=True, here=Here(2))
+    train(text, out, fresh=True, process=Process(2))
     with mock.patch.dict(os.environ, TORCHELASTIC_RESTART_COUNT="1"):
-        train(text, out, fresh=True, here=Here(1))
+        train(text, out, fresh=True, process=Process(1))
     assert [row.step for row in read(out / "metrics.jsonl")] == [1, 2, 3]
     with mock.patch.dict(os.environ, TORCHELASTIC_RESTART_COUNT="0"):
-        train(text, out, fresh=True, here=Here(1))
+        train(text, out, fresh=True, process=Process(1))
     assert [row.step for row in read(out / "metrics.jsonl")] == [1]
 
 
 @ranks(2)
-def test_another_beginning_is_refused_where_a_run_is_and_the_same_command_goes_on(rank, world_size, tmp_path):
+def test_another_start_is_refused_in_the_folder_of_a_run_and_the_same_command_continues(rank, world_size, tmp_path):
     text, first, second = write_text(tmp_path, rank), tmp_path / "first", tmp_path / "second"
-    train(text, first, here=Here(2))
-    train(text, second, here=Here(1))
+    train(text, first, process=Process(2))
+    train(text, second, process=Process(1))
     with pytest.raises(ConfigError, match=r"has checkpoints of its own.*--fresh, or give another --out"):
         train(text, second, resume=first / "checkpoints")
-    train(text, second, resume=first / "checkpoints", fresh=True, here=Here(1))
+    train(text, second, resume=first / "checkpoints", fresh=True, process=Process(1))
     assert [row.step for row in read(second / "metrics.jsonl")] == [3]
-    train(text, second, resume=first / "checkpoints", here=Here(1))
+    train(text, second, resume=first / "checkpoints", process=Process(1))
     assert [row.step for row in read(second / "metrics.jsonl")] == [3, 4]
     train(text, second)
 
@@ -207,13 +217,13 @@ def test_another_beginning_is_refused_where_a_run_is_and_the_same_command_goes_o
 @ranks(2)
 def test_a_damaged_checkpoint_that_is_passed_over_is_shown(rank, world_size, tmp_path, damaged):
     text, out = write_text(tmp_path, rank), tmp_path / "run"
-    train(text, out, here=Here(2))
-    train(text, out, here=Here(1))
+    train(text, out, process=Process(2))
+    train(text, out, process=Process(1))
     if rank == 0:
-        newest = max(Folder(out).checkpoints.glob("[!.]*/manifest.json"), key=lambda path: path.stat().st_mtime_ns)
+        newest = max(RunFolder(out).checkpoints.glob("[!.]*/manifest.json"), key=lambda path: path.stat().st_mtime_ns)
         next(newest.parent.glob(damaged)).write_bytes(b"{")
     with contextlib.redirect_stdout(io.StringIO()) as stream:
-        train(text, out, here=Here(1))
+        train(text, out, process=Process(1))
     shown = stream.getvalue()
     assert ("older checkpoint" in shown) == (rank == 0)
     assert ("resume   at step 2" in shown) == (rank == 0)
@@ -221,5 +231,5 @@ def test_a_damaged_checkpoint_that_is_passed_over_is_shown(rank, world_size, tmp
 
 @ranks(2)
 def test_a_signal_before_the_first_step_saves_nothing(rank, world_size, tmp_path):
-    train(write_text(tmp_path, rank), tmp_path / "run", here=Here(0))
-    assert not Folder(tmp_path / "run").has_checkpoint
+    train(write_text(tmp_path, rank), tmp_path / "run", process=Process(0))
+    assert not RunFolder(tmp_path / "run").has_checkpoint

@@ -1,11 +1,12 @@
-"""How a rank's failure is told: to its crew or, under torchrun, by the first rank that has something to say."""
+"""How a rank reports its failure: to its parent or, under torchrun, by the first rank that fails."""
 
 import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
 from shardwise.errors import ConfigError
-from shardwise.train import crew, worker
+from shardwise.machine.local_ranks import FOLDER, FailureReport
+from shardwise.train import worker
 from shardwise.train.options import options_of
 from support import run_command
 
@@ -16,17 +17,16 @@ def fail(store, options, rank, error):
     try:
         raise error
     except Exception:
-        worker._tell(store, options, rank, f"rank {rank}: {error}")
+        worker.report_failure(store, options, rank, f"rank {rank}: {error}", listen_s=0.0)
 
 
 @pytest.fixture
 def options(tmp_path, monkeypatch):
-    monkeypatch.delenv(crew.FOLDER, raising=False)
-    monkeypatch.setattr(worker, "LISTENING_S", 0.0)
+    monkeypatch.delenv(FOLDER, raising=False)
     return options_of(outputs={"out": tmp_path})
 
 
-def test_under_torchrun_one_rank_speaks_and_tracebacks_go_to_files(options, tmp_path, capsys):
+def test_under_torchrun_one_rank_prints_and_tracebacks_go_to_files(options, tmp_path, capsys):
     store = HashStore()
     for rank in (2, 0):
         fail(store, options, rank, ZeroDivisionError("oh"))
@@ -42,13 +42,13 @@ def test_bad_input_has_no_traceback(options, tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_crew_gets_last_words_and_lost_connections_come_last(options, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv(crew.FOLDER, str(tmp_path))
+def test_the_parent_gets_reports_and_lost_connections_come_last(options, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv(FOLDER, str(tmp_path))
     fail(None, options, 0, RuntimeError("Connection closed by peer [127.0.0.1]:1234"))
     fail(None, options, 1, KeyError("x"))
-    words = [crew.LastWords.read(tmp_path, rank) for rank in (0, 1)]
-    assert words[1]["order"] < words[0]["order"]
-    assert words[1]["message"].startswith("rank 1: 'x'")
+    lost, genuine = (FailureReport.read(tmp_path, rank) for rank in (0, 1))
+    assert genuine.order < lost.order
+    assert genuine.message.startswith("rank 1: 'x'")
     assert capsys.readouterr().err == ""
 
 
@@ -63,7 +63,7 @@ def test_debug_shows_the_traceback(options, capsys):
     "arguments", [["--nproc", "1", "--precision", "bf16"], ["--nproc", "2", "--precision", "fp16"]]
 )
 def test_on_a_gpu(tmp_path, arguments):
-    """One rank over NCCL, and two that share the GPU over Gloo; stopped in effect by --steps, then gone on."""
+    """One rank over NCCL, and two that share the GPU over Gloo; stopped by --steps, then continued."""
     import sys
 
     from shardwise.train.metrics import read

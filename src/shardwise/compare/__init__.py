@@ -1,12 +1,11 @@
-"""`shardwise compare`: the same model and data trained under each preset and by peers, measured side by side.
+"""`shardwise compare`: trains the same model on the same data under each preset and by peers, and measures all.
 
-rows      what is compared: presets and peers, and which interpreter runs each
-workload  the model and its data, built in or from `file.py:function`
-crew      the parent's side of a row's processes; `worker` is the processes' side
-systems   one way to train per row: shardwise, plain torch, DDP, FSDP2 (`deepspeed_peer`: DeepSpeed)
-observed  memory and wire of a step, from outside
-session   the order of things: observe every row, then time them all in interleaved rounds
-result    the figures and their JSON; `verdict` judges them; `table` and `plot` show them
+command   the command line's part: checks, progress, output
+job       settings, rows (presets and peers), and what one process of a row needs to know
+session   the order of a comparison: observe every row, then time all rows in interleaved rounds
+ranks     the parent's side of a row's processes; `worker` is their side
+systems   how each row trains: shardwise, plain torch, DDP, FSDP2, DeepSpeed
+result    the figures and their JSON; `verdict` judges them, `table` and `plot` show them
 """
 
 from shardwise.compare.job import Settings

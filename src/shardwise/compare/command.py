@@ -1,4 +1,4 @@
-"""What `shardwise compare` does around a comparison: checks first, live progress, then tables and files."""
+"""`shardwise compare`: checks its input, shows progress, prints the tables and writes the files."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from shardwise.compare import table
-from shardwise.compare.job import Settings
-from shardwise.compare.rows import parse_rows
+from shardwise.compare.job import Settings, parse_rows
 from shardwise.compare.session import compare
 from shardwise.errors import ConfigError
 from shardwise.models.built_in import BUILT_IN
@@ -18,12 +17,12 @@ WIDTH = 100
 
 
 def list_models() -> str:
-    """The built-in models, one a line."""
+    """The built-in models, one per line."""
     return "\n".join(f"{name:<12}{entry.summary}" for name, entry in BUILT_IN.items())
 
 
 def run(settings: Settings, presets: str, peers: str, json: Path | None, plot: Path | None) -> None:
-    """Compare, print, and write the files that were asked for. Bad input is a ConfigError before anything starts."""
+    """Compare, print, and write the requested files. Bad input raises a ConfigError before any process starts."""
     rows = parse_rows(presets, peers)
     if json is not None and not json.absolute().parent.is_dir():
         raise ConfigError(f"--json {json}: there is no folder {json.absolute().parent}")

@@ -1,26 +1,43 @@
-"""What a comparison is about, and what one of its processes is told."""
+"""What a comparison runs: its settings, its rows (presets of shardwise and peers), and the job of one process.
+
+A row of a peer may need another interpreter, one that has the peer installed.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import importlib.util
 import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from shardwise.compare.rows import Row
+from shardwise.config.presets import PRESETS
+from shardwise.errors import ConfigError
 
 LEARNING_RATE = 1e-3
 WEIGHT_DECAY = 0.01
 SEED = 17
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DEFAULT_PRESETS = ("zero0", "zero1", "zero2", "zero3")
+PEERS: dict[str, tuple[str, ...]] = {"ddp": ("zero0",), "fsdp2": ("zero3",), "deepspeed": ("zero1", "zero2", "zero3")}
+"""The peers, each with the presets it corresponds to."""
 SETTINGS_FOLDER = Path(__file__).parent / "settings"
+DEEPSPEED_HINT = (
+    "DeepSpeed is not installed: run `make bench-env` in a checkout of shardwise, or name an interpreter that has it "
+    "in SHARDWISE_BENCH_PYTHON"
+)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The same for every row."""
+    """What is the same for every row."""
 
     model: str
     world_size: int = 2
@@ -33,7 +50,7 @@ class Settings:
 
 
 def config_for(settings: Settings, preset: str) -> dict[str, object]:
-    """The configuration of a row of ours."""
+    """The configuration of a preset's row."""
     return {
         "preset": preset,
         "precision": {"compute": settings.precision},
@@ -42,12 +59,35 @@ def config_for(settings: Settings, preset: str) -> dict[str, object]:
     }
 
 
+def peer_settings(name: str) -> dict[str, object]:
+    """The settings file of a peer, from the folder `settings`."""
+    settings: dict[str, object] = json.loads((SETTINGS_FOLDER / f"{name}.json").read_text())
+    return settings
+
+
 @dataclass(frozen=True)
-class Job:
-    """One rank of one row. `store` is a file through which the ranks find each other."""
+class CompareRow:
+    """One way to train: a preset of shardwise or, with `peer`, another system and the preset it corresponds to."""
+
+    preset: str
+    peer: str | None = None
+
+    @property
+    def name(self) -> str:
+        several = self.peer is not None and len(PEERS.get(self.peer, ())) > 1
+        return f"{self.peer} {self.preset}" if several else self.peer or self.preset
+
+
+ALONE = CompareRow("zero0", "alone")
+"""Every rank trains by itself, without communication. It is the reference for the cost of communication."""
+
+
+@dataclass(frozen=True)
+class CompareJob:
+    """One rank of one row. `store` is the file through which the ranks find each other."""
 
     settings: Settings
-    row: Row
+    row: CompareRow
     rank: int
     store: str
     threads: int
@@ -58,7 +98,7 @@ class Job:
 
     @property
     def device(self) -> torch.device:
-        """The ranks share what there is: rank r computes on GPU r modulo their number."""
+        """The device of this rank. The ranks share the GPUs: rank r computes on GPU r modulo their number."""
         if self.settings.device == "cpu":
             return torch.device("cpu")
         return torch.device("cuda", self.rank % torch.cuda.device_count())
@@ -67,12 +107,59 @@ class Job:
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> Job:
+    def from_json(cls, text: str) -> CompareJob:
         data = json.loads(text)
-        return cls(**{**data, "settings": Settings(**data["settings"]), "row": Row(**data["row"])})
+        return cls(**{**data, "settings": Settings(**data["settings"]), "row": CompareRow(**data["row"])})
 
 
-def peer_settings(name: str) -> dict[str, object]:
-    """The settings file of a peer, committed beside this one."""
-    settings: dict[str, object] = json.loads((SETTINGS_FOLDER / f"{name}.json").read_text())
-    return settings
+def parse_rows(presets: str, peers: str) -> list[CompareRow]:
+    """The rows that two comma-separated lists name.
+
+    >>> [row.name for row in parse_rows("zero0,zero3", "ddp,deepspeed-zero3")]
+    ['zero0', 'zero3', 'ddp', 'deepspeed zero3']
+    """
+    rows = [CompareRow(_known(name, list(PRESETS), "preset")) for name in _names(presets)]
+    choices = [*PEERS, *(f"deepspeed-{preset}" for preset in PEERS["deepspeed"])]
+    for name in _names(peers):
+        peer, _, preset = _known(name, choices, "peer").partition("-")
+        rows += [CompareRow(each, peer) for each in ([preset] if preset else PEERS[peer])]
+    if not rows:
+        raise ConfigError("nothing to compare: name at least one preset or peer")
+    return list(dict.fromkeys(rows))
+
+
+def interpreter(row: CompareRow) -> str:
+    """The Python that can run `row`. Raises a ConfigError that says how to get one if there is none."""
+    if row.peer != "deepspeed" or importlib.util.find_spec("deepspeed") is not None:
+        return sys.executable
+    for python in _candidates():
+        if _has_deepspeed(python):
+            return str(python)
+    raise ConfigError(DEEPSPEED_HINT)
+
+
+def _candidates() -> Sequence[Path]:
+    named = os.environ.get("SHARDWISE_BENCH_PYTHON")
+    if named:
+        return [Path(named)]
+    checkout = Path(__file__).parents[3]
+    return [folder / ".bench-env" / "bin" / "python" for folder in (Path.cwd(), checkout)]
+
+
+def _has_deepspeed(python: Path) -> bool:
+    if not python.exists():
+        return False
+    look = "import importlib.util, sys; sys.exit(importlib.util.find_spec('deepspeed') is None)"
+    return subprocess.run([python, "-c", look], capture_output=True).returncode == 0
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _known(name: str, choices: Sequence[str], what: str) -> str:
+    if name in choices:
+        return name
+    nearest = difflib.get_close_matches(name, choices, n=1)
+    hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
+    raise ConfigError(f"unknown {what} {name!r}{hint}: choose from {', '.join(choices)}")

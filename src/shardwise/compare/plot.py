@@ -1,4 +1,4 @@
-"""A comparison as one picture: memory by kind, time of a step, bytes sent. Needs matplotlib."""
+"""A comparison as one figure: memory by kind, time of a step, bytes sent. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OURS, THEIRS = "#2f4b6e", "#a8b3c2"
 
 
 def plot(comparison: Comparison, path: str | Path) -> None:
-    """Draw the rows that were measured into `path`."""
+    """Draw the measured rows into the file `path`."""
     plt = pyplot()
     runs = [run for run in comparison.runs if run.peak is not None]
     if not runs:
@@ -93,7 +93,7 @@ def _stack(axis: Any, runs: list[Run], colors: dict[str, str], split: Callable[[
 
 
 def _legend(axis: Any) -> None:
-    """Below the axis, where no bar can be."""
+    """A legend below the axis, where it covers no bar."""
     axis.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(-0.02, -0.06), ncols=5, columnspacing=1)
 
 

@@ -1,25 +1,50 @@
-"""The figures of a comparison, and the JSON they are kept in (`docs/compare.md` says what each field means)."""
+"""The figures of a comparison and their JSON (docs/compare.md describes each field), with the statistics of rounds."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from shardwise.compare import stats
-from shardwise.compare.job import Settings
-from shardwise.compare.rows import Row
+from shardwise.compare.job import CompareRow, Settings
 from shardwise.errors import ConfigError
 
 SCHEMA = 1
+RESAMPLES = 2000
+
+
+def interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float]:
+    """The bootstrapped confidence interval of the median of `values`.
+
+    >>> interval([1.0, 1.0, 1.0])
+    (1.0, 1.0)
+    """
+    chance = random.Random(len(values))
+    medians = sorted(median(chance.choices(values, k=len(values))) for _ in range(RESAMPLES))
+    low = int((1 - level) / 2 * RESAMPLES)
+    return medians[low], medians[RESAMPLES - 1 - low]
+
+
+def ratio(values: Sequence[float], reference: Sequence[float]) -> tuple[float, tuple[float, float]]:
+    """The ratio of `values` to `reference`, round by round: the median, and its confidence interval.
+
+    Two rows of one round see the same noise, so their ratio varies less than either.
+
+    >>> ratio([2.0, 4.0, 6.0], [1.0, 2.0, 3.0])
+    (2.0, (2.0, 2.0))
+    """
+    ratios = [value / base for value, base in zip(values, reference, strict=False)]
+    return median(ratios), interval(ratios)
 
 
 @dataclass
 class Run:
-    """One row. What was not measured, because the row failed before, is empty or None."""
+    """The figures of one row. What was not measured, because the row failed before, is empty or None."""
 
     preset: str
     peer: str | None = None
@@ -42,7 +67,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        return Row(self.preset, self.peer).name
+        return CompareRow(self.preset, self.peer).name
 
     @property
     def peak(self) -> int | None:
@@ -51,11 +76,11 @@ class Run:
 
     @property
     def predicted(self) -> int | None:
-        """The highest peak that was foreseen."""
+        """The highest foreseen peak of any rank."""
         return max(self.predicted_peak_bytes or (), default=None)
 
     def set_observed(self, ranks: list[dict[str, Any]]) -> None:
-        """Take what every rank's observers saw; splits and wire are those of the rank with the highest peak."""
+        """Store what every rank measured; splits and wire are those of the rank with the highest peak."""
         self.peak_bytes = [rank["peak_bytes"] for rank in ranks]
         self.startup_peak_bytes = [rank["startup_peak_bytes"] for rank in ranks]
         highest = max(ranks, key=lambda rank: int(rank["peak_bytes"]))
@@ -67,16 +92,16 @@ class Run:
     def set_times(self, rounds: list[float]) -> None:
         self.step_s_rounds = rounds
         self.step_s = median(rounds)
-        self.step_s_spread = list(stats.interval(rounds))
+        self.step_s_spread = list(interval(rounds))
 
     def saved(self, first: Run) -> float | None:
-        """The part of the first row's peak that this one does not need."""
+        """The part of the first row's peak that this row saves."""
         return 1 - self.peak / first.peak if self.peak is not None and first.peak else None
 
 
 @dataclass
 class Comparison:
-    """All rows, and what they were measured with."""
+    """The figures of all rows, and the settings, versions and hardware of the measurement."""
 
     settings: Settings
     runs: list[Run]
@@ -88,7 +113,7 @@ class Comparison:
 
     @property
     def reference(self) -> Run:
-        """The row that times are compared with: DDP where it ran, else the first."""
+        """The row that times are compared with: DDP if it was timed, else the first."""
         return next((run for run in self.runs if run.peer == "ddp" and run.step_s_rounds), self.runs[0])
 
     def to_dict(self) -> dict[str, Any]:
@@ -110,7 +135,7 @@ class Comparison:
     def from_dict(cls, data: dict[str, Any]) -> Comparison:
         """Read what `to_dict` wrote."""
         if data.get("schema") != SCHEMA:
-            raise ConfigError(f"schema {data.get('schema')!r} is not {SCHEMA}: the file is of another version")
+            raise ConfigError(f"schema {data.get('schema')!r} is not {SCHEMA}: another version wrote the file")
         settings = Settings(**{each.name: data[each.name] for each in dataclasses.fields(Settings)})
         own = ("parameters", "alone_step_s_rounds", "rounds_in_fresh_processes", "versions", "made")
         return cls(settings, [Run(**run) for run in data["runs"]], **{name: data[name] for name in own})

@@ -1,9 +1,9 @@
-"""The order of things: every row observed in processes of its own, then all of them timed in interleaved rounds.
+"""The two phases of a comparison: observe every row in fresh processes, then time all rows in interleaved rounds.
 
-    observe   zero0   zero1   zero2   ddp                    memory and bytes: slow, so apart from the clock
-    time      zero0 zero1 zero2 ddp | zero1 zero2 ddp zero0 | ...   a few steps each, in turns, so that noise hits all
+    observe   zero0   zero1   zero2   ddp                            memory and bytes; the observers slow training down
+    time      zero0 zero1 zero2 ddp | zero1 zero2 ddp zero0 | ...    a few steps per turn, so that noise hits all rows
 
-Between turns the processes wait, where their memory fits beside each other; else every turn starts fresh ones.
+Between turns the processes wait if the memory of all rows fits at once. Otherwise every turn starts fresh processes.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from collections.abc import Iterator, Sequence
 from statistics import fmean, median
 from typing import Any, Protocol
 
-from shardwise.compare import stats, verdict
-from shardwise.compare.crew import Crew, CrewFailed
-from shardwise.compare.job import DTYPES, Settings
-from shardwise.compare.result import Comparison, Run
-from shardwise.compare.rows import ALONE, Row, interpreter
+from shardwise.compare import verdict
+from shardwise.compare.job import ALONE, DTYPES, CompareRow, Settings, interpreter
+from shardwise.compare.ranks import RowFailed, RowRanks
+from shardwise.compare.result import Comparison, Run, ratio
 from shardwise.errors import ConfigError
 from shardwise.machine import env
 from shardwise.machine.launch import cores
+from shardwise.machine.memory import host_bytes
 from shardwise.models import loading
 
 TURN_STEPS = 4
@@ -29,23 +29,23 @@ WARM_STEPS = 2
 LEAD_STEPS = 1
 RANKS_PER_CORE = 4
 MEMORY_PART = 0.8
-"""The part of the free memory that waiting processes may take."""
+"""The part of the free memory that waiting processes may use."""
 
 
 class Progress(Protocol):
-    """StepScalars what is being done, and how far the whole is."""
+    """Receives what is being done, and how much of the whole is done."""
 
     def __call__(self, text: str, done: int, total: int) -> None: ...
 
 
-def quiet(text: str, done: int, total: int) -> None:
-    """No progress."""
+def no_progress(text: str, done: int, total: int) -> None:
+    """Show nothing."""
 
 
-def compare(settings: Settings, rows: Sequence[Row], progress: Progress = quiet) -> Comparison:
-    """Train the same model with the same data as every row does, and measure. Bad input is a ConfigError."""
+def compare(settings: Settings, rows: Sequence[CompareRow], progress: Progress = no_progress) -> Comparison:
+    """Train the same model on the same data in every row, and measure. Bad input raises a ConfigError."""
     check(settings, rows)
-    session = Session(settings, rows, progress)
+    session = CompareSession(settings, rows, progress)
     session.observe()
     session.time()
     comparison = session.comparison
@@ -54,8 +54,8 @@ def compare(settings: Settings, rows: Sequence[Row], progress: Progress = quiet)
     return comparison
 
 
-def check(settings: Settings, rows: Sequence[Row]) -> None:
-    """Refuse what cannot run, before anything is started."""
+def check(settings: Settings, rows: Sequence[CompareRow]) -> None:
+    """Raise a ConfigError for what cannot run, before any process starts."""
     loading.check_name(settings.model)
     if settings.precision not in DTYPES:
         raise ConfigError(f"unknown precision {settings.precision!r}: choose from {', '.join(DTYPES)}")
@@ -69,10 +69,10 @@ def check(settings: Settings, rows: Sequence[Row]) -> None:
         interpreter(row)
 
 
-class Session:
-    """One comparison in the making."""
+class CompareSession:
+    """One comparison while it runs."""
 
-    def __init__(self, settings: Settings, rows: Sequence[Row], progress: Progress) -> None:
+    def __init__(self, settings: Settings, rows: Sequence[CompareRow], progress: Progress) -> None:
         self.settings = settings
         self.rows = list(rows)
         self.comparison = Comparison(settings, [Run(row.preset, row.peer) for row in rows])
@@ -85,21 +85,21 @@ class Session:
     def observe(self) -> None:
         """Peak, resting bytes and wire of every row."""
         for row in self.rows:
-            self._tell(f"{row.name}: memory and bytes sent")
+            self._report(f"{row.name}: memory and bytes sent")
             try:
-                with Crew(self.settings, row) as crew:
-                    ranks = crew.ask("observe")
-            except CrewFailed as failure:
+                with RowRanks(self.settings, row) as ranks:
+                    answers = ranks.ask("observe")
+            except RowFailed as failure:
                 self._runs[row].error = str(failure)
                 continue
-            self._runs[row].set_observed(ranks)
+            self._runs[row].set_observed(answers)
             self._foresee(row)
-            self._host_bytes += sum(rank["peak_rss_bytes"] or 0 for rank in ranks)
-            self.comparison.parameters = ranks[0]["parameters"]
-            self.comparison.versions |= ranks[0]["versions"]  # a peer's interpreter has packages that ours lacks
+            self._host_bytes += sum(answer["peak_rss_bytes"] for answer in answers)
+            self.comparison.parameters = answers[0]["parameters"]
+            self.comparison.versions |= answers[0]["versions"]  # a peer's interpreter has packages that ours lacks
 
-    def _foresee(self, row: Row) -> None:
-        """What the plan says of a row of ours, where it can say anything."""
+    def _foresee(self, row: CompareRow) -> None:
+        """Predict the peak of a preset's row by a dry run, if one can."""
         from shardwise.compare.foresight import foresee_peak
 
         if row.peer is None:
@@ -107,24 +107,24 @@ class Session:
             self._runs[row].predicted_peak_bytes = [peak] * self.settings.world_size if peak is not None else None
 
     def time(self) -> None:
-        """Seconds per step, losses and hashes of every row that lives."""
+        """Step times, losses and weight hashes of every row that has not failed."""
         rows = [row for row in self.rows if self._runs[row].error is None]
         if rows and self.settings.world_size > 1 and ALONE not in rows:
             rows.append(ALONE)
         fits = self._fits_in_memory()
         self.comparison.rounds_in_fresh_processes = not fits
-        timing = (Kept if fits else Fresh)(self.settings, rows)
+        timing = (KeptTiming if fits else FreshTiming)(self.settings)
         with timing:
             for number, steps in enumerate(self._turns):
                 is_last = number == len(self._turns) - 1
                 for row in rotated(rows, number):
                     if row not in timing.errors:
-                        self._tell(f"{row.name}: round {number + 1} of {len(self._turns)}")
+                        self._report(f"{row.name}: round {number + 1} of {len(self._turns)}")
                         timing.turn(row, steps, is_last)
         for row in rows:
-            self._take(row, timing)
+            self._store_times(row, timing)
 
-    def _take(self, row: Row, timing: Timing) -> None:
+    def _store_times(self, row: CompareRow, timing: Timing) -> None:
         if row == ALONE:
             self.comparison.alone_step_s_rounds = timing.rounds[row]
         if row not in self._runs:
@@ -134,38 +134,38 @@ class Session:
         if run.error is None:
             run.set_times(timing.rounds[row])
             run.losses = timing.losses[row]
-            finish = timing.finished[row]
-            run.peak_rss_bytes = [rank["peak_rss_bytes"] for rank in finish]
-            hashes = {rank["weights_sha256"] for rank in finish}
+            answers = timing.finished[row]
+            run.peak_rss_bytes = [answer["peak_rss_bytes"] for answer in answers]
+            hashes = {answer["weights_sha256"] for answer in answers}
             run.weights_sha256 = hashes.pop()
             if hashes and row != ALONE:
                 run.error = "the ranks ended with different weights"
             if timing.rounds.get(ALONE):
-                run.comm_share = max(0.0, 1 - 1 / stats.ratio(run.step_s_rounds, timing.rounds[ALONE])[0])
+                run.comm_share = max(0.0, 1 - 1 / ratio(run.step_s_rounds, timing.rounds[ALONE])[0])
 
     def _fits_in_memory(self) -> bool:
-        if self._host_bytes > MEMORY_PART * env.free_host_bytes():
+        if self._host_bytes > MEMORY_PART * host_bytes("MemAvailable"):
             return False
         if self.settings.device == "cpu":
             return True
         needed = sum(sum(run.peak_bytes) for run in self.comparison.runs)
         return needed <= MEMORY_PART * env.free_device_bytes()
 
-    def _tell(self, text: str) -> None:
+    def _report(self, text: str) -> None:
         total = len(self.rows) + (len(self.rows) + (self.settings.world_size > 1)) * len(self._turns)
         self._progress(text, self._done, total)
         self._done += 1
 
 
 class Timing:
-    """What the clock said, per row; subclasses differ in how long processes live."""
+    """Measured times per row. Subclasses differ in how long the processes live."""
 
-    def __init__(self, settings: Settings, rows: Sequence[Row]) -> None:
+    def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.rounds: dict[Row, list[float]] = defaultdict(list)
-        self.losses: dict[Row, list[float]] = defaultdict(list)
-        self.finished: dict[Row, list[dict[str, Any]]] = {}
-        self.errors: dict[Row, str] = {}
+        self.rounds: dict[CompareRow, list[float]] = defaultdict(list)
+        self.losses: dict[CompareRow, list[float]] = defaultdict(list)
+        self.finished: dict[CompareRow, list[dict[str, Any]]] = {}
+        self.errors: dict[CompareRow, str] = {}
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Timing:
@@ -174,53 +174,53 @@ class Timing:
     def __exit__(self, *exception: Any) -> None:
         self._stack.close()
 
-    def turn(self, row: Row, steps: int, is_last: bool) -> None:
-        """Let `row` train a few steps; its failure is noted and the others go on."""
+    def turn(self, row: CompareRow, steps: int, is_last: bool) -> None:
+        """Train `row` for a few steps. Its failure is recorded, and the other rows continue."""
         try:
-            with self._crew(row) as (crew, lead):
-                ranks = crew.ask("steps", lead, steps)
-                self.rounds[row].append(median(map(fmean, zip(*(rank["step_s"] for rank in ranks), strict=True))))
-                self._note_losses(row, list(map(fmean, zip(*(rank["losses"] for rank in ranks), strict=True))))
+            with self._ranks(row) as (ranks, lead):
+                answers = ranks.ask("steps", lead, steps)
+                self.rounds[row].append(median(map(fmean, zip(*(each["step_s"] for each in answers), strict=True))))
+                self._note_losses(row, list(map(fmean, zip(*(each["losses"] for each in answers), strict=True))))
                 if is_last:
-                    self.finished[row] = crew.ask("finish")
-        except CrewFailed as failure:
+                    self.finished[row] = ranks.ask("finish")
+        except RowFailed as failure:
             self.errors[row] = str(failure)
 
-    def _crew(self, row: Row) -> contextlib.AbstractContextManager[tuple[Crew, int]]:
-        """A crew that is ready to train, and how many steps it needs to get going."""
+    def _ranks(self, row: CompareRow) -> contextlib.AbstractContextManager[tuple[RowRanks, int]]:
+        """Ranks that are ready to train, and the number of steps they need to warm up."""
         raise NotImplementedError
 
-    def _note_losses(self, row: Row, losses: list[float]) -> None:
+    def _note_losses(self, row: CompareRow, losses: list[float]) -> None:
         self.losses[row] += losses
 
 
-class Kept(Timing):
-    """Processes live from the first round to the last."""
+class KeptTiming(Timing):
+    """The processes of a row live from the first round to the last."""
 
-    def __init__(self, settings: Settings, rows: Sequence[Row]) -> None:
-        super().__init__(settings, rows)
-        self._crews: dict[Row, Crew] = {}
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self._kept: dict[CompareRow, RowRanks] = {}
 
     @contextlib.contextmanager
-    def _crew(self, row: Row) -> Iterator[tuple[Crew, int]]:
-        if row in self._crews:
-            yield self._crews[row], LEAD_STEPS
+    def _ranks(self, row: CompareRow) -> Iterator[tuple[RowRanks, int]]:
+        if row in self._kept:
+            yield self._kept[row], LEAD_STEPS
         else:
-            crew = self._crews[row] = self._stack.enter_context(Crew(self.settings, row))
-            crew.ask("build")
-            yield crew, WARM_STEPS
+            ranks = self._kept[row] = self._stack.enter_context(RowRanks(self.settings, row))
+            ranks.ask("build")
+            yield ranks, WARM_STEPS
 
 
-class Fresh(Timing):
-    """New processes for every turn; each starts training anew."""
+class FreshTiming(Timing):
+    """Every turn starts new processes, which train from the beginning."""
 
     @contextlib.contextmanager
-    def _crew(self, row: Row) -> Iterator[tuple[Crew, int]]:
-        with Crew(self.settings, row) as crew:
-            crew.ask("build")
-            yield crew, WARM_STEPS
+    def _ranks(self, row: CompareRow) -> Iterator[tuple[RowRanks, int]]:
+        with RowRanks(self.settings, row) as ranks:
+            ranks.ask("build")
+            yield ranks, WARM_STEPS
 
-    def _note_losses(self, row: Row, losses: list[float]) -> None:
+    def _note_losses(self, row: CompareRow, losses: list[float]) -> None:
         self.losses[row] = losses
 
 
@@ -235,16 +235,16 @@ def turns(steps: int) -> Iterator[int]:
         steps -= TURN_STEPS
 
 
-def rotated(rows: Sequence[Row], number: int) -> list[Row]:
-    """Every round begins with another row, so that none always follows the same."""
+def rotated(rows: Sequence[CompareRow], number: int) -> list[CompareRow]:
+    """The rows in another order each round, so that no row always follows the same one."""
     start = number % len(rows) if rows else 0
     return [*rows[start:], *rows[:start]]
 
 
 def five_ways(model: str = "mlp-33m", world_size: int = 2, precision: str = "fp32", device: str = "cpu") -> Comparison:
-    """The classic experiment: plain training, zero1, zero2, zero3 and CPU offload, each in processes of its own.
+    """Compare plain training, zero1, zero2, zero3 and CPU offload.
 
-    `print(five_ways())` shows the two tables of `shardwise compare`, with what each saves.
+    `shardwise.compare.table.show` prints the result as `shardwise compare` does.
     """
-    rows = [ALONE, Row("zero1"), Row("zero2"), Row("zero3"), Row("zero2_offload")]
+    rows = [ALONE, CompareRow("zero1"), CompareRow("zero2"), CompareRow("zero3"), CompareRow("zero2_offload")]
     return compare(Settings(model, world_size, precision, device, steps=8), rows)

@@ -1,4 +1,4 @@
-"""One way to train per row, behind one small interface: forward, backward, update.
+"""The training systems that rows compare, behind one interface: forward, backward, update.
 
 Every system gets the same model with the same initial values, AdamW with torch's fused kernel and the same clipping.
 Peers run with their published best settings, from the files in `settings/`.
@@ -7,6 +7,7 @@ Peers run with their published best settings, from the files in `settings/`.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
@@ -16,15 +17,16 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import shardwise
-from shardwise.compare.job import LEARNING_RATE, WEIGHT_DECAY, Job, config_for, peer_settings
+from shardwise.compare.job import LEARNING_RATE, WEIGHT_DECAY, CompareJob, config_for, peer_settings
 from shardwise.models.loading import loss_of
 from shardwise.partition.units import divide
+from shardwise.tensors import map_tensors
 
 
 class System:
-    """Plain torch on one rank, without communication. The peers change what they must."""
+    """Plain torch on one rank, without communication, and the base of the other systems."""
 
-    def __init__(self, job: Job, model: nn.Module) -> None:
+    def __init__(self, job: CompareJob, model: nn.Module) -> None:
         self.job = job
         self.model = model
         self.wrapped = self.wrap(model)
@@ -32,7 +34,7 @@ class System:
         self.scaler = torch.amp.GradScaler(job.device.type, enabled=job.dtype == torch.float16)
 
     has_master = False
-    """Whether the optimizer's parameters are copies that do not compute."""
+    """Whether the optimizer's parameters are a master copy that the model does not compute with."""
 
     def wrap(self, model: nn.Module) -> Any:
         return model
@@ -42,7 +44,7 @@ class System:
         return torch.optim.AdamW(params, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True)
 
     def forward(self, batch: dict[str, Any], is_last: bool) -> torch.Tensor:
-        """The loss of one micro-batch; `is_last`: the update follows."""
+        """The loss of one micro-batch. `is_last`: the update follows."""
         with torch.autocast(self.job.device.type, self.job.dtype, enabled=self.job.dtype != torch.float32):
             return loss_of(self.wrapped(**batch))
 
@@ -59,34 +61,31 @@ class System:
         self.optimizer.zero_grad(set_to_none=True)
 
     def shards(self) -> Iterable[torch.Tensor]:
-        """Weights at rest that neither the model nor the optimizer holds."""
+        """Shards of weights that neither the model nor the optimizer references."""
         return ()
 
     def watch_wire(self) -> None:
-        """Called once before bytes are counted: whoever sends from C++ now does so where it can be seen."""
-
-    def settle(self) -> None:
-        """Wait for what the last update left under way."""
+        """Prepare for the wire observer: route collectives that are issued in C++ through Python."""
 
     def on_grads(self, hook: Callable[[str, torch.Tensor], None]) -> None:
-        """Call `hook` on gradients that the parameters' own hooks do not show."""
+        """Call `hook` on gradients that hooks on the parameters do not see."""
 
     def weights(self) -> Iterator[torch.Tensor]:
-        """The whole trained values, one after the other, on every rank."""
+        """The full trained values of one parameter after another, on every rank."""
         yield from (param.detach() for param in self.model.parameters())
 
     def expected_wire_bytes(self) -> int | None:
-        """What the formula of contract C3 gives for a step; None where there is none."""
+        """The bytes that a rank sends in a step by the formula of contract C3; None for a system without one."""
         return None
 
     def _wire_bytes(self, times: int) -> int:
-        """So many times the trainable weights, once to or from every other rank."""
+        """The bytes of `times` collectives over all trainable weights."""
         numel = sum(whole_numel(param) for param in self.model.parameters() if param.requires_grad)
         return _share(times * numel * self.job.dtype.itemsize, self.job.settings.world_size)
 
 
 class Shardwise(System):
-    """Ours."""
+    """shardwise under a preset."""
 
     wrapped: shardwise.Engine
 
@@ -115,12 +114,8 @@ class Shardwise(System):
     def update(self) -> None:
         self.wrapped.step()
 
-    def settle(self) -> None:
-        for unit in self.wrapped.units:
-            unit.weights.wait_gather()
-
     def on_grads(self, hook: Callable[[str, torch.Tensor], None]) -> None:
-        if self.wrapped.config.placement.grads.tier == "device":  # others would be brought back for it
+        if self.wrapped.config.placement.grads.tier == "device":  # the hook would fetch others
             self.wrapped.register_grad_hook(hook)
 
     def weights(self) -> Iterator[torch.Tensor]:
@@ -138,8 +133,8 @@ class Shardwise(System):
             if policy.trainable:
                 times += (count if policy.grads_sharded else 1) * policy.reduce_dtype.itemsize
             if policy.trainable and not policy.weights_sharded:
-                held = policy.weight_dtype if policy.optim_sharded else policy.accumulate_dtype
-                times += held.itemsize
+                shared = policy.weight_dtype if policy.optim_sharded else policy.accumulate_dtype
+                times += shared.itemsize
             total += times * unit.layout.numel
         return _share(total, world_size)
 
@@ -171,7 +166,7 @@ class DDP(System):
 
 
 class FSDP2(System):
-    """torch's fully_shard, applied to each of our units and the root, with fp32 shards and 16-bit computing."""
+    """torch's fully_shard on each of shardwise's units and the root, with fp32 shards and 16-bit computing."""
 
     def wrap(self, model: nn.Module) -> nn.Module:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -200,22 +195,94 @@ class FSDP2(System):
         return self._wire_bytes(3 * self.job.settings.accumulate)
 
 
-def make_system(job: Job, model: nn.Module) -> System:
-    """The system of a job's row."""
-    if job.row.peer == "deepspeed":
-        from shardwise.compare.deepspeed_peer import DeepSpeed
+class DeepSpeed(System):
+    """DeepSpeed's stages 1 to 3, in an interpreter that has it installed.
 
-        return DeepSpeed(job, model)
-    return {None: Shardwise, "alone": System, "ddp": DDP, "fsdp2": FSDP2}[job.row.peer](job, model)
+    A bucket size of "auto" is the whole model, at most 5e8 elements (DeepSpeed's own default).
+    """
+
+    has_master = True
+
+    def wrap(self, model: nn.Module) -> Any:
+        os.environ.setdefault("DS_ACCELERATOR", self.job.device.type)
+        import deepspeed  # type: ignore[import-not-found]  # a peer
+
+        deepspeed.utils.logger.setLevel("ERROR")
+        params = [param for param in model.parameters() if param.requires_grad]
+        optimizer = torch.optim.AdamW(params, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True)
+        deepspeed.init_distributed(dist_init_required=False, verbose=False)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=self._config(params))
+        return engine
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        inner: torch.optim.Optimizer = self.wrapped.optimizer.optimizer
+        return inner
+
+    def forward(self, batch: dict[str, Any], is_last: bool) -> torch.Tensor:
+        dtype = self.job.dtype
+        cast = map_tensors(batch, lambda t: t.to(dtype) if t.is_floating_point() else t)
+        return loss_of(self.wrapped(**cast))
+
+    def backward(self, loss: torch.Tensor, is_last: bool) -> None:
+        self.wrapped.backward(loss)
+        if not is_last:
+            self.wrapped.step()
+
+    def update(self) -> None:
+        self.wrapped.step()
+
+    def shards(self) -> Iterable[torch.Tensor]:
+        return (param.ds_tensor for param in self.model.parameters() if hasattr(param, "ds_tensor"))
+
+    def weights(self) -> Iterator[torch.Tensor]:
+        import deepspeed
+
+        for param in self.model.parameters():
+            with deepspeed.zero.GatheredParameters([param], enabled=self.job.row.preset == "zero3"):
+                yield param.detach()
+
+    def expected_wire_bytes(self) -> int:
+        count = self.job.settings.accumulate
+        return self._wire_bytes({"zero1": 2, "zero2": count + 1, "zero3": 3 * count}[self.job.row.preset])
+
+    def _config(self, params: list[nn.Parameter]) -> dict[str, Any]:
+        settings = self.job.settings
+        config = peer_settings(f"deepspeed_{self.job.row.preset}")
+        zero: dict[str, Any] = config["zero_optimization"]  # type: ignore[assignment]  # JSON
+        numel = sum(param.numel() for param in params)
+        for key, value in zero.items():
+            if value == "auto":
+                zero[key] = min(numel, 500_000_000)
+        return {
+            **config,
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": settings.accumulate,
+            "gradient_clipping": settings.clip_norm or 0.0,
+            **({} if settings.precision == "fp32" else {settings.precision: {"enabled": True}}),
+        }
+
+
+SYSTEMS: dict[str | None, type[System]] = {
+    None: Shardwise,
+    "alone": System,
+    "ddp": DDP,
+    "fsdp2": FSDP2,
+    "deepspeed": DeepSpeed,
+}
+
+
+def make_system(job: CompareJob, model: nn.Module) -> System:
+    """The system of a job's row."""
+    return SYSTEMS[job.row.peer](job, model)
 
 
 def whole_numel(param: nn.Parameter) -> int:
-    """The elements of a parameter, which DeepSpeed keeps beside the empty one it leaves in the model."""
+    """The elements of a whole parameter. DeepSpeed empties the model's parameter and records its size as `ds_numel`."""
     return int(getattr(param, "ds_numel", param.numel()))
 
 
 def _unit_modules(model: nn.Module) -> Iterator[list[nn.Module]]:
-    """The modules of each of our units but the root's."""
+    """The modules of each of shardwise's units, without the root's."""
     for spec in divide(model):
         if spec.runs and spec.runs[0] != ("",):
             yield [model.get_submodule(path) for path in spec.runs[0]]

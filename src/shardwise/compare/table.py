@@ -1,4 +1,4 @@
-"""A comparison as two tables of at most 100 columns, memory and time, with the verdicts below."""
+"""A comparison as text: a table of memory, a table of time, both at most 100 columns wide, and the verdicts."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.compare import stats
-from shardwise.compare.result import Comparison, Run
+from shardwise.compare.result import Comparison, Run, ratio
 from shardwise.compare.verdict import data_bytes, verdicts
 from shardwise.sizes import format_count
 
@@ -19,7 +18,7 @@ NOTHING = "–"
 
 
 def show(comparison: Comparison, console: Console) -> None:
-    """Print everything that is worth a look."""
+    """Print the tables and the verdicts."""
     console.print(render(comparison))
 
 
@@ -53,7 +52,7 @@ def title(comparison: Comparison) -> str:
 
 
 def memory_table(comparison: Comparison) -> Table:
-    """Peaks, and what they were made of."""
+    """The peak of every row, and its parts."""
     table = _table()
     for name in ("peak", "plan", "saved", *SPLIT, "rest w", "rest g", "rest o", "RSS"):
         table.add_column(name.replace("_", " "), justify="right")
@@ -74,7 +73,7 @@ def memory_table(comparison: Comparison) -> Table:
 
 
 def time_table(comparison: Comparison) -> Table:
-    """Steps, what communication costs, bytes sent, losses."""
+    """Step times, the cost of communication, bytes sent, losses."""
     reference = comparison.reference
     table = _table()
     for name in ("ms", "interval", "× alone", f"× {reference.name}", "gather", "reduce", "sent", "/formula", "loss"):
@@ -103,7 +102,7 @@ def _wire_cells(run: Run) -> Iterable[str]:
 def _times(rounds: list[float], reference: list[float]) -> str:
     if not rounds or not reference:
         return NOTHING
-    middle, (low, high) = stats.ratio(rounds, reference)
+    middle, (low, high) = ratio(rounds, reference)
     return f"{middle:.2f}" + (f" ±{max(high - middle, middle - low):.2f}" if len(rounds) > 1 else "")
 
 

@@ -1,6 +1,6 @@
-"""What the figures say: the same bits, nothing upside down, bytes as the formula, peers that train the same.
+"""The verdicts of a comparison: equal bits, memory that falls with the stage, bytes by the formula, peers that agree.
 
-Pure functions of a `Comparison`. A verdict that cannot be given, because rows are missing, is left out.
+Pure functions of a `Comparison`. A verdict whose rows are missing is left out.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
+from shardwise.compare.job import ALONE, DEFAULT_PRESETS
 from shardwise.compare.result import Comparison, Run
-from shardwise.compare.rows import ALONE, DEFAULT_PRESETS
 from shardwise.config.presets import PRESETS
 from shardwise.sizes import format_bytes
 
 LOSS_TOLERANCE = {"fp32": 1e-3, "bf16": 3e-2, "fp16": 3e-2}
-"""How far a loss may be from ours, as a part of the first loss: other orders of addition, and other casts."""
+"""How far a peer's loss may differ from ours, as a part of the first loss: peers add and cast in another order."""
 WIRE_SLACK = 0.001
 
 
@@ -32,7 +32,7 @@ def verdicts(comparison: Comparison) -> list[Verdict]:
 
 
 def mark_wrong(comparison: Comparison) -> None:
-    """Mark the peers whose losses are not ours: their times and bytes are of another training."""
+    """Mark the peers whose losses differ from ours: their times and bytes belong to another computation."""
     ours = next((run for run in comparison.runs if run.peer is None and run.losses), None)
     for run in comparison.runs if ours is not None else ():
         assert ours is not None
@@ -41,7 +41,7 @@ def mark_wrong(comparison: Comparison) -> None:
 
 
 def disagreement(losses: list[float], ours: Run, tolerance: float) -> str | None:
-    """The first step whose loss is not ours, in words."""
+    """The first step whose loss differs from ours, in words; None if there is none."""
     allowed = tolerance * abs(ours.losses[0])
     for step, (theirs, expected) in enumerate(zip(losses, ours.losses, strict=False)):
         if not abs(theirs - expected) <= allowed:  # written so that NaN disagrees
@@ -50,7 +50,7 @@ def disagreement(losses: list[float], ours: Run, tolerance: float) -> str | None
 
 
 def _bits(comparison: Comparison) -> Iterator[Verdict]:
-    """Stages that add up in one order must agree to the bit; with K = 1 there is one order only."""
+    """Stages with the same order of accumulation must agree to the bit. With K = 1 there is only one order."""
     classes: dict[str, list[Run]] = defaultdict(list)
     for run in _ours(comparison):
         if run.weights_sha256 is not None:
@@ -104,7 +104,7 @@ def _failures(comparison: Comparison) -> Iterator[Verdict]:
 
 
 def data_bytes(run: Run) -> int:
-    """What was sent, control messages apart."""
+    """The bytes sent in a step, without control messages."""
     return run.wire_bytes_per_step["gather"] + run.wire_bytes_per_step["reduce"]
 
 

@@ -1,7 +1,8 @@
-"""One rank of one row, in a process of its own: builds, then does what the parent asks, and answers through a pipe.
+"""One rank of one row, in its own process: it builds the row's system and answers requests through a pipe.
 
-Started as `python -m shardwise.compare.worker JOB PIPE`. Requests are `(verb, arguments)`, answers plain data.
-An exception is an answer too, after which the process ends.
+Started as `python -m shardwise.compare.worker JOB PIPE`. Requests are `(verb, arguments)`, answers are plain data. An
+exception is sent as an answer, then the process exits. Memory and wire are measured by observers of storages and
+collectives, never from shardwise's own ledger.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -23,18 +25,26 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
-from shardwise.compare.job import SEED, Job
-from shardwise.compare.observed import observe
-from shardwise.compare.systems import System, make_system
+from shardwise.compare.job import SEED, CompareJob
+from shardwise.compare.systems import System, make_system, whole_numel
 from shardwise.machine import env
+from shardwise.machine.memory import process_memory
 from shardwise.models import loading
+from shardwise.observe.labels import Labelling, by_kind
+from shardwise.observe.storage import StorageObserver
+from shardwise.observe.wire import WireObserver, WireRecord
 from shardwise.tensors import map_tensors
+
+WARM_STEPS = 2
+"""The first step creates the optimizer's state; DDP rearranges its buckets in the second."""
+OBSERVED_STEPS = 2
+WIRE_KINDS = {"gather": ("gather",), "reduce": ("reduce", "all_to_all")}
 
 
 class Worker:
-    """The verbs: `observe`, or else `build`, then `steps` as often as wanted, and `finish`."""
+    """The verbs of a rank: `observe`; or `build`, then `steps` any number of times, then `finish`."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: CompareJob) -> None:
         self.job = job
         self.system: System | None = None
         self._next_step = 0
@@ -42,38 +52,42 @@ class Worker:
     def observe(self) -> dict[str, Any]:
         """Memory and wire of a few steps."""
         seen = observe(self.job, self._make, self._train_step)
-        return {**seen, "peak_rss_bytes": peak_rss_bytes(), "versions": env.versions()}
+        return {**seen, "peak_rss_bytes": process_memory().peak_bytes, "versions": env.versions()}
 
     def build(self) -> dict[str, Any]:
-        """Make the system ready to train."""
+        """Build the system."""
         self.system = self._make()
         return {}
 
     def steps(self, lead: int, timed: int) -> dict[str, Any]:
-        """Train `lead` steps, then `timed` ones under the clock; seconds of each timed step, losses of all.
+        """Train `lead` steps, then `timed` steps with a timer; the seconds of each timed step and the losses of all.
 
-        The clock starts and stops in the middle of the flow, without waiting for what a step leaves under way: the
-        last step's rest is not counted, and that of the last leading step is.
+        The timer does not wait for transfers that a step leaves pending, because training does not either: it counts
+        those of the last leading step, and not those of the last timed step.
         """
         assert self.system is not None
         system, first = self.system, self._next_step
         self._next_step += lead + timed
         gc.collect()
         losses = [self._train_step(system, first + index) for index in range(lead)]
-        clock = Clock(self.job.device)
+        timer = StepTimer(self.job.device)
         with _no_gc():
             for index in range(lead, lead + timed):
                 losses.append(self._train_step(system, first + index))
-                clock.tick()
-        return {"step_s": clock.seconds(), "losses": [loss.item() for loss in losses]}
+                timer.tick()
+        return {"step_s": timer.seconds(), "losses": [loss.item() for loss in losses]}
 
     def finish(self) -> dict[str, Any]:
-        """The hash of the trained weights, and the most memory this process ever had."""
+        """The hash of the trained weights, and the peak memory of this process."""
         assert self.system is not None
         sha = hashlib.sha256()
         for tensor in self.system.weights():
             sha.update(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-        return {"weights_sha256": sha.hexdigest(), "steps": self._next_step, "peak_rss_bytes": peak_rss_bytes()}
+        return {
+            "weights_sha256": sha.hexdigest(),
+            "steps": self._next_step,
+            "peak_rss_bytes": process_memory().peak_bytes,
+        }
 
     def _make(self) -> System:
         torch.manual_seed(SEED)
@@ -81,7 +95,7 @@ class Worker:
         return make_system(self.job, model)
 
     def _train_step(self, system: System, step: int) -> torch.Tensor:
-        """One update; the mean loss over its micro-batches."""
+        """Train one step; the mean loss over its micro-batches."""
         count = self.job.settings.accumulate
         total = torch.zeros((), device=self.job.device)
         for micro in range(count):
@@ -99,8 +113,83 @@ class Worker:
         return moved
 
 
-class Clock:
-    """Seconds between ticks: of the host on CPU, of the device's own stream on CUDA, where the host runs ahead."""
+def observe(job: CompareJob, build: Callable[[], System], train_step: Callable[[System, int], Any]) -> dict[str, Any]:
+    """Build a system and train it under both observers; what they measured, as plain data."""
+    resting: dict[str, int] = {}
+
+    def note_resting() -> None:
+        # The update begins: all gradients are there, activations and buffers are not. Some systems update in parts.
+        if is_warm and not resting:
+            resting.update(merge_kinds(by_kind(memory.breakdown)))
+
+    is_warm = False
+    labelling = Labelling(names=False, before_update=note_resting)
+    with (
+        StorageObserver(job.device, label=labelling.label_new) as memory,
+        WireObserver(control=is_control) as wire,
+    ):
+        before = memory.current_bytes
+        system = build()
+        system.watch_wire()
+        _attach(labelling, memory, system)
+        for step in range(WARM_STEPS):
+            train_step(system, step)
+        startup_peak_bytes = memory.peak_bytes - before
+        gc.collect()
+        memory.reset_peak()
+        is_warm = True
+        for step in range(WARM_STEPS, WARM_STEPS + OBSERVED_STEPS):
+            wire.records.clear()
+            train_step(system, step)
+        labelling.detach()
+        return {
+            "peak_bytes": memory.peak_bytes - before,
+            "peak_split_bytes": merge_kinds(by_kind(memory.breakdown_at_peak)),
+            "startup_peak_bytes": startup_peak_bytes,
+            "resting_bytes": {kind: resting[kind] for kind in ("weights", "grads", "optim")},
+            "wire_bytes_per_step": wire_by_kind(wire),
+            "expected_wire_bytes_per_step": system.expected_wire_bytes(),
+            "parameters": sum(whole_numel(param) for param in system.model.parameters()),
+        }
+
+
+def is_control(record: WireRecord) -> bool:
+    """Whether a message is control: norms, flags, counters (fp64, integers, single numbers). Data is fp32 or 16-bit."""
+    is_data = record.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    return not is_data or record.payload_bytes <= 8 * record.group_size
+
+
+def wire_by_kind(wire: WireObserver) -> dict[str, int]:
+    """Bytes sent in gathers, in reductions (an all-reduce is one), and in everything else, control included.
+
+    A plain send counts as the kind that its group's description names, else as a gather.
+    """
+    totals: Counter[str] = Counter(gather=0, reduce=0, other=wire.control_sent_bytes)
+    for record in wire.data:
+        name = (record.group if "reduce" in record.group else "gather") if "send" in record.op else record.op
+        kinds = (kind for kind, words in WIRE_KINDS.items() if any(word in name for word in words))
+        totals[next(kinds, "other")] += record.sent_bytes
+    return {**totals, "total": sum(totals.values())}
+
+
+def merge_kinds(split: dict[str, int]) -> dict[str, int]:
+    """Labels merged into the kinds of the placement table (`optim`: master copy and moments), activations, the rest."""
+    return {
+        **{kind: split[kind] for kind in ("weights", "grads", "activations")},
+        "optim": split["master"] + split["moments"],
+        "in_flight": split["in flight"] + split["other"],
+    }
+
+
+def _attach(labelling: Labelling, memory: StorageObserver, system: System) -> None:
+    labelling.attach(memory, system.model, system.optimizer, master=system.has_master)
+    system.on_grads(lambda name, shard: labelling.label(memory, "grads", name, shard))
+    for shard in system.shards():
+        labelling.label(memory, "weights", "shard", shard)
+
+
+class StepTimer:
+    """Seconds between ticks: host time on the CPU, time of the compute stream on CUDA, where the host runs ahead."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
@@ -123,19 +212,9 @@ class Clock:
         return [second - first for first, second in pairs]
 
 
-def peak_rss_bytes() -> int | None:
-    """The most resident memory this process had so far."""
-    try:
-        with open("/proc/self/status") as status:
-            line = next(line for line in status if line.startswith("VmHWM:"))
-    except (OSError, StopIteration):
-        return None
-    return int(line.split()[1]) * 1024
-
-
 @contextlib.contextmanager
 def _no_gc() -> Iterator[None]:
-    """Python's collector runs between turns, not in the middle of a timed step."""
+    """Keep Python's garbage collector out of timed steps."""
     gc.disable()
     try:
         yield
@@ -143,7 +222,7 @@ def _no_gc() -> Iterator[None]:
         gc.enable()
 
 
-def _start(job: Job) -> None:
+def _start(job: CompareJob) -> None:
     settings = job.settings
     torch.set_num_threads(job.threads)
     if settings.deterministic:
@@ -159,8 +238,8 @@ def _start(job: Job) -> None:
     )
 
 
-def serve(connection: Connection, job: Job) -> None:
-    """Answer requests until the parent has no more."""
+def serve(connection: Connection, job: CompareJob) -> None:
+    """Answer requests until the parent closes the pipe."""
     _start(job)
     worker = Worker(job)
     verbs: dict[str, Callable[..., Any]] = {
@@ -175,9 +254,9 @@ def serve(connection: Connection, job: Job) -> None:
 
 
 def main() -> None:
-    faulthandler.enable()  # a crash in a kernel leaves its stack in the log
+    faulthandler.enable()  # a crash in a kernel writes its stack to the log
     connection = Connection(int(sys.argv[2]))
-    job = Job.from_json(sys.argv[1])
+    job = CompareJob.from_json(sys.argv[1])
     code = 0
     try:
         serve(connection, job)
@@ -189,7 +268,7 @@ def main() -> None:
             connection.send({"error": text, "is_input": is_input})
         code = 1
     sys.stderr.flush()
-    os._exit(code)  # other ranks may be gone: do not wait for them in destructors
+    os._exit(code)  # destructors would wait for ranks that may have exited
 
 
 if __name__ == "__main__":

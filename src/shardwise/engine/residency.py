@@ -14,7 +14,6 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from pathlib import Path
 
 import torch
 
@@ -22,6 +21,7 @@ from shardwise.comm import Comm
 from shardwise.config.costs import moments_of
 from shardwise.config.sections import Offload
 from shardwise.errors import ConfigError, DiskError
+from shardwise.machine.memory import host_bytes
 from shardwise.memory import Ledger
 from shardwise.offload.context import OffloadContext, bucket_numel, host_memory
 from shardwise.offload.pinned import HostMemory
@@ -141,7 +141,7 @@ class Budget:
     def _host_share_bytes(self) -> int:
         """This rank's share of what is free on its host, the same on all ranks."""
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        return int(min(self._comm.share_object(_available_host_bytes() // ranks_here, "the room on the host")))
+        return int(min(self._comm.share_object(host_bytes("MemAvailable") // ranks_here, "the room on the host")))
 
     def _start_measuring(self) -> None:
         if self._comm.device.type == "cuda":
@@ -155,7 +155,7 @@ class Budget:
             # Segments are not filled to the last byte.
             free = (torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)) * 19 // 20
         else:
-            peak, free = self._ledger.by_tier(at_peak=True).get("device", 0), _available_host_bytes()
+            peak, free = self._ledger.by_tier(at_peak=True).get("device", 0), host_bytes("MemAvailable")
         room = (free if budget == "auto" or budget is None else budget) - peak
         return int(min(self._comm.share_object(room, "the room on the device")))
 
@@ -215,8 +215,3 @@ def moments_each(optimizer: torch.optim.Optimizer | None) -> int:
         return 0
     each = members(optimizer)
     return max(moments_of(type(one).__name__, one.defaults) for one in each[1:] or each)
-
-
-def _available_host_bytes() -> int:
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable")) * 1024

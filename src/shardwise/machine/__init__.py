@@ -1,1 +1,1 @@
-"""This machine: what it is and how fast, and ranks launched on it."""
+"""This machine: its hardware, memory and bandwidths, and rank processes on it."""

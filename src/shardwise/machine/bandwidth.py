@@ -1,4 +1,4 @@
-"""Bandwidths of this machine, measured: host memory, host and device, GPU to GPU, disk. In GB/s (1e9 bytes)."""
+"""Measured bandwidths of this machine in GB/s (1e9 bytes): host memory, host and device, GPU to GPU, disk."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ BLOCK_BYTES = 1 << 20
 DISK_THREADS = 8
 
 
-def host_copy_gbs() -> float:
-    """A copy in host memory with all threads: bytes read and written."""
-    source = torch.ones(COPY_BYTES, dtype=torch.uint8)
+def host_copy_gbs(copy_bytes: int = COPY_BYTES) -> float:
+    """A copy in host memory with all threads: bytes read plus bytes written."""
+    source = torch.ones(copy_bytes, dtype=torch.uint8)
     target = torch.empty_like(source)
-    return 2 * COPY_BYTES / _best_s(lambda: target.copy_(source)) / 1e9
+    return 2 * copy_bytes / _best_s(lambda: target.copy_(source)) / 1e9
 
 
-def host_device_gbs() -> dict[str, float]:
-    """Pinned host memory to the first GPU, back, and both at once; nothing without a GPU."""
+def host_device_gbs(copy_bytes: int = COPY_BYTES) -> dict[str, float]:
+    """Pinned host memory to the first GPU, back, and both at once; empty without a GPU."""
     if not torch.cuda.is_available():
         return {}
-    host = [torch.empty(COPY_BYTES, dtype=torch.uint8).pin_memory() for _ in range(2)]
-    device = [torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    host = [torch.empty(copy_bytes, dtype=torch.uint8).pin_memory() for _ in range(2)]
+    device = [torch.empty(copy_bytes, dtype=torch.uint8, device="cuda") for _ in range(2)]
     streams = [torch.cuda.Stream() for _ in range(2)]
 
     def up() -> None:
@@ -47,26 +47,26 @@ def host_device_gbs() -> dict[str, float]:
         down()
 
     return {
-        "host to device": COPY_BYTES / _best_s(up) / 1e9,
-        "device to host": COPY_BYTES / _best_s(down) / 1e9,
-        "both at once": 2 * COPY_BYTES / _best_s(both) / 1e9,
+        "host to device": copy_bytes / _best_s(up) / 1e9,
+        "device to host": copy_bytes / _best_s(down) / 1e9,
+        "both at once": 2 * copy_bytes / _best_s(both) / 1e9,
     }
 
 
-def device_links_gbs() -> dict[str, float]:
-    """From every GPU to every other."""
+def device_links_gbs(copy_bytes: int = COPY_BYTES) -> dict[str, float]:
+    """A copy from every GPU to every other."""
     rates = {}
     for first in range(torch.cuda.device_count()):
-        source = torch.empty(COPY_BYTES, dtype=torch.uint8, device=f"cuda:{first}")
+        source = torch.empty(copy_bytes, dtype=torch.uint8, device=f"cuda:{first}")
         for second in range(torch.cuda.device_count()):
             if first != second:
-                target = torch.empty(COPY_BYTES, dtype=torch.uint8, device=f"cuda:{second}")
-                rates[f"cuda:{first} to cuda:{second}"] = COPY_BYTES / _best_s(_copy(target, source)) / 1e9
+                target = torch.empty(copy_bytes, dtype=torch.uint8, device=f"cuda:{second}")
+                rates[f"cuda:{first} to cuda:{second}"] = copy_bytes / _best_s(_copy(target, source)) / 1e9
     return rates
 
 
 def disk_gbs(folder: Path, size_bytes: int = DISK_BYTES) -> dict[str, float]:
-    """Writing and reading a file below `folder` with 8 threads and O_DIRECT (past the page cache, where that works)."""
+    """Writing and reading a file below `folder` with 8 threads, past the page cache (O_DIRECT) if possible."""
     with tempfile.TemporaryDirectory(dir=folder, prefix="shardwise-env-") as inside:
         path = Path(inside) / "data"
         path.touch()
@@ -86,7 +86,7 @@ def _disk_s(path: Path, flags: int, transfer: Callable[..., int], size_bytes: in
 
     def work(index: int) -> None:
         handle = os.open(path, flags)
-        # Anonymous maps lie on page boundaries, as O_DIRECT demands.
+        # O_DIRECT requires aligned buffers; anonymous maps start on a page boundary.
         with contextlib.closing(mmap.mmap(-1, BLOCK_BYTES)) as block:
             for offset in range(index * part, (index + 1) * part, BLOCK_BYTES):
                 transfer(handle, [block], offset)
@@ -95,8 +95,8 @@ def _disk_s(path: Path, flags: int, transfer: Callable[..., int], size_bytes: in
         os.close(handle)
 
     start = time.perf_counter()
-    with ThreadPoolExecutor(DISK_THREADS) as threads:
-        list(threads.map(work, range(DISK_THREADS)))
+    with ThreadPoolExecutor(DISK_THREADS) as pool:
+        list(pool.map(work, range(DISK_THREADS)))
     return time.perf_counter() - start
 
 

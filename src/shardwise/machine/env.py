@@ -1,4 +1,4 @@
-"""What this machine offers: versions, devices, links, measured bandwidths, and what is missing."""
+"""What this machine has: versions, devices, links, measured bandwidths, and what is missing."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,8 +18,16 @@ import torch
 
 from shardwise._version import __version__
 from shardwise.errors import ConfigError
-from shardwise.machine.bandwidth import device_links_gbs, disk_gbs, host_copy_gbs, host_device_gbs
+from shardwise.machine.bandwidth import (
+    COPY_BYTES,
+    DISK_BYTES,
+    device_links_gbs,
+    disk_gbs,
+    host_copy_gbs,
+    host_device_gbs,
+)
 from shardwise.machine.launch import SAFE_ISA, bf16_products_work, cores
+from shardwise.machine.memory import host_bytes
 from shardwise.sizes import format_bytes
 
 PACKAGES = {
@@ -32,7 +41,7 @@ PACKAGES = {
 
 @dataclass
 class Environment:
-    """Everything `shardwise env` prints; `to_dict` for machines."""
+    """Everything that `shardwise env` prints."""
 
     versions: dict[str, str]
     hardware: dict[str, Any]
@@ -52,23 +61,25 @@ class Environment:
         return "\n".join([*lines, "notes", *(f"  {note}" for note in self.notes or ["nothing is missing"])])
 
 
-def inspect(disk: Path | None = None, measure: bool = True) -> Environment:
-    """Look at this machine; with `measure`, time its memory, its devices and the disk below `disk`."""
+def inspect(
+    disk: Path | None = None, measure: bool = True, copy_bytes: int = COPY_BYTES, disk_bytes: int = DISK_BYTES
+) -> Environment:
+    """Describe this machine. `measure` times its memory, its devices and, if `disk` is a folder, the disk below it."""
     found = Environment(versions(), hardware(), notes=notes())
     if disk is not None and not disk.is_dir():
         raise ConfigError(f"--disk {disk}: there is no such folder")
     if measure:
-        found.bandwidth_gbs = {"host memory copy": host_copy_gbs(), **host_device_gbs()}
-        found.links_gbs = device_links_gbs()
+        found.bandwidth_gbs = {"host memory copy": host_copy_gbs(copy_bytes), **host_device_gbs(copy_bytes)}
+        found.links_gbs = device_links_gbs(copy_bytes)
         if disk is not None:
-            found.bandwidth_gbs |= disk_gbs(disk)
+            found.bandwidth_gbs |= disk_gbs(disk, disk_bytes)
     if disk is None:
         found.notes.append("the disk was not measured: name a folder on it with --disk")
     return found
 
 
 def versions() -> dict[str, str]:
-    """Of everything that matters to a result, as far as it is installed."""
+    """The versions of every installed package that affects a result."""
     found = {"shardwise": __version__, "python": platform.python_version(), "torch": torch.__version__}
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda
@@ -78,8 +89,8 @@ def versions() -> dict[str, str]:
 
 
 def hardware() -> dict[str, Any]:
-    """Processor, memory and accelerators."""
-    found: dict[str, Any] = {"cpu": _cpu_name(), "cores": cores(), "memory_bytes": _meminfo("MemTotal")}
+    """Processor, cores, memory and GPUs."""
+    found: dict[str, Any] = {"cpu": _cpu_name(), "cores": cores(), "memory_bytes": host_bytes("MemTotal")}
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         found[f"cuda:{index}"] = f"{properties.name}, {format_bytes(properties.total_memory)}"
@@ -87,18 +98,18 @@ def hardware() -> dict[str, Any]:
 
 
 def made() -> dict[str, Any]:
-    """When, from which commit and on what a result was made."""
+    """Date, commit and hardware, for the head of a result file."""
     return {"date": datetime.now(UTC).strftime("%Y-%m-%d"), "commit": _commit(), "hardware": hardware()}
 
 
-def notes() -> list[str]:
-    """What is missing or amiss, and what to do about it."""
-    found = [f"{name} is not installed ({use})" for name, use in PACKAGES.items() if _version(name) is None]
-    if not bf16_products_work() and not set(SAFE_ISA) & set(os.environ):
+def notes(packages: Mapping[str, str] = PACKAGES, bf16_works: Callable[[], bool] = bf16_products_work) -> list[str]:
+    """What is missing or wrong on this machine, and what to do about it."""
+    found = [f"{name} is not installed ({use})" for name, use in packages.items() if _version(name) is None]
+    if not bf16_works() and not set(SAFE_ISA) & set(os.environ):
         setting = next(f"{name}={value}" for name, value in SAFE_ISA.items())
         found.append(f"bf16 matrix products crash here: set {setting} (`shardwise run` and `compare` do it)")
     if not torch.cuda.is_available():
-        why = "torch was built without CUDA" if torch.version.cuda is None else "no driver or no GPU answers"
+        why = "torch was built without CUDA" if torch.version.cuda is None else "no driver or no GPU responds"
         found.append(f"no CUDA device: {why}")
     if os.environ.get("OMP_NUM_THREADS") == "1" and cores() > 1:
         found.append(f"OMP_NUM_THREADS=1 leaves {cores() - 1} of {cores()} cores idle in host updates")
@@ -106,15 +117,11 @@ def notes() -> list[str]:
 
 
 def check_device(name: str) -> None:
-    """A ConfigError if there is no such device here."""
+    """Raise a ConfigError if this machine has no such device."""
     if name not in ("cpu", "cuda"):
         raise ConfigError(f"unknown device {name!r}: choose cpu or cuda")
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device cuda: torch finds no CUDA device here (`shardwise env` says more)")
-
-
-def free_host_bytes() -> int:
-    return _meminfo("MemAvailable")
 
 
 def free_device_bytes() -> int:
@@ -129,14 +136,6 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _meminfo(key: str) -> int:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:"))
-
-
 def _cpu_name() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -146,9 +145,9 @@ def _cpu_name() -> str:
 
 
 def _commit() -> str | None:
-    """Of the checkout that this package lies in, with a plus where files differ from it.
+    """The commit of the checkout that contains this package, followed by a plus if files differ from it.
 
-    SHARDWISE_COMMIT names it for a copy that has no history.
+    The environment variable SHARDWISE_COMMIT names the commit of a copy without git history.
     """
     if named := os.environ.get("SHARDWISE_COMMIT"):
         return named

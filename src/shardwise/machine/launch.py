@@ -1,6 +1,6 @@
-"""Starting processes well: how many threads each gets, and what this CPU needs to be told; `shardwise run`.
+"""The environment of rank processes (threads, heap, CPU instructions), and `shardwise run`.
 
-torchrun gives every process one thread (OMP_NUM_THREADS=1), which cripples updates on the host. Here the ranks of a
+torchrun gives every process one thread (OMP_NUM_THREADS=1), which slows down updates on the host. Here the ranks of a
 machine share its cores.
 """
 
@@ -35,15 +35,15 @@ def threads_per_rank(ranks: int) -> int:
 
 
 def matmul_environment() -> dict[str, str]:
-    """What to add to the environment of processes that multiply 16-bit matrices on this CPU."""
+    """Variables for processes that multiply 16-bit matrices on this CPU; empty if it needs none."""
     return {} if set(SAFE_ISA) & set(os.environ) or bf16_products_work() else dict(SAFE_ISA)
 
 
 def heap_environment() -> dict[str, str]:
-    """What keeps glibc from giving freed memory back and asking for it again, page by page, in every step.
+    """Variables that make glibc keep freed memory for reuse instead of returning it to the system in every step.
 
-    For training on the CPU, where buffers of many MB come and go: measured, it saves 20 000 page faults a step of the
-    26 M GPT under zero3. What is freed stays with the process, to be used again.
+    They are for training on the CPU, which allocates and frees buffers of many MB. On the 26 M GPT under zero3 they
+    save 20 000 page faults a step.
     """
     settings = {"MALLOC_MMAP_THRESHOLD_": 32 << 20, "MALLOC_TRIM_THRESHOLD_": 8 << 30, "MALLOC_TOP_PAD_": 64 << 20}
     return {key: str(value) for key, value in settings.items() if key not in os.environ}
@@ -51,7 +51,7 @@ def heap_environment() -> dict[str, str]:
 
 @cache
 def bf16_products_work() -> bool:
-    """Whether a bf16 matrix product survives here; some virtual machines announce AMX and kill whoever uses it."""
+    """Whether bf16 matrix products work here. Some virtual machines report AMX but kill processes that use it."""
     if "amx_bf16" not in _cpu_flags():
         return True
     result = subprocess.run([sys.executable, "-c", _BF16_PRODUCT], capture_output=True)
@@ -59,14 +59,14 @@ def bf16_products_work() -> bool:
 
 
 def run(ranks: int, command: Sequence[str], threads: int | None = None) -> NoReturn:
-    """Become torchrun with `ranks` processes of a script and its arguments, or of a module named after `-m`."""
+    """Replace this process by torchrun with `ranks` processes of a script, or of a module named after `-m`."""
     environment = run_environment(ranks, threads)
     arguments = run_command(ranks, command)
     os.execve(arguments[0], arguments, environment)
 
 
 def run_command(ranks: int, command: Sequence[str]) -> list[str]:
-    """The torchrun command line; a ConfigError if there is nothing to run.
+    """The torchrun command line. Raises a ConfigError if there is nothing to run.
 
     >>> run_command(2, ["-m", "json.tool"])[-4:]
     ['--standalone', '--nproc-per-node=2', '-m', 'json.tool']
@@ -82,7 +82,7 @@ def run_command(ranks: int, command: Sequence[str]) -> list[str]:
 
 
 def run_environment(ranks: int, threads: int | None = None) -> dict[str, str]:
-    """This environment with a thread count for each rank (one that is set already stays), and what the CPU needs."""
+    """This environment plus the thread count of each rank, unless OMP_NUM_THREADS is set, and what the CPU needs."""
     added = matmul_environment()
     if threads is not None or "OMP_NUM_THREADS" not in os.environ:
         added["OMP_NUM_THREADS"] = str(threads or threads_per_rank(ranks))

@@ -1,6 +1,7 @@
-"""Observers that measure any PyTorch program from outside: memory by watching storages, wire by wrapping collectives.
+"""Observers that measure any PyTorch program from outside: memory from its storages, wire from its collectives.
 
-They know nothing of the engine and import nothing from it, so they can judge it, and other systems beside it::
+`storage` and `wire` import nothing of shardwise, so they can judge it as well as other systems. `labels` gives storages
+their kind, and `analyzer` is the public `shardwise.MemoryAnalyzer`::
 
     with StorageObserver() as memory, WireObserver() as wire:
         train_step()

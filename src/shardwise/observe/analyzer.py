@@ -1,4 +1,4 @@
-"""`MemoryAnalyzer`: where a program's memory goes, point by point, and what its peak was made of.
+"""`MemoryAnalyzer`: the memory of a program at chosen points, its peak, and the parts of the peak.
 
     with MemoryAnalyzer(model, optimizer) as analyzer:
         with analyzer.phase("forward"):
@@ -10,8 +10,8 @@
     print(analyzer)
     analyzer.plot("timeline.png")
 
-On CUDA the totals are the allocator's; on the CPU those of live tensor storage, seen by `StorageObserver`, and
-`reserved` is the memory of the process. Kinds are found by the rules of `labelling`.
+On CUDA the totals are the allocator's. On the CPU they are those of live tensor storage, from a `StorageObserver`, and
+`reserved` is the memory of the process. Kinds follow the rules of `labels`.
 """
 
 from __future__ import annotations
@@ -19,22 +19,30 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from shardwise.observe import StorageObserver
+from shardwise.engine.engine import Engine
+from shardwise.machine.memory import process_memory
 from shardwise.observe.labels import KINDS, Labelling, by_kind
+from shardwise.observe.storage import StorageObserver
+from shardwise.plotting import check_path, pyplot
+
+BANDS = ("#dbe6f4", "#f7e6d3", "#dcecdd", "#f0dfe9")
+MOST_NAMES = 40
+"""With more points than this, their names would overlap."""
 
 
 @dataclass(frozen=True)
-class Point:
-    """The memory at one moment. `peak_bytes` is the most since the point before, `peak_kinds` what that was made of,
-    and `delta_bytes` the change since."""
+class MemoryPoint:
+    """The memory at one moment. `peak_bytes`, `peak_kinds` (its parts) and `delta_bytes` refer to the time since the
+    previous point."""
 
     name: str
     time_s: float
@@ -45,8 +53,8 @@ class Point:
     peak_kinds: dict[str, int] = field(default_factory=dict)
 
 
-class Held(NamedTuple):
-    """A tensor's storage that was alive at the peak."""
+class PeakStorage(NamedTuple):
+    """Storage that was alive at the peak."""
 
     kind: str
     name: str
@@ -56,8 +64,8 @@ class Held(NamedTuple):
 class MemoryAnalyzer:
     """Records memory at points and over phases. Use as a context manager, or `start` and `stop` it.
 
-    `model` is a module or a shardwise engine (then `optimizer` is its own); without them, totals are exact all the
-    same, and nothing can be told apart. `watch` names them later.
+    `model` is a module or a shardwise engine, whose own optimizer is then used. Without a model the totals are the
+    same, but they are not split by kind. `watch` names the model later.
 
     >>> with MemoryAnalyzer() as analyzer:
     ...     x = torch.ones(1000)
@@ -74,11 +82,11 @@ class MemoryAnalyzer:
         name: str = "run",
     ) -> None:
         self.name = name
-        self.points: list[Point] = []
+        self.points: list[MemoryPoint] = []
         self.phases: list[tuple[str, float, float]] = []
         self._labelling = Labelling()
         self._device = torch.device(device) if device is not None else _device_of(model)
-        self._observer = StorageObserver(self._device, label=self._labelling.first_sight)
+        self._observer = StorageObserver(self._device, label=self._labelling.label_new)
         self._model = model
         self._optimizer = optimizer
         self._peak_bytes = 0
@@ -92,8 +100,8 @@ class MemoryAnalyzer:
         self.stop()
 
     def start(self) -> MemoryAnalyzer:
-        """Begin to watch; the first point is what is there now."""
-        gc.collect()  # what an earlier run left in cycles is not this one's
+        """Begin to watch. The first point is the memory in use now."""
+        gc.collect()  # tensors that an earlier run left in reference cycles do not count
         self._observer.__enter__()
         self._started_s = time.perf_counter()
         if self._model is not None:
@@ -102,7 +110,7 @@ class MemoryAnalyzer:
         return self
 
     def stop(self) -> None:
-        """End watching; what was recorded stays, and the model is let go."""
+        """Stop watching and drop the references to the model. The recorded points stay."""
         if self._observer.peak_bytes != self.points[-1].allocated_bytes:
             self._add("end")
         self._labelling.detach()
@@ -110,8 +118,8 @@ class MemoryAnalyzer:
         self._model = self._optimizer = self._started_s = None
 
     def watch(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Tell the kinds of `model` and `optimizer` apart from now on."""
-        engine = _as_engine(model)
+        """Label the tensors of `model` and `optimizer` by kind from now on."""
+        engine = model if isinstance(model, Engine) else None
         if engine is not None:
             model, optimizer = engine.module, engine.optimizer
             engine.register_grad_hook(lambda name, shard: self._labelling.label(self._observer, "grads", name, shard))
@@ -120,17 +128,17 @@ class MemoryAnalyzer:
         for name, param in model.named_parameters():
             self._labelling.label(self._observer, "weights", name, param)
 
-    def record(self, name: str) -> Point:
-        """Note the memory at this moment."""
+    def record(self, name: str) -> MemoryPoint:
+        """Record the memory at this moment."""
         if self._started_s is None:
             raise RuntimeError("the analyzer is not watching: use it as a context manager, or call start() first")
         return self._add(name)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Note the memory at the end of a phase, and its peak within."""
+        """Record the memory at the end of a phase, and the peak within it."""
         if not self.points or self._observer.peak_bytes != self.points[-1].allocated_bytes:
-            self.record(f"before {name}")  # so that the peak of the phase is its own
+            self.record(f"before {name}")  # else the peak of the phase would include it
         start = self._now()
         try:
             yield
@@ -147,10 +155,10 @@ class MemoryAnalyzer:
         """Bytes by kind at the peak."""
         return by_kind(self._at_peak)
 
-    def largest(self, count: int = 10) -> list[Held]:
-        """The largest storages alive at the peak; equal ones of the same kind and name are taken together."""
-        held = [Held(*text.partition("|")[::2], size) for text, size in self._at_peak.items()]
-        return sorted(held, key=lambda each: -each.size_bytes)[:count]
+    def largest(self, count: int = 10) -> list[PeakStorage]:
+        """The largest storages alive at the peak. Storages of the same kind and name count as one."""
+        alive = [PeakStorage(*label.partition("|")[::2], size) for label, size in self._at_peak.items()]
+        return sorted(alive, key=lambda each: -each.size_bytes)[:count]
 
     def __str__(self) -> str:
         lines = [f"{self.name}: MB on {self._device}", _line("", "allocated", "reserved", "change", "peak")]
@@ -165,13 +173,11 @@ class MemoryAnalyzer:
 
     def plot(self, path: str | Path) -> None:
         """Draw the timeline: allocated bytes, peaks between points, phases as bands. Needs matplotlib."""
-        from shardwise.observe.timeline import draw
-
-        draw([self], path)
+        draw_timelines([self], path)
 
     @staticmethod
     def compare(first: MemoryAnalyzer, *others: MemoryAnalyzer) -> str:
-        """Peaks side by side, by kind, with what each saves against the first."""
+        """A table of peaks by kind, with what each run saves compared with the first."""
         lines = [f"{'MB':<16}{'peak':>10}{'saved':>8}" + "".join(f"{kind:>13}" for kind in KINDS)]
         for each in (first, *others):
             saved = "" if each is first else f"{1 - each.peak_bytes / max(1, first.peak_bytes):.0%}"
@@ -179,13 +185,15 @@ class MemoryAnalyzer:
             lines.append(f"{each.name:<16}{_mb(each.peak_bytes):>10}{saved:>8}{split}")
         return "\n".join(lines)
 
-    def _add(self, name: str) -> Point:
+    def _add(self, name: str) -> MemoryPoint:
         allocated, peak = self._observer.current_bytes, self._observer.peak_bytes
         split = self._observer.breakdown_at_peak
         if peak >= self._peak_bytes:
             self._peak_bytes, self._at_peak = peak, split
         before = self.points[-1].allocated_bytes if self.points else allocated
-        point = Point(name, self._now(), allocated, self._reserved_bytes(), allocated - before, peak, by_kind(split))
+        point = MemoryPoint(
+            name, self._now(), allocated, self._reserved_bytes(), allocated - before, peak, by_kind(split)
+        )
         self.points.append(point)
         self._observer.reset_peak()
         return point
@@ -196,29 +204,49 @@ class MemoryAnalyzer:
     def _reserved_bytes(self) -> int:
         if self._device.type == "cuda":
             return torch.cuda.memory_reserved(self._device)
-        try:
-            pages = int(Path("/proc/self/statm").read_text().split()[1])
-        except OSError:
-            return 0
-        return pages * _page_bytes()
+        return process_memory().now_bytes
+
+
+def draw_timelines(analyzers: Sequence[MemoryAnalyzer], path: str | Path) -> None:
+    """Draw several analyzers below each other, with a common scale of bytes."""
+    check_path(path)
+    plt = pyplot()
+    figure, axes = plt.subplots(
+        len(analyzers), 1, figsize=(11, 0.8 + 3.2 * len(analyzers)), sharey=True, squeeze=False, layout="constrained"
+    )
+    for axis, analyzer in zip(axes[:, 0], analyzers, strict=True):
+        _draw_timeline(axis, analyzer)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def _draw_timeline(axis: Any, analyzer: MemoryAnalyzer) -> None:
+    colors: dict[str, str] = {}
+    for name, start, end in analyzer.phases:
+        is_new = name not in colors
+        color = colors.setdefault(name, BANDS[len(colors) % len(BANDS)])
+        axis.axvspan(start, end, color=color, label=name if is_new else None)
+    times = [point.time_s for point in analyzer.points]
+    axis.plot(times, [point.allocated_bytes / 1e6 for point in analyzer.points], color="#2f4b6e", marker="o", ms=3)
+    middles = [(first + second) / 2 for first, second in pairwise(times)]
+    peaks = [point.peak_bytes / 1e6 for point in analyzer.points[1:]]
+    axis.plot(middles, peaks, color="#c03030", marker="^", ms=4, linestyle="none", label="peak between points")
+    if len(analyzer.points) <= MOST_NAMES:
+        inside = {name for name, _, _ in analyzer.phases} | {f"before {name}" for name, _, _ in analyzer.phases}
+        for point in analyzer.points:
+            if point.name not in inside:
+                axis.annotate(point.name, (point.time_s, point.allocated_bytes / 1e6), rotation=30, fontsize=7)
+    axis.set_title(f"{analyzer.name}: allocated, MB (peak {analyzer.peak_bytes / 1e6:.4g})", loc="left", fontsize=10)
+    axis.set_xlabel("seconds", fontsize=8)
+    axis.set_ylim(bottom=0)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def _device_of(model: nn.Module | None) -> torch.device:
     if model is not None:
         return next((param.device for param in model.parameters()), torch.device("cpu"))
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-
-
-def _as_engine(model: nn.Module) -> Any:
-    from shardwise.engine.engine import Engine
-
-    return model if isinstance(model, Engine) else None
-
-
-def _page_bytes() -> int:
-    import resource
-
-    return resource.getpagesize()
 
 
 def _line(name: str, *cells: str) -> str:

@@ -1,18 +1,18 @@
-"""Names live storage by kind while a `StorageObserver` watches: whose bytes are these?
+"""Labels for live storage by kind, for a `StorageObserver`.
 
-Works on any module and any torch optimizer, by hooks alone, so that every training system is labelled by one rule:
+The labels come from hooks on any module and any torch optimizer, so every training system is labelled by one rule:
 
 | kind        | storages of                                                                       |
 |-------------|-----------------------------------------------------------------------------------|
 | weights     | a module's own parameters, at the moment it computes with them                      |
-| grads       | `p.grad` once autograd has added to it, and what the optimizer is handed            |
-| master      | the optimizer's parameters where they are not the model's: an fp32 copy             |
+| grads       | `p.grad` once autograd has accumulated it, and the gradients that the optimizer gets |
+| master      | the optimizer's parameters if they are not the model's: an fp32 copy                |
 | moments     | the optimizer's state                                                               |
-| activations | what is first seen while a module's forward runs (recomputation included)           |
-| in flight   | what is first seen between forwards: gradients of activations, receive buffers, ... |
-| other       | what was there before anything was attached                                         |
+| activations | tensors first seen while a module's forward runs (recomputation included)           |
+| in flight   | tensors first seen between forwards: gradients of activations, receive buffers, ... |
+| other       | tensors that existed before a model was attached                                    |
 
-A label is `kind|name`, or the kind alone; `by_kind` adds them up.
+A label is `kind|name`, or the kind alone. `by_kind` sums the bytes of each kind.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.observe import StorageObserver
+from shardwise.observe.storage import StorageObserver
 
 KINDS = ("weights", "grads", "master", "moments", "activations", "in flight", "other")
 
 
 class Labelling:
-    """Labels for one observer, with names or, which costs less, kinds alone.
+    """Labels for one observer. `names=False` labels kinds alone, which costs less. `before_update` is called before
+    each optimizer step.
 
-    Pass `label=labelling.first_sight` to the observer, then `attach` what is built.
+    Pass `label=labelling.label_new` to the observer, then `attach` the model and the optimizer.
 
     >>> labelling = Labelling()
-    >>> with StorageObserver(existing=(), label=labelling.first_sight) as memory:
+    >>> with StorageObserver(existing=(), label=labelling.label_new) as memory:
     ...     model = nn.Linear(4, 2)
     ...     labelling.attach(memory, model, torch.optim.SGD(model.parameters(), lr=0.1))
     ...     model(torch.ones(3, 4)).sum().backward()
@@ -43,21 +44,21 @@ class Labelling:
     (40, 40)
     """
 
-    def __init__(self, names: bool = True) -> None:
+    def __init__(self, names: bool = True, before_update: Callable[[], None] | None = None) -> None:
         self._names = names
-        self.before_update: Callable[[], None] = lambda: None
+        self._before_update = before_update
         self._depth = 0
         self._handles: list[Any] = []
 
-    def first_sight(self, tensor: torch.Tensor) -> str:
-        """The label of a storage that nobody has named yet."""
+    def label_new(self, tensor: torch.Tensor) -> str:
+        """The label of a storage that is seen for the first time."""
         kind = "activations" if self._depth else "in flight" if self._handles else "other"
         return f"{kind}|{describe(tensor)}" if self._names else kind
 
     def attach(
         self, observer: StorageObserver, model: nn.Module, optimizer: torch.optim.Optimizer | None, master: bool = False
     ) -> None:
-        """Watch `model` and `optimizer`; `master`: the optimizer's parameters are copies that do not compute."""
+        """Label what `model` and `optimizer` use from now on. `master`: the optimizer has a master copy."""
         for path, module in model.named_modules():
             if module is model or next(module.parameters(recurse=False), None) is not None:
                 self._watch_module(observer, path, module)
@@ -71,23 +72,24 @@ class Labelling:
 
             def pre_hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
                 self._label_optimizer(observer, optimizer, names, master)
-                self.before_update()
+                if self._before_update is not None:
+                    self._before_update()
 
             def post_hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-                self._label_optimizer(observer, optimizer, names, master)  # the state that this step created
+                self._label_optimizer(observer, optimizer, names, master)  # the step may have created state
 
             self._handles.append(optimizer.register_step_pre_hook(pre_hook))
             self._handles.append(optimizer.register_step_post_hook(post_hook))
 
     def label(self, observer: StorageObserver, kind: str, name: str, tensor: torch.Tensor) -> None:
-        """Name the storage of `tensor`, and say so where it is larger: many parameters may share a flat buffer."""
-        if hasattr(tensor, "to_local"):  # a DTensor, whose module takes a second to import
+        """Label the storage of `tensor`. A storage that is larger than the tensor is named `... and others`."""
+        if hasattr(tensor, "to_local"):  # a DTensor; importing its class takes a second
             tensor = tensor.to_local()
         is_part = tensor.untyped_storage().nbytes() > tensor.nbytes
         observer.label(f"{kind}|{name}{' and others' if is_part else ''}" if self._names else kind, tensor)
 
     def detach(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         while self._handles:
             self._handles.pop().remove()
 
@@ -101,7 +103,7 @@ class Labelling:
             self._depth -= 1
 
         self._handles.append(module.register_forward_pre_hook(enter))
-        # Called after an exception too: a checkpoint that stops its recomputation early leaves by one.
+        # Called after an exception too: activation checkpointing stops a recomputation early by raising one.
         self._handles.append(module.register_forward_hook(leave, always_call=True))
 
     def _grad_labeller(self, observer: StorageObserver, name: str) -> Callable[[torch.Tensor], None]:
@@ -115,7 +117,7 @@ class Labelling:
         self, observer: StorageObserver, optimizer: torch.optim.Optimizer, names: Mapping[int, str], master: bool
     ) -> None:
         for param in _params(optimizer):
-            name = names.get(id(param)) or f"piece of {describe(param)}"
+            name = names.get(id(param)) or f"part of {describe(param)}"
             self.label(observer, "master" if master else "weights", name, param)
             if param.grad is not None:
                 self.label(observer, "grads", name, param.grad)
@@ -125,7 +127,7 @@ class Labelling:
 
 
 def by_kind(breakdown: Mapping[str, int]) -> dict[str, int]:
-    """The bytes of labels `kind|name` by kind, every kind present."""
+    """The bytes of each kind, from bytes per label. Every kind is present."""
     totals: Counter[str] = Counter(dict.fromkeys(KINDS, 0))
     for label, size_bytes in breakdown.items():
         totals[label.partition("|")[0]] += size_bytes
@@ -133,7 +135,7 @@ def by_kind(breakdown: Mapping[str, int]) -> dict[str, int]:
 
 
 def describe(tensor: torch.Tensor) -> str:
-    """Shape and dtype, as `4x128x512 float32`.
+    """Shape and dtype, such as `4x128x512 float32`.
 
     >>> describe(torch.ones(2, 3))
     '2x3 float32'

@@ -1,17 +1,18 @@
-"""`StorageObserver`: the bytes of live tensor storage on a device, their peak, and what they were made of.
+"""`StorageObserver`: the bytes of live tensor storage on a device, their peak, and the parts of the peak.
 
-Every operator passes a dispatch mode, which registers the storages of its inputs and outputs; a weak reference tells
-when a storage is freed. Storage resizes do not pass the dispatcher, so `UntypedStorage.resize_` is wrapped as well.
+A dispatch mode sees every operator and registers the storages of its inputs and outputs; a weak reference reports when
+a storage is freed. Storage resizes bypass the dispatcher, so `UntypedStorage.resize_` is wrapped as well. This module
+imports nothing else of shardwise, so that it can judge the engine.
 
-What it cannot see: workspaces that a kernel allocates and frees inside one call (convolution and attention scratch,
-the temporaries of foreach kernels on the CPU, Gloo's staging buffers), the code that torch.compile generates, memory
-that is no tensor, and operators run in threads other than the one that entered the context (the autograd engine's
-threads excepted, which inherit it). Sizes are those of the storages, without the rounding of an allocator. On CUDA
-the totals therefore come from the allocator's own statistics, and only the breakdown from watching.
+It does not see: workspaces that a kernel allocates and frees inside one call (convolution and attention scratch, the
+temporaries of foreach kernels on the CPU, Gloo's staging buffers), code that torch.compile generates, memory that is no
+tensor, and operators in threads other than the one that entered the context (except the autograd engine's threads,
+which inherit it). Sizes are those of the storages, without the rounding of an allocator. On CUDA the totals therefore
+come from the allocator's own statistics, and only the breakdown from the storages.
 
-Beside the CPU allocator's events it was exact on a small GPT in fp32, within 0.2 % with checkpointing and 1 % in bf16,
-and 14 % low on a small convolution network, whose kernels use scratch memory. Gloo's threads may hold a buffer for a
-moment after `wait()`, so a peak can differ from run to run by a buffer that was still in their hands.
+Compared with the CPU allocator's events it was exact on a small GPT in fp32, within 0.2 % with checkpointing and 1 % in
+bf16, and 14 % low on a small convolution network, whose kernels use scratch memory. Gloo's threads may reference a
+buffer for a moment after `wait()`, so a peak can differ between runs by such a buffer.
 """
 
 import gc
@@ -29,7 +30,7 @@ UNLABELLED = "other"
 
 
 class _Entry(weakref.ref):  # type: ignore[type-arg]  # not generic at run time
-    """One live storage. The key is its address, unique for as long as it lives. What is away counts for nothing."""
+    """One live storage. The key is its address, unique while it lives. A storage that `is_away` counts zero bytes."""
 
     __slots__ = ("is_away", "key", "label", "nbytes")
 
@@ -42,12 +43,12 @@ class _Entry(weakref.ref):  # type: ignore[type-arg]  # not generic at run time
 class StorageObserver(TorchDispatchMode):
     """Peak and current bytes of live tensor storage on `device` while the context is active.
 
-    `existing`: tensors, modules and optimizers that are alive already and count from the start; by default all that
-    the garbage collector knows. What is missed there counts from its first use on.
-    `label`: names a storage when it is first seen, from the tensor it was seen through; `observer.label("weights",
-    model)` names storages at any time and wins. `breakdown_at_peak` has the bytes per name.
-    `granularity_bytes`: what an allocator rounds each storage up to.
-    `is_away`: asked when a storage is first seen, whether it stands for memory elsewhere and does not count.
+    `existing`: tensors, modules and optimizers that are already alive and count from the start; by default all that the
+    garbage collector knows. Others count from their first use.
+    `label`: the label of a storage that is first seen, from the tensor it is seen through. `observer.label("weights",
+    model)` overrides it at any time. `breakdown_at_peak` has the bytes per label.
+    `granularity_bytes`: the multiple that an allocator rounds each storage up to.
+    `is_away`: whether a storage that is first seen now represents memory elsewhere and does not count.
 
     >>> with StorageObserver(existing=()) as memory:
     ...     x = torch.ones(1000)
@@ -72,7 +73,7 @@ class StorageObserver(TorchDispatchMode):
         self._granularity_bytes = granularity_bytes
         self._is_away = is_away
         self._entries: dict[int, _Entry] = {}
-        # Storages are freed at any moment, in any thread: their finalizers only append, and we settle later.
+        # Storages are freed at any moment, in any thread, so finalizers only append; `_remove_freed` does the rest.
         self._freed: deque[_Entry] = deque()
         self._bytes = 0
         self._peak_bytes = 0
@@ -81,21 +82,21 @@ class StorageObserver(TorchDispatchMode):
 
     @property
     def current_bytes(self) -> int:
-        """Bytes that are alive now."""
+        """Bytes alive now."""
         if self.device.type == "cuda":
             return torch.cuda.memory_allocated(self.device)
-        self._settle()
+        self._remove_freed()
         return self._bytes
 
     @property
     def peak_bytes(self) -> int:
-        """The most that was alive at once, since the start or the last `reset_peak`."""
+        """The most bytes alive at once since the start or the last `reset_peak`."""
         return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else self._peak_bytes
 
     @property
     def breakdown(self) -> dict[str, int]:
-        """Bytes that are alive now, by label."""
-        self._settle()
+        """Bytes alive now, by label."""
+        self._remove_freed()
         return {label: nbytes for label, nbytes in self._by_label.items() if nbytes}
 
     @property
@@ -104,14 +105,14 @@ class StorageObserver(TorchDispatchMode):
         return dict(self._at_peak)
 
     def reset_peak(self) -> None:
-        """Forget the peak so far: it becomes what is alive now."""
+        """Restart the peak from the bytes alive now."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-        self._settle()
+        self._remove_freed()
         self._peak_bytes, self._at_peak = self._bytes, self.breakdown
 
-    def passing(self, size_bytes: int) -> None:
-        """Take `size_bytes` that came and went unseen, inside an operator, into the peak."""
+    def add_scratch(self, size_bytes: int) -> None:
+        """Include in the peak `size_bytes` that an operator allocated and freed inside."""
         self._bytes += size_bytes
         self._by_label[UNLABELLED] += size_bytes
         self._note_peak()
@@ -119,8 +120,8 @@ class StorageObserver(TorchDispatchMode):
         self._by_label[UNLABELLED] -= size_bytes
 
     def label(self, label: str, *things: Watchable) -> None:
-        """Call the storages of these tensors, modules (parameters and buffers) or optimizers (states) `label`."""
-        self._settle()
+        """Label the storages of these tensors, modules (parameters and buffers) or optimizers (states)."""
+        self._remove_freed()
         for tensor in _tensors_in(things):
             entry = self._watch(tensor)
             if entry is not None:
@@ -142,16 +143,16 @@ class StorageObserver(TorchDispatchMode):
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)  # type: ignore[no-untyped-call]  # torch
         torch.UntypedStorage.resize_ = self._original_resize  # type: ignore[method-assign]  # put back
-        self._settle()
+        self._remove_freed()
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # let a wrapper (DTensor) unpack itself: its inner operators come back here
+            return NotImplemented  # a wrapper (DTensor) unpacks itself, and its inner operators are dispatched here
         kwargs = kwargs or {}
         result = self.run(func, args, kwargs)
-        self._settle()
+        self._remove_freed()
         for value in (args, kwargs, result):
             self._watch_all(value)
         self._note_peak()
@@ -203,8 +204,8 @@ class StorageObserver(TorchDispatchMode):
         self._bytes += change
         self._by_label[entry.label] += change
 
-    def _settle(self) -> None:
-        """Take the freed storages off the account; before an address is looked up, for it may be in use again."""
+    def _remove_freed(self) -> None:
+        """Subtract freed storages. Needed before an address is looked up: a new storage may have reused it."""
         while self._freed:
             entry = self._freed.popleft()
             self._resized(entry, 0)
@@ -219,7 +220,7 @@ class StorageObserver(TorchDispatchMode):
 
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
             result = original(storage, size)
-            self._settle()
+            self._remove_freed()
             entry = self._entries.get(storage._cdata)
             if entry is not None:
                 self._resized(entry, self._size(storage, entry))
@@ -237,7 +238,7 @@ def _has_storage(tensor: torch.Tensor) -> bool:
 
 def _tensors_alive() -> Iterator[torch.Tensor]:
     for thing in gc.get_objects():
-        if issubclass(type(thing), torch.Tensor):  # isinstance would wake lazy proxies
+        if issubclass(type(thing), torch.Tensor):  # isinstance would load lazy proxies
             yield from _tensors_in([thing])
 
 
@@ -251,7 +252,7 @@ def _tensors_in(things: Iterable[Watchable]) -> Iterator[torch.Tensor]:
         elif hasattr(thing, "__tensor_flatten__"):
             names, _ = thing.__tensor_flatten__()
             yield from _tensors_in(getattr(thing, name) for name in names)
-        elif isinstance(thing, torch.Tensor):  # a DTensor also names its mesh among its parts
+        elif isinstance(thing, torch.Tensor):  # the parts of a DTensor include its mesh
             yield thing
 
 

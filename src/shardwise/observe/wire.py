@@ -1,20 +1,21 @@
 """`WireObserver`: bytes sent per rank, counted by wrapping the functions of `torch.distributed` while it is active.
 
-The bytes are those of the standard algorithms, whatever a backend does (Gloo's reduce-scatter sends twice as much).
-With W the size of the group and n the bytes of the whole buffer (of all ranks' parts together):
+This module imports nothing else of shardwise, so that it can judge the engine. The bytes are those of the standard
+algorithms, whatever a backend does (Gloo's reduce-scatter sends twice as much). With W the size of the group and n the
+bytes of the whole buffer (of all ranks' parts together):
 
 | operation | sent by each rank |
 |---|---|
 | all-gather, reduce-scatter | n(W-1)/W: one part to, or for, each other rank |
 | all-to-all | n(W-1)/W; with uneven splits, all but the rank's own part |
 | all-reduce | 2n(W-1)/W: a reduce-scatter and an all-gather |
-| broadcast, reduce | n(W-1)/W: the n(W-1) bytes that move in all, spread over the ranks |
+| broadcast, reduce | n(W-1)/W: the n(W-1) bytes that move in total, divided by the ranks |
 | gather | n, the rank's own tensor; nothing on the destination |
 | scatter | the other ranks' parts on the source; nothing elsewhere |
 | send | n; receiving costs nothing |
-| barrier | nothing; recorded all the same |
+| barrier | nothing, but it is recorded |
 
-What it cannot see: functions imported by name before it started (`from torch.distributed import all_reduce`),
+It does not see: functions imported by name before it started (`from torch.distributed import all_reduce`),
 collectives issued in C++ (DDP's reducer) or through `torch.ops._c10d_functional` (DTensor).
 """
 
@@ -32,8 +33,8 @@ from torch.distributed import distributed_c10d as c10d
 
 @dataclass(frozen=True)
 class WireRecord:
-    """One call: the bytes of its buffer, what this rank sends of them, to how many it could, and what its group is
-    called (the `group_desc` it was made with)."""
+    """One call: the bytes of its buffer, the bytes that this rank sends, the size of its group, and the description
+    (`group_desc`) that the group was made with."""
 
     op: str
     payload_bytes: int
@@ -45,7 +46,7 @@ class WireRecord:
 
 @dataclass(frozen=True)
 class _Call:
-    """The arguments of a wrapped function by name, seen from one rank of its group."""
+    """The arguments of a wrapped function by name, on one rank of its group."""
 
     arguments: dict[str, Any]
     rank: int
@@ -55,11 +56,11 @@ class _Call:
         return _nbytes(self.arguments[name])
 
     def others(self, parts: Sequence[Any]) -> int:
-        """Bytes of every part but this rank's own."""
+        """Bytes of all parts except this rank's own."""
         return sum(_nbytes(part) for peer, part in enumerate(parts) if peer != self.rank)
 
     def is_root(self, name: str) -> bool:
-        """Whether this rank is the one that `src`/`dst` (a global rank) or `group_src`/`group_dst` names."""
+        """Whether `src`/`dst` (a global rank) or `group_src`/`group_dst` names this rank."""
         if self.arguments.get(f"group_{name}") is not None:
             return bool(self.arguments[f"group_{name}"] == self.rank)
         return bool((self.arguments.get(name) or 0) == dist.get_rank())
@@ -139,8 +140,8 @@ CALLED_BY_OBJECT_COLLECTIVES = ("all_gather", "broadcast", "gather", "scatter", 
 class WireObserver:
     """Records every collective and send that this process issues while the context is active.
 
-    `control`: which records are control messages and do not count as data: those of at most so many payload bytes, or
-    those for which a function says so.
+    `control`: which records are control messages and not data: those up to this number of payload bytes, or those for
+    which a function returns True.
 
     >>> with WireObserver() as wire:
     ...     pass
@@ -155,7 +156,7 @@ class WireObserver:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that this rank sent, control messages apart."""
+        """Bytes that this rank sent, without control messages."""
         return sum(record.sent_bytes for record in self.data)
 
     @property
@@ -165,11 +166,11 @@ class WireObserver:
 
     @property
     def data(self) -> list[WireRecord]:
-        """The records that are no control messages."""
+        """The records that are not control messages."""
         return [record for record in self.records if not self._is_control(record)]
 
     def by_op(self) -> dict[str, int]:
-        """Bytes sent by operation, control messages apart."""
+        """Bytes sent by operation, without control messages."""
         totals: Counter[str] = Counter()
         for record in self.data:
             totals[record.op] += record.sent_bytes
@@ -182,7 +183,7 @@ class WireObserver:
                 self._replace(dist, name, wrapper)
                 if name in CALLED_BY_OBJECT_COLLECTIVES:
                     self._replace(c10d, name, wrapper)
-        self._teach_p2p_op()
+        self._unwrap_p2p_ops()
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -207,7 +208,7 @@ class WireObserver:
     def _record(self, name: str, formula: Formula, arguments: dict[str, Any]) -> None:
         group = _group_of(arguments)
         rank = dist.get_rank(group)
-        if rank >= 0:  # else this rank is not in the group and the call does nothing
+        if rank >= 0:  # a rank outside the group: the call does nothing
             call = _Call(arguments, rank, dist.get_world_size(group))
             payload_bytes, sent_bytes = formula(call)
             described = getattr(group, "group_desc", "") or ""
@@ -215,8 +216,8 @@ class WireObserver:
                 WireRecord(name, payload_bytes, sent_bytes, _dtype_of(arguments), call.world_size, described)
             )
 
-    def _teach_p2p_op(self) -> None:
-        """`P2POp` accepts only torch's own isend and irecv: hand it the function behind the wrapper."""
+    def _unwrap_p2p_ops(self) -> None:
+        """`P2POp` accepts only torch's own isend and irecv, so pass it the function behind the wrapper."""
         make, start = dist.P2POp.__new__, dist.P2POp.__init__
 
         def __new__(cls: type, op: Any, *args: Any, **kwargs: Any) -> Any:
@@ -244,7 +245,7 @@ def _group_of(arguments: dict[str, Any]) -> Any:
 
 
 def _dtype_of(arguments: dict[str, Any]) -> torch.dtype | None:
-    """Of the first tensor among the arguments; None for a barrier."""
+    """The dtype of the first tensor among the arguments; None for a barrier."""
     for value in arguments.values():
         first = value[0] if isinstance(value, (list, tuple)) and value else value
         tensor = getattr(first, "tensor", first)

@@ -140,7 +140,7 @@ def dry_run(scenario: Scenario) -> Foreseen:
         raise Untraceable("states rest on the disk, which a dry run does not touch")
     labelling, kernels = _LogitsLabelling(), scenario.kernels
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    observer = _DryObserver(kernels, labelling.first_sight, mode)
+    observer = _DryObserver(kernels, labelling.label_new, mode)
     with warnings.catch_warnings(), _traced(), mode:
         warnings.simplefilter("ignore")
         with observer, replacing(kernels.replaced):
@@ -264,7 +264,7 @@ class _DryObserver(StorageObserver):
         result = super().__torch_dispatch__(func, types, args, kwargs)
         scratch = self._scratch.get(func)
         if scratch is not None:
-            self.passing(scratch(*args, **(kwargs or {})))
+            self.add_scratch(scratch(*args, **(kwargs or {})))
         return result
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -289,8 +289,8 @@ class _LogitsLabelling(Labelling):
         if config.placement.grads.tier == "device":  # a hook would bring others back to the device
             engine.register_grad_hook(lambda name, shard: self.label(observer, "grads", name, shard))
 
-    def first_sight(self, tensor: torch.Tensor) -> str:
-        kind = super().first_sight(tensor)
+    def label_new(self, tensor: torch.Tensor) -> str:
+        kind = super().label_new(tensor)
         is_wide = self._vocabulary is not None and tensor.ndim > 1 and tensor.shape[-1] == self._vocabulary
         return LOGITS if is_wide and kind in ("activations", "in flight") else kind
 

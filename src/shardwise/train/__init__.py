@@ -1,10 +1,11 @@
-"""`shardwise train`: a language model from your own text, from the first byte to exported weights.
+"""`shardwise train`: a language model from your own text, from raw bytes to exported weights.
 
-    arguments   the command line: options by name                    -> options.Options
-    command     checks what was asked, then starts local ranks       -> crew, or runs as one of torchrun's
-    worker      one rank: process group, signals, errors told once
-    run         what a run is made of: corpus, order, model, engine
-    loop        train, evaluate, save; stop when asked; finish
+    options   the options of the command line, in sections
+    command   checks them and starts local ranks, or runs as one of torchrun's
+    worker    one rank: process group, signals, failure report
+    job       the options resolved for a number of ranks
+    run       builds the engine, resumes, trains, then writes sample, report, export and plot
+    loop      the training loop
 
-Everything that decides which sample comes when is in `corpus` and `order`, and is integers only.
+`corpus` and `data` decide which sample comes when, with integers only.
 """

@@ -1,21 +1,23 @@
-"""What `shardwise train` does in the process that was started: check, then start ranks, or be one of torchrun's."""
+"""`shardwise train`: checks the options, then starts local ranks, or runs as one of torchrun's."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
 
-from shardwise.train.crew import Crew
-from shardwise.train.folder import Folder
+from shardwise.machine import launch
+from shardwise.machine.local_ranks import LocalRanks
+from shardwise.train.folder import RunFolder
 from shardwise.train.job import prepare
-from shardwise.train.options import Options
+from shardwise.train.options import TrainOptions
 
 DEFAULT_RANKS = 2
 
 
-def run(options: Options) -> None:
-    """Train as `options` say, and leave with the run's exit code."""
+def run(options: TrainOptions) -> None:
+    """Train, and exit with the run's exit code."""
     if "RANK" in os.environ:
         from shardwise.train.worker import serve
 
@@ -24,13 +26,13 @@ def run(options: Options) -> None:
     world_size = options.placing.nproc or gpus or DEFAULT_RANKS
     if not _check(options, world_size):
         return
-    code = Crew(options, world_size, on_cpu=not gpus).run()
+    code = run_ranks(options, world_size, on_cpu=not gpus)
     if code:
         raise SystemExit(code)
 
 
 def count_gpus() -> int:
-    """The GPUs of this machine. torch is asked, which takes seconds to load, only where there may be one."""
+    """The GPUs of this machine. Imports torch, which takes seconds, only if there may be one."""
     if not (os.path.exists("/proc/driver/nvidia") or shutil.which("nvidia-smi")):
         return 0
     import torch
@@ -38,10 +40,38 @@ def count_gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def _check(options: Options, world_size: int) -> bool:
-    """Find what is wrong before processes are started; whether there is anything left to train."""
+def run_ranks(options: TrainOptions, world_size: int, on_cpu: bool) -> int:
+    """Start the ranks and wait for them; the exit code. Rank 0 writes to our standard output."""
+    environment = launch.run_environment(world_size) | (launch.heap_environment() if on_cpu else {})
+    environment |= {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+    command = [sys.executable, "-m", "shardwise.train.worker", options.model_dump_json()]
+    with LocalRanks("train") as ranks, ranks.stopping_on_signals():
+        for rank in range(world_size):
+            ranks.start(command, environment | {"LOCAL_RANK": str(rank)}, shows_output=rank == 0)
+        ranks.wait()
+        return report(ranks)
+
+
+def report(ranks: LocalRanks) -> int:
+    """Print why the ranks ended, if they did not finish, as one message; the exit code."""
+    if ranks.stop_requests > 1:
+        print("ended at once: what was trained since the last checkpoint is lost", file=sys.stderr)
+        return 130
+    if ranks.stop_requests and -signal.SIGTERM in ranks.exit_codes:
+        print("stopped before the first step")  # the signal came before the ranks could handle it
+        return 0
+    failure = ranks.failure()
+    if failure is None:
+        return 0
+    code, message = failure
+    print(f"error: {message}", file=sys.stderr)
+    return code
+
+
+def _check(options: TrainOptions, world_size: int) -> bool:
+    """Raise a ConfigError for wrong options before processes start. False if the run is already finished."""
     job = prepare(options, world_size)
-    folder = Folder(options.outputs.out)
+    folder = RunFolder(options.outputs.out)
     folder.open()
     if options.outputs.tensorboard:
         from shardwise.train.metrics import check_tensorboard
@@ -51,7 +81,7 @@ def _check(options: Options, world_size: int) -> bool:
         return True
     folder.check(job.identity)
     if (done := folder.finished_steps()) >= job.steps:
-        print(f"{folder.root} is finished: {done} steps are done. --steps {2 * done} trains on, --fresh starts over.")
+        print(f"{folder.root} is finished: {done} steps are done. --steps {2 * done} continues, --fresh starts over.")
         sys.stdout.flush()
         return False
     return True

@@ -1,7 +1,7 @@
-"""What a model is trained on: the bytes of text files, or a memory-mapped file of tokens.
+"""Training data: the bytes of text files, or a memory-mapped token file.
 
-Nothing is copied or prepared. Text files are read where they lie, as if they stood one behind the other with a zero
-byte after each; so a corpus may be larger than memory, and every rank reads only the samples it trains on.
+Text files are read in place, as if concatenated with a zero byte after each. A corpus may therefore be larger than
+memory, and every rank reads only the samples it trains on.
 """
 
 from __future__ import annotations
@@ -28,35 +28,35 @@ from shardwise.train.shape import BYTES
 HEAD_BYTES = 4096
 TOKEN_SUFFIXES = (".npy", ".bin")
 MOST_IN_BIN = 2**16
-# Tests and tables: much text, little to learn from.
+# Tests and tables: much text that teaches little.
 STANDARD_LIBRARY_SKIPS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "pydoc_data"}
 
 
 class Corpus(Protocol):
-    """A long row of tokens."""
+    """A sequence of tokens."""
 
     @property
     def length(self) -> int:
-        """Tokens in all."""
+        """The number of tokens."""
 
     @property
     def vocabulary(self) -> int:
-        """Tokens are below this."""
+        """Every token is below this number."""
 
     @property
     def is_text(self) -> bool:
-        """Whether tokens are the bytes of text."""
+        """Whether the tokens are bytes of text."""
 
     @property
     def fingerprint(self) -> str:
-        """The same wherever the same data lies."""
+        """The same for the same data in any folder."""
 
     def read(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """The tokens from `start` up to `stop`."""
 
 
 class TextFile:
-    """A file, its size and the checksum of its beginning."""
+    """A file, its size and the checksum of its first bytes."""
 
     def __init__(self, path: Path, name: str) -> None:
         self.path = path
@@ -71,7 +71,7 @@ class TextFile:
         self.is_binary = b"\0" in head
 
     def read(self, start: int, stop: int) -> bytes:
-        """Bytes of it; a zero byte stands after the last one."""
+        """The bytes from `start` up to `stop`; position `size` is a zero byte."""
         with self.path.open("rb") as file:
             text = os.pread(file.fileno(), min(stop, self.size) - start, start) if start < self.size else b""
         if len(text) != max(0, min(stop, self.size) - start):
@@ -79,8 +79,8 @@ class TextFile:
         return text + b"\0" * (stop > self.size)
 
 
-class Text:
-    """Text files one behind the other."""
+class TextCorpus:
+    """Concatenated text files."""
 
     vocabulary = BYTES
     is_text = True
@@ -110,8 +110,8 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Tokens:
-    """A memory-mapped row of token numbers."""
+class TokenCorpus:
+    """A memory-mapped array of token numbers."""
 
     path: Path
     array: npt.NDArray[np.integer]
@@ -135,12 +135,12 @@ class Tokens:
         tokens = self.array[start:stop].astype(np.int64)
         if tokens.size and not 0 <= tokens.min() <= tokens.max() < self.vocabulary:
             bad = next(int(token) for token in tokens if not 0 <= token < self.vocabulary)
-            raise ConfigError(f"{self.path}: token {bad} near place {start} is not below --vocab {self.vocabulary}")
+            raise ConfigError(f"{self.path}: token {bad} near position {start} is not below --vocab {self.vocabulary}")
         return tokens
 
 
 def open_corpus(paths: Sequence[str], pattern: str = "*", vocabulary: int | None = None) -> Corpus:
-    """What `paths` name: token files end in .npy or .bin, all else is text; nothing is Python's standard library."""
+    """The corpus of `paths`: a token file (.npy or .bin) or text; without paths, Python's standard library."""
     if not paths:
         return standard_library()
     if any(Path(path).suffix in TOKEN_SUFFIXES for path in paths):
@@ -150,23 +150,25 @@ def open_corpus(paths: Sequence[str], pattern: str = "*", vocabulary: int | None
     files = [file for path in paths for file in _text_files(Path(path), pattern) if file.size]
     if not files:
         raise ConfigError(f"no text in {', '.join(paths)}" + (f" (--glob {pattern!r})" if pattern != "*" else ""))
-    return Text(files)
+    return TextCorpus(files)
 
 
-def standard_library() -> Text:
-    """The sources of this Python's own standard library."""
+def standard_library() -> TextCorpus:
+    """The source files of this Python's standard library."""
     root = Path(sysconfig.get_paths()["stdlib"])
     paths = [path for path in _below(root, "*.py") if not STANDARD_LIBRARY_SKIPS & set(path.relative_to(root).parts)]
     if not paths:
         raise ConfigError(
-            f"this Python ({sys.executable}) comes without the sources of its standard library: name text files or "
+            f"this Python ({sys.executable}) has no sources of its standard library: name text files or "
             "folders to train on, as in `shardwise train notes.txt src/`"
         )
-    return Text([TextFile(path, path.relative_to(root).as_posix()) for path in paths], "Python's standard library, ")
+    return TextCorpus(
+        [TextFile(path, path.relative_to(root).as_posix()) for path in paths], "Python's standard library, "
+    )
 
 
 def _text_files(path: Path, pattern: str) -> Iterator[TextFile]:
-    """A file by its name; of a folder, in the order of names, all that match and are text."""
+    """A single file, or the matching text files of a folder in the order of their names."""
     if not path.exists():
         raise ConfigError(f"there is no file or folder {str(path)!r}")
     if not path.is_dir():
@@ -179,7 +181,7 @@ def _text_files(path: Path, pattern: str) -> Iterator[TextFile]:
 
 
 def _below(root: Path, pattern: str) -> list[Path]:
-    """Files below `root`, sorted; nothing hidden, and no compiled Python."""
+    """The files below `root`, sorted, without hidden files and compiled Python."""
     try:
         found = [path for path in root.rglob(pattern) if path.is_file()]
     except (OSError, ValueError, NotImplementedError) as error:
@@ -191,12 +193,12 @@ def _is_hidden(part: str) -> bool:
     return part.startswith(".") or part == "__pycache__"
 
 
-def _tokens(paths: Sequence[str], vocabulary: int | None) -> Tokens:
+def _tokens(paths: Sequence[str], vocabulary: int | None) -> TokenCorpus:
     path = Path(paths[0])
     if len(paths) > 1:
-        raise ConfigError(f"{path} is a file of tokens: give it alone, not beside {len(paths) - 1} other path(s)")
+        raise ConfigError(f"{path} is a token file: give it alone, without the {len(paths) - 1} other path(s)")
     if vocabulary is None:
-        raise ConfigError(f"{path} is a file of tokens: say how many different ones there are, --vocab N")
+        raise ConfigError(f"{path} is a token file: give its vocabulary size, --vocab N")
     if path.suffix == ".bin" and vocabulary > MOST_IN_BIN:
         raise ConfigError(
             f"{path}: a .bin file holds 16-bit tokens, at most {MOST_IN_BIN} different ones, and --vocab is "
@@ -210,5 +212,5 @@ def _tokens(paths: Sequence[str], vocabulary: int | None) -> Tokens:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read as tokens: {error}") from None
     if array.ndim != 1 or array.dtype.kind not in "ui":
-        raise ConfigError(f"{path}: expected one row of whole numbers, found {array.ndim}-D {array.dtype}")
-    return Tokens(path, array, vocabulary)
+        raise ConfigError(f"{path}: expected a 1-D array of integers, found {array.ndim}-D {array.dtype}")
+    return TokenCorpus(path, array, vocabulary)

@@ -1,4 +1,4 @@
-"""The output folder: what lies where, whose run it is, and whether it is finished."""
+"""The output folder of a run: its files, which run it contains, and whether that run is finished."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from shardwise.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Folder:
-    """A run's folder. Only rank 0 writes to it, checkpoints and export apart."""
+class RunFolder:
+    """The folder of a run. Only rank 0 writes to it, except for checkpoints and the export."""
 
     root: Path
 
@@ -48,11 +48,11 @@ class Folder:
 
     @property
     def record(self) -> Path:
-        """What the run is: its identity and, once it is done, the number of its steps."""
+        """The file with the identity of the run and, once it is finished, the number of its steps."""
         return self.root / "run.json"
 
     def open(self) -> None:
-        """Make the folder, and see that files can be written there."""
+        """Create the folder and check that it is writable."""
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.root):
@@ -61,7 +61,7 @@ class Folder:
             raise ConfigError(f"--out {self.root}: cannot be written to: {error.strerror}") from None
 
     def clear(self) -> None:
-        """Remove what earlier runs made here, and nothing else."""
+        """Remove the files of earlier runs, and no others."""
         if not self.record.is_file():
             return
         for path in (self.checkpoints, self.export, self.root / "tensorboard"):
@@ -75,25 +75,25 @@ class Folder:
         return any(self.checkpoints.glob("[!.]*/manifest.json"))
 
     def finished_steps(self) -> int:
-        """The steps of a run that was finished here, to the last file; 0 if there is none."""
+        """The steps of the finished run in this folder; 0 if there is none."""
         return int(self._read().get("finished_steps", 0))
 
     def check(self, identity: dict[str, Any], resume: Path | None = None) -> None:
-        """Refuse to go on with the run of another model or other data, or one that began elsewhere."""
+        """Raise a ConfigError if the folder contains a run of another model or other data, or with another --resume."""
         found = self._read()
         if "identity" not in found or not self.has_checkpoint:
             return
         check_identity(found["identity"], identity, str(self.root))
-        if resume is not None and _place(resume) not in (found.get("resume"), _place(self.checkpoints)):
+        if resume is not None and _absolute(resume) not in (found.get("resume"), _absolute(self.checkpoints)):
             raise ConfigError(
-                f"--resume {resume}: {self.root} has checkpoints of its own, which would be taken instead: "
+                f"--resume {resume}: {self.root} has checkpoints of its own, which would be used instead: "
                 "start over with --fresh, or give another --out"
             )
 
     def write_record(self, identity: dict[str, Any], resume: Path | None = None, finished_steps: int = 0) -> None:
-        """`resume` is kept so that the same command goes on: its --resume has been obeyed."""
-        began = _place(resume) if resume is not None else self._read().get("resume")
-        text = json.dumps({"identity": identity, "resume": began, "finished_steps": finished_steps}, indent=1)
+        """Write the record. It contains `resume`, so that the same command continues instead of starting again."""
+        source = _absolute(resume) if resume is not None else self._read().get("resume")
+        text = json.dumps({"identity": identity, "resume": source, "finished_steps": finished_steps}, indent=1)
         new = self.record.with_suffix(".new")
         new.write_text(text)
         os.replace(new, self.record)
@@ -108,12 +108,12 @@ class Folder:
         return found if isinstance(found, dict) else {}
 
 
-def _place(path: Path) -> str:
+def _absolute(path: Path) -> str:
     return str(path.absolute())
 
 
 def check_identity(found: dict[str, Any], wanted: dict[str, Any], where: str) -> None:
-    """A ConfigError that names what differs: a dimension of the model, the data, or the seed."""
+    """Raise a ConfigError that names what differs: a dimension of the model, the data, or the seed."""
     advice = "give another --out, or start over with --fresh"
     for key, value in wanted["model"].items():
         if (there := found["model"].get(key)) != value:

@@ -7,11 +7,11 @@ import torch
 from shardwise.models.built_in import Batch
 from shardwise.planning.dry_run import Scenario, Untraceable, dry_run
 from shardwise.planning.kernels import CPU, cuda
-from shardwise.train.job import Job
+from shardwise.train.job import TrainJob
 from shardwise.train.model import LanguageModel
 
 
-def foresee(job: Job, device: torch.device) -> int | None:
+def foresee(job: TrainJob, device: torch.device) -> int | None:
     """The peak of a rank's tensors in a step; None if a dry run is not possible (states on the disk).
 
     It needs no other rank. Its only side effect is on the state of torch's random numbers.

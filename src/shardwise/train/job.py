@@ -1,10 +1,11 @@
-"""What was asked for, checked as far as it can be without a process group, and worked out for a number of ranks.
+"""`TrainJob`: the options of a run, checked and resolved for a number of ranks, without torch or a process group.
 
-Whatever is wrong is a ConfigError here, before anything is started. Nothing here needs torch.
+Wrong options raise a ConfigError here, before any process starts.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,23 +14,24 @@ from shardwise.config import Config
 from shardwise.config.sections import Batch, Gradients, OptimizerSection, Precision
 from shardwise.errors import ConfigError
 from shardwise.train.corpus import Corpus, open_corpus
-from shardwise.train.data import Windows, split
-from shardwise.train.options import Options
-from shardwise.train.order import Share
+from shardwise.train.data import BatchShare, Windows, split
+from shardwise.train.options import TrainOptions
 from shardwise.train.shape import Shape, shape_of
 
 DEFAULT_BATCH = 16
 DEFAULT_CLIP = 1.0
 DEFAULT_RATE = 4e-3
-"""For the small models that people begin with; larger ones want less."""
-WIDE = 256
+"""For hidden widths up to 128; it falls with the width of larger models."""
+RATE_WIDTH = 128
+RATE_FLOOR = 0.1
+"""Where the decay ends, as a part of the highest rate."""
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainJob:
     """A run for `world_size` ranks."""
 
-    options: Options
+    options: TrainOptions
     world_size: int
     corpus: Corpus
     shape: Shape
@@ -50,17 +52,17 @@ class Job:
     def tokens_per_step(self) -> int:
         return self.batch * self.shape.context
 
-    def share(self, rank: int) -> Share:
-        return Share(self.batch, self.config.batch.accumulation, rank, self.world_size)
+    def share(self, rank: int) -> BatchShare:
+        return BatchShare(self.batch, self.config.batch.accumulation, rank, self.world_size)
 
     @cached_property
     def windows(self) -> tuple[Windows, Windows]:
-        """To train on, and to validate with."""
+        """The windows for training, and those for validation."""
         return split(self.corpus, self.shape.context, self.options.data.held_out)
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """What must be the same for a checkpoint to be gone on with: the model, and the order of its samples."""
+        """What a checkpoint must match to be resumed: the model, and the data with its order."""
         return {
             "model": self.shape.model_dump(),
             "data": {
@@ -77,29 +79,29 @@ class Job:
 
     @property
     def rate(self) -> float:
-        """The highest learning rate: as asked, or the smaller the wider the model is."""
-        return self.options.updates.lr or DEFAULT_RATE * min(1.0, WIDE / 2 / self.shape.hidden)
+        """The highest learning rate: as given, else smaller for wider models."""
+        return self.options.updates.lr or DEFAULT_RATE * min(1.0, RATE_WIDTH / self.shape.hidden)
 
     def is_due(self, what: str, step: int) -> bool:
-        """Whether to `log`, `eval` or `save` after `step` steps. The last step always is."""
-        asked = getattr(self.options.intervals, what)
+        """Whether to `log`, `eval` or `save` after `step` steps: always after the last one."""
+        asked = getattr(self.options.intervals, f"{what}_every")
         least, parts = {"log": (10, 10), "eval": (1000, 5), "save": (1000, 4)}[what]
         every = asked if asked is not None else max(1, min(least, self.steps // parts))
         return step == self.steps or (every > 0 and step % every == 0)
 
 
-def prepare(options: Options, world_size: int) -> Job:
-    """Open the corpus, work out model, batch and configuration."""
+def prepare(options: TrainOptions, world_size: int) -> TrainJob:
+    """Open the corpus and resolve model, batch and configuration."""
     data, model = options.data, options.model
     config = _config(options, world_size)
     corpus = open_corpus(data.paths, data.glob, data.vocab)
     shape = shape_of(model.size, corpus.vocabulary, **model.model_dump(exclude={"size"}))
-    job = Job(options, world_size, corpus, shape, config)
-    job.windows  # noqa: B018  # too little text is said now
+    job = TrainJob(options, world_size, corpus, shape, config)
+    job.windows  # noqa: B018  # raises now if there is too little text
     return job
 
 
-def _config(options: Options, world_size: int) -> Config:
+def _config(options: TrainOptions, world_size: int) -> Config:
     placing = options.placing
     loaded = Config.load(placing.config)
     sections = {name: getattr(loaded, name) for name in Config.model_fields}
@@ -116,8 +118,8 @@ def _config(options: Options, world_size: int) -> Config:
     return Config(**sections)
 
 
-def _batch(options: Options, config: Config, world_size: int) -> Batch:
-    """The whole triple. What the command line leaves open is the file's; what both do is the next multiple of 16."""
+def _batch(options: TrainOptions, config: Config, world_size: int) -> Batch:
+    """All three sizes: from the command line, else from the file, else a batch of at least 16 that the ranks divide."""
     asked = options.updates
     if asked.batch is None and asked.accumulate is None:
         sizes = config.batch.resolve(world_size)
@@ -132,3 +134,16 @@ def _batch(options: Options, config: Config, world_size: int) -> Batch:
             + (f"{smaller} or {larger}" if smaller else str(larger))
         )
     return Batch(accumulation=sizes.accumulation, micro_batch_size=total // least, global_batch_size=total)
+
+
+def rate_factor(step: int, *, steps: int, warmup: int, schedule: str) -> float:
+    """The learning rate of update `step` (from 0) as a factor of the highest: a linear warm-up, then the schedule.
+
+    >>> [round(rate_factor(step, steps=12, warmup=2, schedule="cosine"), 2) for step in (0, 1, 2, 7, 11)]
+    [0.5, 1.0, 1.0, 0.55, 0.12]
+    """
+    if step < warmup:
+        return (step + 1) / warmup
+    done = min(1.0, (step - warmup) / max(1, steps - warmup))
+    left = {"cosine": (1 + math.cos(math.pi * done)) / 2, "linear": 1 - done, "constant": 1.0}[schedule]
+    return RATE_FLOOR + (1 - RATE_FLOOR) * left

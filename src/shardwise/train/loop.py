@@ -1,7 +1,7 @@
-"""The loop: train, look, save; leave when asked.
+"""The training loop: train, validate, log, save, and stop on a signal.
 
-What is decided together: whether to stop, after every step (a signal may reach one rank only), and the figures, when
-they are wanted. Nothing else makes a rank wait for the others, but the engine's own collectives.
+Besides the engine's own collectives there are two: before every step the ranks agree whether to stop, since a signal
+may reach only one of them, and when metrics are due they average them.
 """
 
 from __future__ import annotations
@@ -16,80 +16,78 @@ import torch
 
 from shardwise.comm.comm import Comm
 from shardwise.engine.engine import Engine
-from shardwise.train.data import Loader, validation_batches
-from shardwise.train.folder import Folder
-from shardwise.train.job import Job
-from shardwise.train.memory import Trace, Watch, held
-from shardwise.train.metrics import Metrics, Pending, Row
-from shardwise.train.order import Indices
+from shardwise.train.data import Indices, SampleLoader, validation_batches
+from shardwise.train.folder import RunFolder
+from shardwise.train.job import TrainJob
+from shardwise.train.memory import MemoryTrace, StepWatch, memory_in_use
+from shardwise.train.metrics import MetricsFiles, PendingMetrics, StepMetrics
 from shardwise.train.screen import Screen
 
 WATCHED = 2
-"""The last steps are taken under observation, and the very last one is what the report shows."""
+"""The memory of the last steps is measured; the report shows that of the very last one."""
 
 
-class Here(Protocol):
-    """What the loop asks of a place."""
+class ProcessState(Protocol):
+    """What the loop needs to know about the process it runs in."""
 
     @property
     def device(self) -> torch.device: ...
 
     @property
-    def stop(self) -> bool: ...
+    def stop_requested(self) -> bool: ...
 
 
 @dataclass
-class Loop:
-    """A run under way."""
+class TrainLoop:
+    """A run on one rank. Rank 0 has `metrics`."""
 
-    job: Job
-    here: Here
+    job: TrainJob
+    process: ProcessState
     comm: Comm
     engine: Engine
-    loader: Loader
+    loader: SampleLoader
     screen: Screen
-    metrics: Metrics | None
+    metrics: MetricsFiles | None
 
     def __post_init__(self) -> None:
         self.step = 0
         self.elapsed_s = 0.0
-        self.trace: Trace | None = None
-        self.foreseen_bytes: int | None = None
-        self._pending = Pending()
+        self.trace: MemoryTrace | None = None
+        self._pending = PendingMetrics()
         self._mark_s = time.perf_counter()
         self._speed = 0.0
         self._saved_step = 0
 
     def resume(self, state: dict[str, float]) -> None:
-        """Go on where a checkpoint was made."""
+        """Continue from the state of a checkpoint."""
         self.step = self._saved_step = int(state["step"])
         self.loader.taken = int(state["taken"])
         self.elapsed_s = float(state["elapsed_s"])
 
     def train(self) -> bool:
-        """Take the steps that are left; whether all were taken, or a signal came before."""
+        """Train the remaining steps. False if a signal stopped the loop before the last one."""
         self.screen.start(self.step, self.job.steps)
         self._mark_s = time.perf_counter()
         try:
             with contextlib.ExitStack() as stack:
                 watch = None
-                while self.step < self.job.steps and not self._is_asked_to_stop():
+                while self.step < self.job.steps and not self._agree_to_stop():
                     if watch is None and self.step >= self.job.steps - WATCHED:
-                        self._flush()  # the clock leaves out what is watched
-                        self.engine.finish_save()  # and memory, what is being saved
-                        watch = stack.enter_context(Watch(self.engine))
-                    self._take_step(watch)
+                        self._flush()  # measuring slows steps down: keep them out of the speed
+                        self.engine.finish_save()  # and keep the buffers of a save out of the measured memory
+                        watch = stack.enter_context(StepWatch(self.engine))
+                    self._train_step(watch)
                     self._after_step()
         finally:
             self.screen.stop()
         self._flush()
         if self.step > self._saved_step:
             self.save(blocking=True)
-        self.engine.finish_save()  # one that was begun at this very step
+        self.engine.finish_save()  # a save that started after this step
         return self.step >= self.job.steps
 
     def evaluate(self) -> float:
-        """The mean loss of the windows held out."""
+        """The mean loss over the validation windows."""
         self.engine.eval()
         total = torch.zeros(2, dtype=torch.float64)
         samples = self.job.options.intervals.eval_samples
@@ -103,11 +101,11 @@ class Loop:
         return float(loss_sum / count)
 
     def save(self, blocking: bool) -> None:
-        """A checkpoint of everything, this loop's place included."""
+        """Save a checkpoint, with the position of this loop."""
         state = {"step": self.step, "taken": self.loader.taken, "elapsed_s": self.elapsed_s}
         outputs = self.job.options.outputs
         self.engine.save(
-            Folder(outputs.out).checkpoints,
+            RunFolder(outputs.out).checkpoints,
             tag=f"step-{self.step}",
             blocking=blocking,
             state=state | {"identity": self.job.identity},
@@ -115,8 +113,8 @@ class Loop:
         )
         self._saved_step = self.step
 
-    def _take_step(self, watch: Watch | None) -> None:
-        losses = torch.zeros((), device=self.here.device)
+    def _train_step(self, watch: StepWatch | None) -> None:
+        losses = torch.zeros((), device=self.process.device)
         phase = watch.phase if watch is not None else _no_phase
         with watch.step() if watch is not None else contextlib.nullcontext() as trace:
             for batch in self.loader.step():
@@ -143,11 +141,11 @@ class Loop:
         elif job.is_due("log", step):
             self._flush()
         if job.is_due("save", step) and step < job.steps:
-            self._flush()  # the files must not fall behind the checkpoint
+            self._flush()  # the metrics files must reach the step of the checkpoint
             self.save(blocking=False)
 
     def _flush(self, validate: bool = False) -> None:
-        """Bring the figures of the steps since the last time together. A collective."""
+        """Average, write and show the metrics of the steps since the last flush. A collective."""
         count = len(self._pending)
         if not count:
             return
@@ -156,11 +154,11 @@ class Loop:
         seconds = time.perf_counter() - self._mark_s
         self.elapsed_s += seconds
         val_loss = self.evaluate() if validate else None
-        memory = self.comm.share(torch.tensor(held(self.here.device))).amax(0).tolist()
+        memory = self.comm.share(torch.tensor(memory_in_use(self.process.device))).amax(0).tolist()
         if self.trace is None or not self._speed:
             self._speed = round(count * self.job.tokens_per_step / max(seconds, 1e-9), 1)
         rows = [
-            Row(
+            StepMetrics(
                 step=(step := self.step - count + 1 + index),
                 tokens=step * self.job.tokens_per_step,
                 loss=losses[index],
@@ -180,15 +178,15 @@ class Loop:
         self.screen.show(rows[-1], left_s)
         self._mark_s = time.perf_counter()
 
-    def _is_asked_to_stop(self) -> bool:
-        return bool(self.comm.share(torch.tensor([int(self.here.stop)])).any())
+    def _agree_to_stop(self) -> bool:
+        return bool(self.comm.share(torch.tensor([int(self.process.stop_requested)])).any())
 
     def _rate(self) -> float:
         assert self.engine.optimizer is not None
         return float(self.engine.optimizer.param_groups[0]["lr"])
 
     def _move(self, batch: Indices) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = torch.from_numpy(batch).to(self.here.device)
+        rows = torch.from_numpy(batch).to(self.process.device)
         return rows[:, :-1], rows[:, 1:]
 
 

@@ -1,4 +1,4 @@
-"""Memory seen from outside: what the process has now, and what one whole step is made of, moment by moment."""
+"""Memory measured from outside: of the process, and of one whole step by kind and time."""
 
 from __future__ import annotations
 
@@ -6,38 +6,25 @@ import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from shardwise.engine.engine import Engine
+from shardwise.machine.memory import process_memory
 from shardwise.observe.analyzer import MemoryAnalyzer
 
 
-def held(device: torch.device) -> tuple[int, int]:
-    """Bytes now and at most: of torch's allocator on a GPU, of the whole process on the CPU."""
+def memory_in_use(device: torch.device) -> tuple[int, int]:
+    """Bytes now and at the peak: of torch's allocator on a GPU, of the whole process on the CPU."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return _from_resource()
-    sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.startswith(("VmRSS", "VmHWM"))}
-    return sizes["VmRSS"], sizes["VmHWM"]
-
-
-def _from_resource() -> tuple[int, int]:
-    import resource
-    import sys
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return peak, peak
+    return process_memory()
 
 
 @dataclass
-class Trace:
-    """One step in short intervals: when each ended, and the bytes by kind at its highest moment."""
+class MemoryTrace:
+    """One step in short intervals: when each ended, and the bytes by kind at its peak."""
 
     times_s: list[float] = field(default_factory=list)
     kinds: list[dict[str, int]] = field(default_factory=list)
@@ -49,24 +36,24 @@ class Trace:
 
     @property
     def at_peak(self) -> dict[str, int]:
-        """Bytes by kind at the highest moment of all."""
+        """Bytes by kind at the peak of the step."""
         return max(self.kinds, key=lambda kinds: sum(kinds.values()))
 
 
-class Watch:
-    """Watches steps of an engine, all ranks alike.
+class StepWatch:
+    """Measures the memory of steps of an engine, on every rank.
 
-    The optimizer's state is told apart when the optimizer runs, so a step before the one that counts is watched too.
+    The optimizer's state gets its label when the optimizer runs, so watch one step before the step that counts.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._model = engine.module
         self._analyzer = MemoryAnalyzer(engine)
         self._handles: list[Any] = []
-        self._trace: Trace | None = None
+        self._trace: MemoryTrace | None = None
         self._started_s = 0.0
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> StepWatch:
         self._analyzer.start()
         for module in self._model.modules():
             if next(module.parameters(recurse=False), None) is not None:
@@ -81,10 +68,10 @@ class Watch:
         self._analyzer.stop()
 
     @contextlib.contextmanager
-    def step(self) -> Iterator[Trace]:
-        """One step; what it yields is complete when it ends."""
+    def step(self) -> Iterator[MemoryTrace]:
+        """Watch one step. The trace is complete when the context ends."""
         self._analyzer.record("before the step")
-        trace = self._trace = Trace()
+        trace = self._trace = MemoryTrace()
         self._started_s = time.perf_counter()
         yield trace
         self._note()

@@ -1,4 +1,4 @@
-"""Figures of every step: kept on the device until they are wanted, averaged over ranks, written to files."""
+"""The metrics of every step: collected on the device, averaged over the ranks when needed, written to files."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from shardwise.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Row:
-    """One step, over all ranks. Memory is that of the rank that has most."""
+class StepMetrics:
+    """One step, over all ranks. Memory is that of the rank that uses most."""
 
     step: int
     tokens: int
@@ -32,11 +32,11 @@ class Row:
     time_s: float
 
 
-COLUMNS = tuple(field.name for field in dataclasses.fields(Row))
+COLUMNS = tuple(field.name for field in dataclasses.fields(StepMetrics))
 
 
-class Pending:
-    """Losses and norms of steps whose values nobody has asked for yet: asking makes the host wait for the device."""
+class PendingMetrics:
+    """Losses and norms of recent steps, still on the device: reading them makes the host wait for it."""
 
     def __init__(self) -> None:
         self._losses: list[torch.Tensor] = []
@@ -52,15 +52,15 @@ class Pending:
         self.rates.append(rate)
 
     def take(self, comm: Comm) -> tuple[list[float], list[float]]:
-        """Losses, averaged over the ranks in rank order, and norms of these steps. A collective."""
+        """Read and clear: the losses, averaged over the ranks in rank order, and the norms. A collective."""
         losses = comm.share(torch.stack(self._losses).double().cpu()).mean(0)
         norms = torch.stack(self._norms).double().cpu()
         self._losses, self._norms, self.rates = [], [], []
         return losses.tolist(), norms.tolist()
 
 
-class Metrics:
-    """The rows of a run so far, and the files they are in. Going on after `step` forgets what came later."""
+class MetricsFiles:
+    """The metrics of a run so far, and their files. Continuing after `step` drops later rows."""
 
     def __init__(self, folder: Path, step: int, tensorboard: bool = False) -> None:
         self._lines, self._table = folder / "metrics.jsonl", folder / "metrics.csv"
@@ -69,7 +69,7 @@ class Metrics:
         self._lines.write_text("".join(map(_line, self.rows)))
         self._table.write_text(",".join(COLUMNS) + "\n" + "".join(map(_record, self.rows)))
 
-    def add(self, rows: list[Row]) -> None:
+    def add(self, rows: list[StepMetrics]) -> None:
         self.rows += rows
         for path, form in ((self._lines, _line), (self._table, _record)):
             with path.open("a") as file:
@@ -82,19 +82,19 @@ class Metrics:
             self._board.flush()
 
 
-def read(path: Path) -> list[Row]:
-    """The rows of a file of JSON lines; a last line that was cut off by a crash is left out."""
+def read(path: Path) -> list[StepMetrics]:
+    """The rows of a file of JSON lines, without a last line that a crash cut off."""
     rows = []
     for line in path.read_text().splitlines() if path.is_file() else ():
         try:
-            rows.append(Row(**json.loads(line)))
+            rows.append(StepMetrics(**json.loads(line)))
         except (ValueError, TypeError):
             break
     return rows
 
 
 def check_tensorboard() -> Any:
-    """TensorBoard's writer, or one clear message."""
+    """TensorBoard's writer class. Raises a ConfigError if the package is missing."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
@@ -106,11 +106,11 @@ def _board(folder: Path, step: int) -> Any:
     return check_tensorboard()(str(folder), purge_step=step + 1)
 
 
-def _line(row: Row) -> str:
+def _line(row: StepMetrics) -> str:
     return json.dumps(dataclasses.asdict(row)) + "\n"
 
 
-def _record(row: Row) -> str:
+def _record(row: StepMetrics) -> str:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerow("" if v is None else v for v in dataclasses.astuple(row))
     return text.getvalue()

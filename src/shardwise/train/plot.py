@@ -1,4 +1,4 @@
-"""A run as one picture: the loss over the steps, and the memory of a rank through one of them."""
+"""A run as one figure: the loss over the steps, and the memory of a rank during one step."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.plotting import pyplot
-from shardwise.train.memory import Trace
-from shardwise.train.metrics import Row
+from shardwise.train.memory import MemoryTrace
+from shardwise.train.metrics import StepMetrics
 
 COLORS = {
     "weights": "#3b6fb6",
@@ -21,11 +21,11 @@ COLORS = {
 }
 DARK, RED = "#2f4b6e", "#c03030"
 NARROW = 0.1
-"""Phases that take less of a step get no name in the picture."""
+"""Phases shorter than this part of the step are not named in the figure."""
 
 
-def draw(rows: Sequence[Row], trace: Trace | None, title: str, path: Path) -> None:
-    """Write the picture to `path`; a ConfigError where matplotlib is missing."""
+def draw(rows: Sequence[StepMetrics], trace: MemoryTrace | None, title: str, path: Path) -> None:
+    """Write the figure to `path`. Raises a ConfigError if matplotlib is missing."""
     plt = pyplot()
     figure, axes = plt.subplots(1, 2, figsize=(12, 4.2), layout="constrained")
     _loss(axes[0], rows)
@@ -42,7 +42,7 @@ def draw(rows: Sequence[Row], trace: Trace | None, title: str, path: Path) -> No
     plt.close(figure)
 
 
-def _loss(axis: Any, rows: Sequence[Row]) -> None:
+def _loss(axis: Any, rows: Sequence[StepMetrics]) -> None:
     steps, losses = [row.step for row in rows], [row.loss for row in rows]
     axis.plot(steps, losses, color=DARK, alpha=0.25, linewidth=0.8)
     axis.plot(steps, smoothed(losses), color=DARK, linewidth=1.6, label="training")
@@ -57,7 +57,7 @@ def _loss(axis: Any, rows: Sequence[Row]) -> None:
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """The mean of the values around each, a fortieth of all; fewer towards the ends, and as many on either side.
+    """A centred moving average over a fortieth of the values, over fewer of them towards the ends.
 
     >>> smoothed([4.0, 2.0])
     [4.0, 2.0]
@@ -70,7 +70,7 @@ def smoothed(values: Sequence[float]) -> list[float]:
     return result
 
 
-def _step(axis: Any, trace: Trace) -> None:
+def _step(axis: Any, trace: MemoryTrace) -> None:
     kinds = [kind for kind in COLORS if any(moment.get(kind) for moment in trace.kinds)]
     times_ms = [0.0, *(1e3 * moment for moment in trace.times_s)]
     heights = [[moment.get(kind, 0) / 1e6 for moment in (trace.kinds[0], *trace.kinds)] for kind in kinds]
@@ -85,16 +85,16 @@ def _step(axis: Any, trace: Trace) -> None:
     axis.set_ylim(0, 1.2 * peak_mb)
     axis.set_xlim(times_ms[0], times_ms[-1])
     axis.set_title("memory of rank 0 in the last step, MB of tensors", loc="left", fontsize=10)
-    axis.set_xlabel("milliseconds (slower than usual: watched)", fontsize=9)
+    axis.set_xlabel("milliseconds (measuring slows the step down)", fontsize=9)
     handles, labels = axis.get_legend_handles_labels()
     axis.legend(handles[::-1], labels[::-1], fontsize=9, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
 
 
-def _memory(axis: Any, rows: Sequence[Row]) -> None:
+def _memory(axis: Any, rows: Sequence[StepMetrics]) -> None:
     steps = [row.step for row in rows]
     axis.plot(steps, [row.peak_bytes / 1e6 for row in rows], color=RED, linestyle="--", label="peak")
     axis.plot(steps, [row.memory_bytes / 1e6 for row in rows], color=DARK, label="now")
     axis.set_ylim(bottom=0)
-    axis.set_title("memory of the rank that has most (MB)", loc="left", fontsize=10)
+    axis.set_title("memory of the rank that uses most (MB)", loc="left", fontsize=10)
     axis.set_xlabel("step", fontsize=9)
     axis.legend(fontsize=9, frameon=False, loc="lower right")

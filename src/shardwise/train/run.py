@@ -1,12 +1,14 @@
-"""A run from beginning to end on one rank: what it is made of, where it goes on, what it leaves."""
+"""A run on one rank: open the folder, build the engine, resume, train; then sample, report, export and plot."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import logging
+import math
 import os
-from collections.abc import Iterable, Iterator
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,63 +19,64 @@ from shardwise.comm.comm import Comm
 from shardwise.config.build import build_scheduler
 from shardwise.engine.engine import Engine
 from shardwise.errors import ConfigError
-from shardwise.train import finish
-from shardwise.train.data import Loader
-from shardwise.train.folder import Folder, check_identity
-from shardwise.train.job import Job
-from shardwise.train.loop import Here, Loop
-from shardwise.train.metrics import Metrics
+from shardwise.train.data import SampleLoader
+from shardwise.train.folder import RunFolder, check_identity
+from shardwise.train.job import TrainJob, rate_factor
+from shardwise.train.loop import ProcessState, TrainLoop
+from shardwise.train.memory import MemoryTrace
+from shardwise.train.metrics import MetricsFiles, StepMetrics
 from shardwise.train.model import LanguageModel
-from shardwise.train.rate import factor
-from shardwise.train.screen import Screen, make_screen
+from shardwise.train.screen import Screen, duration, make_screen
 
 BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1
+SHOWN_LINES = 16
+TEMPERATURE = 0.85
+"""With less, a small model repeats itself; with more, it produces noise."""
 
 
-def run(job: Job, here: Here, comm: Comm) -> None:
-    """Train, or go on with what is there; then finish, unless a signal came."""
-    folder = Folder(job.options.outputs.out)
+def run(job: TrainJob, process: ProcessState, comm: Comm) -> None:
+    """Train from the start or from the newest checkpoint; finish unless a signal stopped the run."""
+    folder = RunFolder(job.options.outputs.out)
     _open(folder, job, comm)
     screen = make_screen(comm.rank)
-    _introduce(job, here, screen)
-    foreseen_bytes = _foresee(job, here, screen) if comm.rank == 0 else None
-    engine = build_engine(job, here)
+    _introduce(job, process, screen)
+    foreseen_bytes = _foresee(job, process, screen) if comm.rank == 0 else None
+    engine = build_engine(job, process)
     if foreseen_bytes is not None:
         engine.expect(foreseen_bytes)
     with _warnings_on(screen):
         state = _load(folder, job, engine)
-    loop = Loop(
+    loop = TrainLoop(
         job=job,
-        here=here,
+        process=process,
         comm=comm,
         engine=engine,
-        loader=Loader(job.windows[0], job.share(comm.rank), job.options.updates.seed),
+        loader=SampleLoader(job.windows[0], job.share(comm.rank), job.options.updates.seed),
         screen=screen,
         metrics=_metrics(folder, job, state) if comm.rank == 0 else None,
     )
-    loop.foreseen_bytes = foreseen_bytes
     if state is not None:
         loop.resume(state)
         screen.say("resume", f"at step {loop.step} of {job.steps}, sample {loop.loader.taken}")
     if loop.train():
-        finish.finish(loop, folder)
+        finish(loop, folder, foreseen_bytes)
     else:
-        screen.say("stopped", f"saved step {loop.step} of {job.steps} in {folder.root}; the same command goes on")
-    comm.share_object(None)  # leave together: rank 0 may still be writing
+        screen.say("stopped", f"saved step {loop.step} of {job.steps} in {folder.root}; the same command continues")
+    comm.share_object(None)  # exit together: rank 0 may still be writing
 
 
-def build_engine(job: Job, here: Here) -> Engine:
-    """Model, optimizer and schedule under the configuration."""
+def build_engine(job: TrainJob, process: ProcessState) -> Engine:
+    """An engine with the model, optimizer and schedule of the job."""
     torch.manual_seed(job.options.updates.seed)
-    with shardwise.deferred_init(device=here.device):
+    with shardwise.deferred_init(device=process.device):
         model = LanguageModel(job.shape)
     optimizer = None if job.config.optimizer is not None else functools.partial(_optimizer, rate=job.rate)
     return shardwise.initialize(model, optimizer, job.config, functools.partial(_scheduler, job))
 
 
 def _optimizer(params: Iterable[Any], rate: float) -> torch.optim.Optimizer:
-    """AdamW; vectors (norms) are not pulled to zero."""
+    """AdamW, without weight decay on vectors (norms)."""
     given = list(params)
     groups = [
         {"params": [param for param in given if param.ndim > 1], "weight_decay": WEIGHT_DECAY},
@@ -82,16 +85,16 @@ def _optimizer(params: Iterable[Any], rate: float) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=rate, betas=BETAS, fused=True)
 
 
-def _scheduler(job: Job, optimizer: torch.optim.Optimizer) -> Any:
+def _scheduler(job: TrainJob, optimizer: torch.optim.Optimizer) -> Any:
     asked = job.options.updates.schedule
     if job.config.scheduler is not None and asked is None:
         return build_scheduler(job.config.scheduler, optimizer, total_steps=job.steps)
     shape = {"steps": job.steps, "warmup": job.warmup, "schedule": asked or "cosine"}
-    return LambdaLR(optimizer, lambda step: factor(step, **shape))  # type: ignore[arg-type]  # by name
+    return LambdaLR(optimizer, lambda step: rate_factor(step, **shape))  # type: ignore[arg-type]  # by name
 
 
-def _open(folder: Folder, job: Job, comm: Comm) -> None:
-    """Rank 0 makes the folder ready, and all learn whether it could."""
+def _open(folder: RunFolder, job: TrainJob, comm: Comm) -> None:
+    """Rank 0 prepares the folder; if it cannot, all ranks raise the same ConfigError."""
     error = None
     if comm.rank == 0:
         try:
@@ -107,13 +110,13 @@ def _open(folder: Folder, job: Job, comm: Comm) -> None:
 
 
 def _is_restart() -> bool:
-    """Whether torchrun has started this process in the place of one that failed: --fresh was obeyed then."""
+    """Whether torchrun restarted this process after a failure. --fresh has then already cleared the folder."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
 @contextlib.contextmanager
 def _warnings_on(screen: Screen) -> Iterator[None]:
-    """What is logged meanwhile, such as a damaged checkpoint that is passed over, is shown: stderr is a file here."""
+    """Show logged warnings, such as one about a damaged checkpoint, on the screen: stderr goes to a file."""
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: screen.say("warning", record.getMessage())  # type: ignore[method-assign]  # one use
     logger = logging.getLogger("shardwise")
@@ -124,8 +127,8 @@ def _warnings_on(screen: Screen) -> Iterator[None]:
         logger.removeHandler(handler)
 
 
-def _load(folder: Folder, job: Job, engine: Engine) -> dict[str, Any] | None:
-    """The state of the newest checkpoint, which the engine now has; None where there is none."""
+def _load(folder: RunFolder, job: TrainJob, engine: Engine) -> dict[str, Any] | None:
+    """Load the newest checkpoint and return its state; None if there is none."""
     source = folder.checkpoints if folder.has_checkpoint else job.options.outputs.resume
     if source is None:
         return None
@@ -133,13 +136,13 @@ def _load(folder: Folder, job: Job, engine: Engine) -> dict[str, Any] | None:
     state = engine.load(source, fallback=folder.has_checkpoint)
     _keep_rate(engine, bases)
     if not isinstance(state, dict) or "identity" not in state:
-        raise ConfigError(f"{source} was not made by `shardwise train`: it does not say where in the data it was")
+        raise ConfigError(f"{source} was not made by `shardwise train`: it has no position in the data")
     check_identity(state["identity"], job.identity, str(source))
     return state
 
 
 def _keep_rate(engine: Engine, bases: list[Any]) -> None:
-    """The rate and its schedule are those that are asked for now, not those of the checkpoint."""
+    """Use the rate and schedule of this command instead of those of the checkpoint."""
     scheduler = engine.lr_scheduler
     if isinstance(scheduler, LambdaLR):
         scheduler.base_lrs = bases
@@ -147,25 +150,25 @@ def _keep_rate(engine: Engine, bases: list[Any]) -> None:
             group["lr"] = base * shape(scheduler.last_epoch)
 
 
-def _metrics(folder: Folder, job: Job, state: dict[str, Any] | None) -> Metrics:
-    return Metrics(folder.root, int(state["step"]) if state else 0, job.options.outputs.tensorboard)
+def _metrics(folder: RunFolder, job: TrainJob, state: dict[str, Any] | None) -> MetricsFiles:
+    return MetricsFiles(folder.root, int(state["step"]) if state else 0, job.options.outputs.tensorboard)
 
 
-def _foresee(job: Job, here: Here, screen: Screen) -> int | None:
+def _foresee(job: TrainJob, process: ProcessState, screen: Screen) -> int | None:
     if not job.options.placing.foresee:
         return None
     from shardwise.train.foresee import foresee
 
-    peak_bytes = foresee(job, here.device)
+    peak_bytes = foresee(job, process.device)
     if peak_bytes is not None:
         screen.say("memory", f"{peak_bytes / 2**20:.2f} MiB of tensors a rank at the peak of a step, by a dry run")
     return peak_bytes
 
 
-def _introduce(job: Job, here: Here, screen: Screen) -> None:
+def _introduce(job: TrainJob, process: ProcessState, screen: Screen) -> None:
     config, (train, validation) = job.config, job.windows
     held_out = f"{validation.count} of {train.count + validation.count} samples held out"
-    kind = "GPU" if here.device.type == "cuda" else "CPU"
+    kind = "GPU" if process.device.type == "cuda" else "CPU"
     accumulation = f" in {config.batch.accumulation} micro-batches" if config.batch.accumulation > 1 else ""
     ranks = f"{job.world_size} rank{'s' * (job.world_size > 1)}"
     screen.say("model", str(job.shape))
@@ -175,3 +178,112 @@ def _introduce(job: Job, here: Here, screen: Screen) -> None:
         f"{job.options.placing.config} on {ranks} ({kind}), {config.precision.compute}, "
         f"{job.batch} x {job.shape.context} tokens a step{accumulation}",
     )
+
+
+def finish(loop: TrainLoop, folder: RunFolder, foreseen_bytes: int | None) -> None:
+    """Write sample, report, export and plot of a finished run. All ranks call it, since it gathers weights."""
+    screen, job = loop.screen, loop.job
+    # Before sampling, whose gathers would count in the report.
+    report = f"{loop.engine.report()}\n{_observed(loop.trace, foreseen_bytes)}".rstrip()
+    text = _sample(loop)
+    _export(loop, folder)
+    if loop.metrics is None:
+        return
+    folder.report.write_text(report + "\n")
+    if text:
+        folder.sample.write_text(text + "\n")
+        screen.text("sample", "\n".join(text.splitlines()[:SHOWN_LINES]))
+    screen.text("report of rank 0", report)
+    if loop.metrics.rows:
+        _summarise(loop, loop.metrics.rows)
+        if job.options.outputs.plot:
+            _plot(loop, loop.metrics.rows, folder)
+    _list_files(folder, screen)
+    folder.write_record(job.identity, job.options.outputs.resume, finished_steps=job.steps)
+    screen.say("next", f"--steps {2 * job.steps} continues, --fresh starts over")
+
+
+def _summarise(loop: TrainLoop, rows: list[StepMetrics]) -> None:
+    last = rows[-1]
+    tokens = f"{last.tokens / 1e6:.2f} M tokens in {duration(loop.elapsed_s)}"
+    loop.screen.say("trained", f"{last.step} steps, {tokens}, {loop.loader.epoch:.2g} epochs")
+    if last.val_loss is not None:
+        bits = f", {last.val_loss / math.log(2):.2f} bits per byte" if loop.job.corpus.is_text else ""
+        loop.screen.say("loss", f"{last.loss:.3f}, validation {last.val_loss:.3f}{bits}")
+
+
+def _sample(loop: TrainLoop) -> str:
+    outputs, corpus = loop.job.options.outputs, loop.job.corpus
+    if not outputs.sample:
+        return ""
+    prompt = list(outputs.prompt.encode()) if corpus.is_text else loop.job.windows[1].corpus.read(0, 1).tolist()
+    tokens = sample(loop.engine, prompt, outputs.sample, loop.job.shape.context, loop.job.options.updates.seed)
+    return as_text(tokens, corpus.is_text)
+
+
+def _export(loop: TrainLoop, folder: RunFolder) -> None:
+    if loop.metrics is not None:
+        shutil.rmtree(folder.export, ignore_errors=True)  # the export of an earlier, shorter run
+    loop.comm.share_object(None)
+    loop.engine.export(folder.export)
+
+
+def _observed(trace: MemoryTrace | None, foreseen_bytes: int | None) -> str:
+    """The peak of the last step as an observer of live tensors measured it, independent of the engine's ledger."""
+    if trace is None:
+        return ""
+    parts = ", ".join(f"{kind} {size / 2**20:.2f}" for kind, size in trace.at_peak.items() if size >= 2**10)
+    foreseen = f" ({foreseen_bytes / 2**20:.2f} foreseen)" if foreseen_bytes is not None else ""
+    return f"measured from outside: a peak of {trace.peak_bytes / 2**20:.2f} MiB in the last step{foreseen}\n  {parts}"
+
+
+def _plot(loop: TrainLoop, rows: list[StepMetrics], folder: RunFolder) -> None:
+    from shardwise.train.plot import draw
+
+    job = loop.job
+    try:
+        draw(rows, loop.trace, f"{job.shape}; {job.options.placing.config} on {job.world_size} rank(s)", folder.plot)
+    except ConfigError as error:
+        loop.screen.say("plot", f"left out: {error}")
+
+
+def _list_files(folder: RunFolder, screen: Screen) -> None:
+    names = {
+        folder.export: "weights for Hugging Face's Llama",
+        folder.checkpoints: "to continue from",
+        folder.plot: "loss and memory",
+        folder.root / "metrics.csv": "every step (and metrics.jsonl)",
+        folder.sample: "the sample",
+        folder.report: "the report",
+    }
+    for path, what in names.items():
+        if path.exists():
+            screen.say("file", f"{path}{'/' * path.is_dir()}  {what}")
+
+
+@torch.no_grad()
+def sample(engine: Engine, prompt: Sequence[int], count: int, context: int, seed: int = 0) -> list[int]:
+    """The prompt and `count` sampled tokens, each drawn from at most `context` tokens before it. All ranks call it."""
+    device = next(engine.module.parameters()).device
+    generator = torch.Generator().manual_seed(seed)
+    tokens = list(prompt)
+    engine.eval()
+    for _ in range(count):
+        logits = engine(torch.tensor([tokens[-context:]], device=device))[0, -1]
+        probabilities = torch.softmax(logits.double().cpu() / TEMPERATURE, dim=-1)
+        tokens.append(int(torch.multinomial(probabilities, 1, generator=generator)))
+    engine.train()
+    return tokens
+
+
+def as_text(tokens: Sequence[int], is_text: bool) -> str:
+    """Tokens as text: bytes decoded, with a line end for the zero byte after a file; other tokens as numbers.
+
+    >>> as_text([104, 105, 0, 27, 106], is_text=True)
+    'hi\\n�j'
+    """
+    if not is_text:
+        return " ".join(map(str, tokens))
+    text = bytes(tokens).replace(b"\0", b"\n").decode(errors="replace")
+    # A terminal would execute control codes.
+    return "".join(char if char.isprintable() or char in "\n\t" else "\N{REPLACEMENT CHARACTER}" for char in text)

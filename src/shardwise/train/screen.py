@@ -1,4 +1,4 @@
-"""What a run shows: a live bar on a terminal, plain lines elsewhere, and nothing on ranks other than 0."""
+"""The output of a run: a live bar on a terminal, plain lines elsewhere, and nothing on ranks other than 0."""
 
 from __future__ import annotations
 
@@ -12,48 +12,48 @@ from rich.panel import Panel
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from shardwise.train.metrics import Row
+from shardwise.train.metrics import StepMetrics
 
 WIDTH = 100
 
 
 class Screen(Protocol):
-    """Where a run says what it does."""
+    """Where a run shows its progress."""
 
     def say(self, label: str, text: str) -> None:
         """A fact, under a short label."""
 
     def start(self, step: int, steps: int) -> None:
-        """Steps are about to be taken."""
+        """Training starts at `step`, of `steps`."""
 
     def advance(self, step: int) -> None:
-        """One more is done."""
+        """`step` steps are done."""
 
-    def show(self, row: Row, eta_s: float) -> None:
-        """The figures of a step."""
+    def show(self, row: StepMetrics, eta_s: float) -> None:
+        """The metrics of a step, and the time left."""
 
     def stop(self) -> None:
-        """No more steps."""
+        """Training ends or pauses."""
 
     def text(self, title: str, text: str) -> None:
-        """Several lines, as they are."""
+        """A title and several lines of text."""
 
 
-class Silent:
-    """For the ranks that do not talk."""
+class SilentScreen:
+    """No output, for ranks other than 0."""
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args: None
 
 
-class Plain:
+class PlainScreen:
     """Lines without control codes, for files and pipes."""
 
     def __init__(self) -> None:
         self._steps = 0
 
     def say(self, label: str, text: str) -> None:
-        print(f"{label:<9}{text}", file=lasting(sys.stdout), flush=True)
+        print(f"{label:<9}{text}", file=surviving(sys.stdout), flush=True)
 
     def start(self, step: int, steps: int) -> None:
         self._steps = steps
@@ -61,11 +61,11 @@ class Plain:
     def advance(self, step: int) -> None:
         pass
 
-    def show(self, row: Row, eta_s: float) -> None:
+    def show(self, row: StepMetrics, eta_s: float) -> None:
         width = len(str(self._steps))
         print(
             f"step {row.step:>{width}}/{self._steps}  {_figures(row)}  left {duration(eta_s)}",
-            file=lasting(sys.stdout),
+            file=surviving(sys.stdout),
             flush=True,
         )
 
@@ -73,11 +73,11 @@ class Plain:
         pass
 
     def text(self, title: str, text: str) -> None:
-        print(f"\n--- {title}\n{text.rstrip()}\n---\n", file=lasting(sys.stdout), flush=True)
+        print(f"\n--- {title}\n{text.rstrip()}\n---\n", file=surviving(sys.stdout), flush=True)
 
 
-class Live:
-    """A bar with the newest figures beside it."""
+class LiveScreen:
+    """A progress bar with the newest metrics beside it."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -103,7 +103,7 @@ class Live:
         if self._progress is not None:
             self._progress.update(self._task, completed=step)
 
-    def show(self, row: Row, eta_s: float) -> None:
+    def show(self, row: StepMetrics, eta_s: float) -> None:
         self._val_loss = row.val_loss if row.val_loss is not None else self._val_loss
         if self._progress is not None:
             self._progress.update(self._task, figures=_figures(row, self._val_loss))
@@ -117,8 +117,8 @@ class Live:
         self._console.print(Panel(Text(text.rstrip()), title=title, title_align="left", border_style="cyan"))
 
 
-class _Lasting:
-    """A stream that falls silent where its terminal or pipe is gone: what was trained must still be saved."""
+class _SurvivingStream:
+    """A stream that ignores write errors: if its terminal or pipe is closed, the run must still save."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -136,20 +136,20 @@ class _Lasting:
         return getattr(self._stream, name)
 
 
-def lasting(stream: TextIO) -> TextIO:
-    """The stream, but without its failures."""
-    return cast(TextIO, _Lasting(stream))
+def surviving(stream: TextIO) -> TextIO:
+    """The stream, with write errors ignored."""
+    return cast(TextIO, _SurvivingStream(stream))
 
 
 def make_screen(rank: int) -> Screen:
-    """The one that fits where we write."""
+    """The screen for a rank's standard output."""
     if rank != 0:
-        return Silent()
-    return Live(Console(file=lasting(sys.stdout))) if sys.stdout.isatty() else Plain()
+        return SilentScreen()
+    return LiveScreen(Console(file=surviving(sys.stdout))) if sys.stdout.isatty() else PlainScreen()
 
 
-def _figures(row: Row, val_loss: float | None = None) -> str:
-    """Fixed widths, so that nothing jumps about."""
+def _figures(row: StepMetrics, val_loss: float | None = None) -> str:
+    """The metrics in fixed widths, so that columns line up."""
     val_loss = row.val_loss if row.val_loss is not None else val_loss
     validated = f"  val {val_loss:.3f}" if val_loss is not None else ""
     memory = f"memory {row.memory_bytes / 1e6:.0f} MB (peak {row.peak_bytes / 1e6:.0f})"

@@ -1,4 +1,4 @@
-"""How large a model is: named sizes, and what of them is overridden."""
+"""The dimensions of the trained model: named sizes, and overrides."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardwise.errors import ConfigError
 from shardwise.sizes import format_count
 
 BYTES = 256
-"""The vocabulary of text: its bytes."""
+"""The vocabulary size of text, which is read as bytes."""
 
 
 class Shape(Section):
@@ -62,7 +62,7 @@ SIZES: dict[str, dict[str, int]] = {
 
 
 def shape_of(size: str, vocabulary: int, **given: int | None) -> Shape:
-    """A named size with some of its dimensions replaced; a ConfigError says what cannot be.
+    """A named size with some of its dimensions replaced. Raises a ConfigError for an invalid one.
 
     >>> shape_of("small", 256, layers=8).layers
     8

@@ -1,6 +1,6 @@
-"""One rank: where it computes, how it finds the others, and how its failure is told once.
+"""One rank of a run: its device, its process group, and the report of its failure.
 
-Started by `crew` as `python -m shardwise.train.worker OPTIONS`, or by torchrun through the command line.
+Started by `command` as `python -m shardwise.train.worker OPTIONS`, or by torchrun through the command line.
 """
 
 from __future__ import annotations
@@ -23,33 +23,34 @@ from torch.distributed.rendezvous import rendezvous
 
 from shardwise.comm.comm import Comm, ProcessGroupComm
 from shardwise.errors import ConfigError, ShardwiseError
-from shardwise.train import crew
-from shardwise.train.folder import Folder
-from shardwise.train.job import Job, prepare
-from shardwise.train.options import Options
+from shardwise.machine import local_ranks
+from shardwise.machine.local_ranks import FailureReport
+from shardwise.train.folder import RunFolder
+from shardwise.train.job import TrainJob, prepare
+from shardwise.train.options import TrainOptions
 from shardwise.train.run import run
 
 TIMEOUT = timedelta(minutes=30)
-LISTENING_S = 1.0
-"""How long a rank that lost the others waits for one of them to tell why."""
+LISTEN_S = 1.0
+"""How long a rank that lost its connections waits for the rank that failed to report first."""
 CONSEQUENCES = ("closed by peer", "connection", "gloo", "nccl", "timed out", "store")
 
 
 @dataclass
-class Place:
-    """This rank among the others. `stop` is set by a signal."""
+class RankProcess:
+    """The process of one rank. A signal sets `stop_requested`."""
 
     rank: int
     world_size: int
     device: torch.device
-    stop: bool = False
+    stop_requested: bool = False
 
     @classmethod
-    def of(cls, options: Options) -> Place:
+    def of(cls, options: TrainOptions) -> RankProcess:
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         wanted = options.placing.device
         if wanted == "cuda" and not torch.cuda.is_available():
-            raise ConfigError("--device cuda: torch sees no GPU here; `shardwise env` tells what is missing")
+            raise ConfigError("--device cuda: torch sees no GPU here; `shardwise env` shows what is missing")
         if wanted == "cpu" or not torch.cuda.is_available():
             return cls(rank, world_size, torch.device("cpu"))
         local = int(os.environ.get("LOCAL_RANK", rank))
@@ -58,51 +59,51 @@ class Place:
         return cls(rank, world_size, device)
 
     def watch_signals(self) -> None:
-        for number in crew.stopping():
+        for number in local_ranks.stop_signals():
             signal.signal(number, self._on_signal)
 
     def _on_signal(self, *_: object) -> None:
-        self.stop = True
+        self.stop_requested = True
 
 
-def join(place: Place) -> Store:
-    """Start the process group, through our crew's folder or torchrun's rendezvous; the store of all ranks."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", place.world_size))
-    shared = place.device.type == "cuda" and local > torch.cuda.device_count()  # NCCL wants a GPU for each rank
-    backend = "cpu:gloo,cuda:nccl" if place.device.type == "cuda" and not shared else "gloo"
+def join(process: RankProcess) -> Store:
+    """Start the process group through the folder of local ranks or torchrun's rendezvous; returns the store."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", process.world_size))
+    shared = process.device.type == "cuda" and local > torch.cuda.device_count()  # NCCL needs one GPU per rank
+    backend = "cpu:gloo,cuda:nccl" if process.device.type == "cuda" and not shared else "gloo"
     store: Store
-    if folder := os.environ.get(crew.FOLDER):
-        store = FileStore(str(Path(folder) / "store"), place.world_size)
+    if folder := os.environ.get(local_ranks.FOLDER):
+        store = FileStore(str(Path(folder) / "store"), process.world_size)
     else:
         store, _, _ = next(iter(rendezvous("env://")))
-    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=TIMEOUT)
+    dist.init_process_group(backend, store=store, rank=process.rank, world_size=process.world_size, timeout=TIMEOUT)
     return store
 
 
-def serve(options: Options) -> NoReturn:
-    """Be one rank of a run, to the end of the process."""
+def serve(options: TrainOptions) -> NoReturn:
+    """Run one rank, then exit the process."""
     rank, code = int(os.environ["RANK"]), 0
     store: Store | None = None
     try:
-        place = Place.of(options)
-        place.watch_signals()
-        store = join(place)
+        process = RankProcess.of(options)
+        process.watch_signals()
+        store = join(process)
         comm = ProcessGroupComm(None, torch.device("cpu"))
-        run(_agreed_job(options, comm), place, comm)
+        run(_agreed_job(options, comm), process, comm)
     except ShardwiseError as error:
         code = 2
-        _tell(store, options, rank, str(error))
+        report_failure(store, options, rank, str(error))
     except BaseException as error:
         code = 1
-        _tell(store, options, rank, f"rank {rank}: {type(error).__name__}: {error}")
-    with contextlib.suppress(OSError):  # of a terminal that is gone
+        report_failure(store, options, rank, f"rank {rank}: {type(error).__name__}: {error}")
+    with contextlib.suppress(OSError):  # the terminal may be closed
         sys.stdout.flush()
         sys.stderr.flush()
-    os._exit(code)  # other ranks may be gone: do not wait for them in destructors
+    os._exit(code)  # destructors would wait for ranks that may have exited
 
 
-def _agreed_job(options: Options, comm: Comm) -> Job:
-    """Every rank looks at its own machine; if one finds something wrong, all say the same."""
+def _agreed_job(options: TrainOptions, comm: Comm) -> TrainJob:
+    """Prepare the job on every rank. If one rank finds an error, all ranks raise the same."""
     job, error = None, None
     try:
         job = prepare(options, comm.world_size)
@@ -118,32 +119,37 @@ def _agreed_job(options: Options, comm: Comm) -> Job:
     return job
 
 
-def _tell(store: Store | None, options: Options, rank: int, message: str) -> None:
-    """Say what went wrong if nobody has; the traceback goes to a file."""
+def report_failure(
+    store: Store | None, options: TrainOptions, rank: int, message: str, listen_s: float = LISTEN_S
+) -> None:
+    """Report the exception being handled to the parent or, under torchrun, print it on the first rank that fails.
+
+    The traceback goes to a file.
+    """
     error = sys.exception()
     is_consequence = isinstance(error, RuntimeError) and any(word in str(error).lower() for word in CONSEQUENCES)
     if not isinstance(error, ShardwiseError):
-        path = Folder(options.outputs.out).error(rank)
+        path = RunFolder(options.outputs.out).error(rank)
         with contextlib.suppress(OSError):
             path.write_text(traceback.format_exc())
             message += f" (traceback: {path})"
     if options.debug:
         message += "\n" + traceback.format_exc()
-    if folder := os.environ.get(crew.FOLDER):
-        crew.LastWords.write(Path(folder), rank, message, is_consequence)
+    if folder := os.environ.get(local_ranks.FOLDER):
+        FailureReport.write(Path(folder), rank, message, is_consequence)
         return
     if is_consequence:
-        time.sleep(LISTENING_S)
+        time.sleep(listen_s)
     if store is None or _is_first(store, rank):
         print(f"error: {message}", file=sys.stderr, flush=True)
 
 
 def _is_first(store: Store, rank: int) -> bool:
-    with contextlib.suppress(Exception):  # the store may be gone with its rank
+    with contextlib.suppress(Exception):  # the store may have ended with its rank
         return bool(store.compare_set("shardwise/train/error", "", str(rank)) == str(rank).encode())
     return True
 
 
 if __name__ == "__main__":
-    crew.leave_with_parent()
-    serve(Options.model_validate_json(sys.argv[1]))
+    local_ranks.stop_with_parent()
+    serve(TrainOptions.model_validate_json(sys.argv[1]))

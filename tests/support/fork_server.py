@@ -1,13 +1,13 @@
-"""Python processes that are there at once: forked from one that has imported torch already.
+"""Python processes that start at once, because they are forked from a server that has imported torch.
 
-Importing torch and its compiler takes a process several seconds of CPU, more than most tests need. The *nursery* does
-it once, in a process of its own that is started at the first use and ends with pytest::
+Importing torch and its compiler takes several seconds of CPU, more than most tests need. The *fork server* does it
+once, in its own process, which starts at the first use and ends with pytest::
 
-    pytest ── command, environment, files ──▶ nursery ── fork ──▶ a process, as if started as `python ...`
-       ◀────────── pid (from the process), exit code (from the nursery) ──────────
+    pytest ── command, environment, files ──▶ fork server ── fork ──▶ a process, as if started as `python ...`
+       ◀────────── pid (from the process), exit code (from the fork server) ──────────
 
-A `Forked` stands for a `subprocess.Popen` of `python -m MODULE ...` or `python SCRIPT ...`. What a new interpreter
-alone shows, such as what an import costs, is for subprocess.
+A `Forked` replaces a `subprocess.Popen` of `python -m MODULE ...` or `python SCRIPT ...`. Tests of what a new
+interpreter does, such as the time of an import, use subprocess.
 """
 
 import array
@@ -33,15 +33,15 @@ from pathlib import Path
 from typing import Any
 
 IMPORTS = ("torch", "torch._dynamo", "torch.distributed", "numpy", "pytest", "shardwise", "shardwise.engine.engine")
-START = "from support.nursery import main; main()"
+START = "from support.fork_server import main; main()"
 MESSAGE_BYTES = 1 << 17
 PR_SET_PDEATHSIG = 1
-ABOVE_ALL = 300  # a number that no file of these processes has
+ABOVE_ALL = 300  # above every descriptor of these processes
 
 
 @dataclass(frozen=True)
 class Request:
-    """A process to be: its words after `python`, and under which numbers it has the files that come along."""
+    """A process to start: its arguments after `python`, and the descriptor numbers of the files sent along."""
 
     words: list[str]
     env: dict[str, str]
@@ -50,7 +50,7 @@ class Request:
 
 
 class Forked:
-    """A process of the nursery, to be used as a `subprocess.Popen` that was started in a new session."""
+    """A process of the fork server, with the interface of a `subprocess.Popen` that started in a new session."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Forked:
         with open(os.devnull) as nothing:
             files = {0: nothing.fileno(), 1: output, 2: errors, **{number: number for number in pass_fds}}
             request = Request(words, dict(os.environ if env is None else env), str(cwd or os.getcwd()), list(files))
-            self.pid = nursery().ask(request, [theirs, *files.values()])
+            self.pid = fork_server().ask(request, [theirs, *files.values()])
         os.close(theirs)
 
     def poll(self) -> int | None:
@@ -92,8 +92,8 @@ class Forked:
 
     def _look(self, timeout_s: float | None) -> int | None:
         if self.returncode is None and select.select([self._status], [], [], timeout_s)[0]:
-            told = os.read(self._status, 64)
-            self.returncode = int(told) if told else -signal.SIGKILL  # the nursery is gone, and with it its processes
+            code = os.read(self._status, 64)
+            self.returncode = int(code) if code else -signal.SIGKILL  # the fork server died, and its processes with it
             os.close(self._status)
         return self.returncode
 
@@ -102,8 +102,8 @@ def _number(file: Any, default: int) -> int:
     return default if file is None else file if isinstance(file, int) else file.fileno()
 
 
-class Nursery:
-    """pytest's side."""
+class ForkServer:
+    """pytest's side of the server."""
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -125,10 +125,10 @@ class Nursery:
 
     def ask(self, request: Request, files: Sequence[int]) -> int:
         self._socket.sendmsg([pickle.dumps(request)], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))])
-        told = self._socket.recv(64)
-        if not told:
-            raise RuntimeError(f"the nursery ended with exit code {self._process.wait()}")
-        return int(told)
+        pid = self._socket.recv(64)
+        if not pid:
+            raise RuntimeError(f"the fork server ended with exit code {self._process.wait()}")
+        return int(pid)
 
     def close(self) -> None:
         self._socket.close()
@@ -137,18 +137,18 @@ class Nursery:
 
 
 @functools.cache
-def nursery() -> Nursery:
-    """The one of this process, started at its first use."""
-    return Nursery()
+def fork_server() -> ForkServer:
+    """The fork server of this process, started at its first use."""
+    return ForkServer()
 
 
-def close_nursery() -> None:
-    if nursery.cache_info().currsize:
-        nursery().close()
-        nursery.cache_clear()
+def close_fork_server() -> None:
+    if fork_server.cache_info().currsize:
+        fork_server().close()
+        fork_server.cache_clear()
 
 
-# The nursery's side
+# The server's side
 
 
 def main() -> None:
@@ -161,17 +161,17 @@ def main() -> None:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()
-    born = serve(asked)
-    if born is None:
+    forked = serve(asked)
+    if forked is None:
         os._exit(0)
-    request, files = born
+    request, files = forked
     asked.close()
-    settle(request, files)
+    set_up(request, files)
     run(request.words)
 
 
 def serve(asked: socket.socket) -> tuple[Request, list[int]] | None:
-    """Answer until there is nobody to ask; in a process that was made for it, its request and its files."""
+    """Fork a process per request until pytest closes the socket. In a forked process: its request and its files."""
     ended, wake = os.pipe()
     for number in (ended, wake):
         os.set_blocking(number, False)
@@ -182,7 +182,7 @@ def serve(asked: socket.socket) -> tuple[Request, list[int]] | None:
         ready = select.select([asked, ended], [], [])[0]
         if ended in ready:
             os.read(ended, 4096)
-            tell_ends(statuses)
+            report_exits(statuses)
         if asked not in ready:
             continue
         message, ancillary, _, _ = asked.recvmsg(MESSAGE_BYTES, socket.CMSG_SPACE(64 * array.array("i").itemsize))
@@ -199,15 +199,15 @@ def serve(asked: socket.socket) -> tuple[Request, list[int]] | None:
             for number in (ended, wake, status, *statuses.values()):
                 os.close(number)
             os.setsid()
-            asked.send(str(os.getpid()).encode())  # not before a kill of its group would find it
+            asked.send(str(os.getpid()).encode())  # after setsid: a kill of its group now finds it
             return pickle.loads(message), rest
         statuses[pid] = status
         for number in rest:
             os.close(number)
 
 
-def tell_ends(statuses: dict[int, int]) -> None:
-    """The exit code of every process that ended, to whoever started it."""
+def report_exits(statuses: dict[int, int]) -> None:
+    """Write the exit code of every process that ended to the pipe of its `Forked`."""
     with contextlib.suppress(ChildProcessError):
         while True:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -219,8 +219,8 @@ def tell_ends(statuses: dict[int, int]) -> None:
             os.close(number)
 
 
-def settle(request: Request, files: Sequence[int]) -> None:
-    """Files under their numbers, environment, folder and streams as a new process has them."""
+def set_up(request: Request, files: Sequence[int]) -> None:
+    """Give a forked process the files, environment, folder and streams of a new process."""
     high = [fcntl.fcntl(number, fcntl.F_DUPFD, ABOVE_ALL) for number in files]
     for number in files:
         os.close(number)
@@ -230,8 +230,8 @@ def settle(request: Request, files: Sequence[int]) -> None:
     os.environ.clear()
     os.environ.update(request.env)
     os.chdir(request.cwd)
-    sys.stdin = open(0, closefd=False)  # noqa: SIM115  (for as long as the process lives)
-    sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115  (so too)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115  (open until the process exits)
+    sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115  (open until the process exits)
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
     if request.env.get("PYTHONFAULTHANDLER"):
         faulthandler.enable()

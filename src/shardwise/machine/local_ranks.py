@@ -1,0 +1,192 @@
+"""Ranks on this machine, one process each: started together, stopped together, none left behind.
+
+`shardwise train` and `shardwise compare` start their ranks with `LocalRanks`. Each rank runs in its own session, so
+Ctrl-C reaches it only through this process, and writes to a log, whose last line is shown when the rank dies. A rank
+that catches its own failure leaves a `FailureReport` in the folder that it finds in its environment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+FOLDER = "SHARDWISE_RANKS_FOLDER"
+"""The environment variable that names the folder of the ranks: their logs and failure reports."""
+PARENT = "SHARDWISE_RANKS_PARENT"
+POLL_S = 0.05
+FAILURE_GRACE_S = 5.0
+"""How long the other ranks may continue after one has failed."""
+PR_SET_PDEATHSIG = 1
+LAST = 1e9
+
+
+@dataclass(frozen=True)
+class FailureReport:
+    """Why a rank failed. `order` is the time of the failure, with consequences of another rank's failure last."""
+
+    message: str
+    order: float
+
+    @classmethod
+    def write(cls, folder: Path, rank: int, message: str, is_consequence: bool) -> None:
+        """Leave a report for the process that started this rank."""
+        report = cls(message, time.time() + (LAST if is_consequence else 0.0))
+        _report_path(folder, rank).write_text(json.dumps(asdict(report)))
+
+    @classmethod
+    def read(cls, folder: Path, rank: int) -> FailureReport | None:
+        """The report of a rank; None if it left none, or died while writing it."""
+        try:
+            return cls(**json.loads(_report_path(folder, rank).read_text()))
+        except (OSError, ValueError, TypeError):
+            return None
+
+
+class LocalRanks:
+    """The processes of one run on this machine. Use as a context manager: leaving it kills every rank that still runs.
+
+    `grace_s`: how long a rank may take to exit by itself before it is killed.
+    """
+
+    def __init__(self, name: str, grace_s: float = 0.0) -> None:
+        self._temporary = tempfile.TemporaryDirectory(prefix=f"shardwise-{name}-")
+        self._grace_s = grace_s
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._unkilled: list[subprocess.Popen[bytes]] = []
+        self.folder = Path(self._temporary.name)
+        self.stop_requests = 0
+
+    def __enter__(self) -> LocalRanks:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End what still runs and remove the folder. May be called again."""
+        self.kill()
+        self._temporary.cleanup()
+
+    def start(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        shows_output: bool = False,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
+        """Start the next rank. Its output goes to its log; `shows_output` leaves standard output where ours is."""
+        rank = len(self._processes)
+        own = {"RANK": str(rank), FOLDER: str(self.folder), PARENT: str(os.getpid())}
+        with self._log(rank).open("wb") as log:
+            self._processes.append(
+                subprocess.Popen(
+                    command,
+                    env={**environment, **own},
+                    stdin=subprocess.DEVNULL,
+                    stdout=None if shows_output else log,
+                    stderr=log,
+                    pass_fds=pass_fds,
+                    start_new_session=True,
+                )
+            )
+        self._unkilled.append(self._processes[-1])
+
+    def wait(self) -> None:
+        """Wait until every rank has exited. A failure or a second request to stop kills those that still run."""
+        deadline = float("inf")
+        while any(process.poll() is None for process in self._processes) and self.stop_requests < 2:
+            now = time.monotonic()
+            if any(process.returncode for process in self._processes):
+                deadline = min(deadline, now + FAILURE_GRACE_S)
+            if now >= deadline:
+                break
+            time.sleep(POLL_S)
+        self.kill()
+
+    def kill(self) -> None:
+        """End every rank that still runs, and the processes that it started."""
+        while self._unkilled:  # each once: later, another process may have its number
+            process = self._unkilled.pop()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(self._grace_s)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def request_stop(self) -> None:
+        """The first request asks the ranks to save and exit; the second makes `wait` kill them."""
+        self.stop_requests += 1
+        if self.stop_requests == 1:
+            for process in self._processes:
+                with contextlib.suppress(ProcessLookupError):
+                    process.send_signal(signal.SIGTERM)
+
+    @contextlib.contextmanager
+    def stopping_on_signals(self) -> Iterator[None]:
+        """Within it, Ctrl-C, SIGTERM and a closed terminal request a stop."""
+        before = {number: signal.signal(number, lambda *_: self.request_stop()) for number in stop_signals()}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    @property
+    def exit_codes(self) -> list[int | None]:
+        """The exit code of every rank, None while it runs; minus a signal's number if that ended it."""
+        return [process.returncode for process in self._processes]
+
+    def failure(self) -> tuple[int, str] | None:
+        """Exit code and message of the failure that explains the others: a death, else the earliest report."""
+        failures = [self._failure(rank, code) for rank, code in enumerate(self.exit_codes) if code]
+        return min(failures, key=lambda failure: failure[0])[1:] if failures else None
+
+    def describe_exit(self, rank: int, timeout_s: float = 0.0) -> str:
+        """How a rank ended, with the last line of its log. Waits up to `timeout_s` for the exit."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._processes[rank].wait(timeout_s)
+        code = self._processes[rank].returncode
+        how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
+        hint = " (out of memory?)" if code == -signal.SIGKILL else ""
+        last = self._log(rank).read_text(errors="replace").strip().splitlines()[-1:]
+        return f"rank {rank} ended with {how}{hint}" + "".join(f": {line}" for line in last)
+
+    def _failure(self, rank: int, code: int) -> tuple[float, int, str]:
+        report = FailureReport.read(self.folder, rank)
+        if report is not None:
+            return report.order, code, report.message
+        return -1.0, 1, self.describe_exit(rank)
+
+    def _log(self, rank: int) -> Path:
+        return self.folder / f"rank{rank}.log"
+
+
+def stop_signals() -> list[signal.Signals]:
+    """The signals that ask a run to save and exit. SIGHUP is not one of them under `nohup`, which ignores it."""
+    hangup = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else []
+    return [signal.SIGINT, signal.SIGTERM, *hangup]
+
+
+def stop_with_parent() -> None:
+    """In a rank: receive SIGTERM when the process that started it dies, even by SIGKILL. On Linux only."""
+    if (parent := os.environ.get(PARENT)) is None or not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != int(parent):  # it died before prctl took effect
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _report_path(folder: Path, rank: int) -> Path:
+    return folder / f"rank{rank}.json"

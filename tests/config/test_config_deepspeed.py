@@ -260,4 +260,4 @@ def test_bad_input_names_key_value_and_remedy(config, message):
     ],
 )
 def test_a_feature_that_is_off_is_no_obstacle(block):
-    assert Config.load(block)._notes
+    assert Config.load(block)._provenance.notes

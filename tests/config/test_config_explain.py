@@ -3,7 +3,7 @@
 import pytest
 
 from shardwise.config import PRESETS, Config, costs
-from shardwise.config.paths import leaves
+from shardwise.config.draft import leaves
 
 
 def formula(preset, tier=None, k=1, **sections):

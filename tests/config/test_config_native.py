@@ -5,8 +5,9 @@ import pickle
 
 import pytest
 
-from shardwise.config import PRESETS, Batch, Config, KindPlacement, Placement
+from shardwise.config import PRESETS, Config
 from shardwise.config.presets import preset_name
+from shardwise.config.sections import Batch, KindPlacement, Placement
 from shardwise.errors import ConfigError
 
 
@@ -198,7 +199,7 @@ def test_models_are_frozen():
 
 
 def test_every_field_is_described():
-    from shardwise.config.paths import subsection
+    from shardwise.config.draft import subsection
 
     def check(section):
         for name, field in section.model_fields.items():

@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from shardwise.config.config import Config
-from shardwise.config.sections import Sharding, Tier
+from shardwise.config.sections import ConfigSections, Sharding, Tier
 
 _SIZES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _MOMENTS = {"SGD": 0, "Lion": 4, "Adagrad": 4, "Muon": 4, "RMSprop": 4}  # bytes per parameter; all others as Adam
@@ -28,12 +27,12 @@ class Resting(NamedTuple):
     tier: Tier
 
 
-def resting(config: Config) -> list[Resting]:
+def resting(config: ConfigSections) -> list[Resting]:
     """What rests, kind by kind; kinds that take nothing are left out."""
     return [part for part in _parts(config) if part.bytes_each]
 
 
-def _parts(config: Config) -> Iterator[Resting]:
+def _parts(config: ConfigSections) -> Iterator[Resting]:
     placement = config.placement
     yield Resting("weights", _weight_bytes(config), placement.weights.sharding, placement.weights.tier)
     yield Resting("grads", gradient_bytes(config), placement.grads.sharding, placement.grads.tier)
@@ -43,7 +42,7 @@ def _parts(config: Config) -> Iterator[Resting]:
     yield Resting("moments", moment_bytes(config), placement.optim.sharding, placement.optim.tier)
 
 
-def _weight_bytes(config: Config) -> int:
+def _weight_bytes(config: ConfigSections) -> int:
     """Sharded 16-bit weights are cast from the master at gather: a copy rests only on the device, where the master left
     it and they stay."""
     weights, optim = config.placement.weights, config.placement.optim
@@ -52,14 +51,14 @@ def _weight_bytes(config: Config) -> int:
     return 0 if size == 2 and weights.sharding == "sharded" and not stays else size
 
 
-def gradient_bytes(config: Config) -> int:
+def gradient_bytes(config: ConfigSections) -> int:
     """Bytes of one held gradient."""
     precision = config.precision
     held = precision.accumulate_dtype or ("fp32" if config.batch.accumulation > 1 else precision.weights_dtype)
     return _SIZES[held]
 
 
-def moment_bytes(config: Config) -> int:
+def moment_bytes(config: ConfigSections) -> int:
     """Bytes of the optimizer's moments per parameter; Adam's where no optimizer is named."""
     section = config.optimizer
     return _ADAM_MOMENTS if section is None else moments_of(section.name, section.params)
@@ -92,7 +91,7 @@ def resting_bytes(parts: list[Resting], parameters: int, world_size: int, tier: 
     return float(sum(part.bytes_each * parameters * cut[part.sharding] for part in chosen))
 
 
-def wire(config: Config) -> str:
+def wire(config: ConfigSections) -> str:
     """Elements that a rank sends per step, as a formula with f = (W-1)/W."""
     local = config.order == "local"
     if config.placement.weights.sharding == "sharded":

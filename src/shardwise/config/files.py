@@ -81,7 +81,7 @@ def _hjson(text: str, source: str, plain: json.JSONDecodeError) -> Any:
 def _yaml(text: str, source: str) -> Any:
     import yaml
 
-    class Loader(yaml.SafeLoader):
+    class UniqueKeyLoader(yaml.SafeLoader):
         """The safe loader, with duplicate keys refused."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
@@ -90,7 +90,7 @@ def _yaml(text: str, source: str) -> Any:
             return super().construct_mapping(node, deep)
 
     try:
-        return yaml.load(text, Loader)
+        return yaml.load(text, UniqueKeyLoader)
     except _DuplicateKey as error:
         raise ConfigError(f"{source}: the key {error.args[0]!r} stands twice in one section; keep one") from None
     except (yaml.YAMLError, ValueError, TypeError) as error:

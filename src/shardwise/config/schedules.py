@@ -1,12 +1,15 @@
-"""The learning-rate schedules of DeepSpeed's documentation, as plain formulas of the step.
+"""The learning-rate schedules of DeepSpeed's documentation: formulas of the iteration, and a torch scheduler of them.
 
-A formula maps the iteration to learning rates; iteration -1 is the time before the first scheduler step, so the
-first optimizer step is taken at its value. `build.py` wraps a formula into a torch scheduler.
+A formula maps the iteration to a learning rate. Iteration -1 is the time before the first scheduler step, so the
+first optimizer step uses the formula's value at -1.
 """
 
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from shardwise.config.values import choice, flag, left_open_out, nearest, one_of, real
 from shardwise.errors import ConfigError
@@ -91,8 +94,47 @@ def check(name: str, params: Params) -> tuple[str, dict[str, Any]]:
     return found, result
 
 
-def needs_total_steps(name: str) -> bool:
-    return "total_num_steps" in PARAMS[name]
+def build(name: str, settings: Params, optimizer: torch.optim.Optimizer, total_steps: int | None = None) -> LRScheduler:
+    """The schedule `name` on an optimizer, from checked settings; `total_steps` is the default of `total_num_steps`.
+
+    >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=1.0)
+    >>> build("WarmupLR", {"warmup_num_steps": 10, "warmup_type": "linear"}, optimizer).get_last_lr()
+    [0.0]
+    """
+    params = dict(settings)
+    if "total_num_steps" in PARAMS[name] and params.setdefault("total_num_steps", total_steps) is None:
+        raise ConfigError(
+            f"scheduler {name}: params.total_num_steps was left open; give it in the configuration, or pass total_steps"
+        )
+    return FormulaLR(optimizer, name, params)
+
+
+class FormulaLR(LRScheduler):
+    """A torch scheduler whose rates (and for OneCycle momenta) are formulas of the iteration."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, name: str, params: dict[str, Any]) -> None:
+        first = params.pop("last_batch_iteration", -1)
+        bases = [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups]
+        self._offset = first
+        self._rates = [rate(name, params, float(base), i) for i, base in enumerate(bases)]
+        self._momentum = momentum(params, 0) if name == "OneCycle" else None
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float | torch.Tensor]:
+        iteration = self.last_epoch + self._offset
+        if self._momentum is not None:
+            self._set_momentum(self._momentum(iteration))
+        return [rate(iteration) for rate in self._rates]
+
+    def _set_momentum(self, value: float) -> None:
+        for group in self.optimizer.param_groups:
+            if "betas" in group:
+                group["betas"] = (value, *group["betas"][1:])
+            elif "momentum" in group:
+                group["momentum"] = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last_epoch": self.last_epoch, "_last_lr": self._last_lr}
 
 
 def rate(name: str, params: Params, base: float, group: int) -> Callable[[int], float]:

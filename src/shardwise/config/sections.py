@@ -1,10 +1,11 @@
-"""The sections of a configuration: small frozen models, one a concern, validated when they are made.
+"""The sections of a configuration: small frozen models, one per concern, validated at construction.
 
-Every field carries a one-line description, which `Config.explain()` prints. What two sections must agree on is
-checked in `config.py`; which rows of placements have names is in `presets.py`.
+Every field carries a one-line description, which `Config.explain()` prints. `ConfigSections` holds one of each and
+checks what two of them must agree on. Named rows of placements are in `presets.py`.
 """
 
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import (
     BaseModel,
@@ -21,6 +22,10 @@ from pydantic import (
 from shardwise.config.values import real
 from shardwise.errors import ConfigError
 from shardwise.sizes import parse_bytes, whole
+
+if TYPE_CHECKING:  # torch loads when an optimizer is checked or built, not with the configuration
+    import torch
+    from torch.optim.lr_scheduler import LRScheduler
 
 Sharding = Literal["replicated", "sharded"]
 Tier = Literal["device", "host", "disk"]
@@ -231,10 +236,16 @@ class OptimizerSection(Section):
 
     @model_validator(mode="after")
     def _known(self) -> Self:
-        from shardwise.config.build import check_optimizer  # torch's optimizers are not needed without a section
+        from shardwise.config import optimizers
 
-        self.__dict__.update(zip(("name", "params"), check_optimizer(self.name, self.params), strict=True))
+        self.__dict__.update(zip(("name", "params"), optimizers.check(self.name, self.params), strict=True))
         return self
+
+    def build(self, params: Iterable[Any]) -> "torch.optim.Optimizer":
+        """The optimizer on `params`: tensors, named tensors or parameter groups."""
+        from shardwise.config import optimizers
+
+        return optimizers.build(self.name, self.params, params)
 
 
 class SchedulerSection(Section):
@@ -245,10 +256,16 @@ class SchedulerSection(Section):
 
     @model_validator(mode="after")
     def _known(self) -> Self:
-        from shardwise.config.schedules import check
+        from shardwise.config import schedules
 
-        self.__dict__.update(zip(("name", "params"), check(self.name, self.params), strict=True))
+        self.__dict__.update(zip(("name", "params"), schedules.check(self.name, self.params), strict=True))
         return self
+
+    def build(self, optimizer: "torch.optim.Optimizer", *, total_steps: int | None = None) -> "LRScheduler":
+        """The schedule on an optimizer; `total_steps` is the default of `total_num_steps`."""
+        from shardwise.config import schedules
+
+        return schedules.build(self.name, self.params, optimizer, total_steps)
 
 
 class Checkpointing(Section):
@@ -277,3 +294,55 @@ class Runtime(Section):
     use_cpu: StrictBool = Field(default=False, description="the CPU even where there is a GPU")
     steps_per_print: Positive | None = Field(default=None, description="steps between printed lines (none: silent)")
     timers: StrictBool = Field(default=False, description="time every phase (the device is waited for)")
+
+
+class ConfigSections(Section):
+    """All sections of a configuration, and the rules that two of them must agree on."""
+
+    placement: Placement = Field(default=Placement(), description="where weights, grads and optim rest")
+    precision: Precision = Field(default=Precision(), description="dtypes")
+    gradients: Gradients = Field(default=Gradients(), description="accumulation, reduction, clipping")
+    offload: Offload = Field(default=Offload(), description="budgets and buffers of states off the device")
+    batch: Batch = Field(default=Batch(), description="the batch triple")
+    optimizer: OptimizerSection | None = Field(
+        default=None, description="the optimizer to build, if the caller passes none"
+    )
+    scheduler: SchedulerSection | None = Field(default=None, description="the learning-rate schedule to build")
+    checkpointing: Checkpointing = Field(default=Checkpointing(), description="activation checkpointing")
+    runtime: Runtime = Field(default=Runtime(), description="units, prefetch, printing")
+
+    @property
+    def order(self) -> Order:
+        """The order of accumulation in effect: local (add up, reduce once) or sharded (reduce each micro-batch)."""
+        return "local" if self.placement.grads.sharding == "replicated" else "sharded"
+
+    @property
+    def accumulate_dtype(self) -> DType:
+        """The dtype in effect of gradients between backward and update. A sum of several micro-batches is fp32."""
+        several = self.batch.accumulation > 1
+        return self.precision.accumulate_dtype or ("fp32" if several else self.precision.weights_dtype)
+
+    @model_validator(mode="after")
+    def _sections_agree(self) -> Self:
+        placement, gradients = self.placement, self.gradients
+        if gradients.order not in (None, self.order):
+            raise ValueError(
+                f"gradients.order is {gradients.order}, but placement.grads.sharding is {placement.grads.sharding}; "
+                "local goes with replicated, sharded with sharded; leave one of the two out"
+            )
+        if gradients.reduce_at == "step" and self.order == "sharded":
+            raise ValueError("gradients.reduce_at: step needs replicated grads (sharded ones are reduced in backward)")
+        for kind, path in self._disk_folders():
+            if path is None:
+                raise ValueError(f"{kind} rest on disk (nvme): give the folder, offload.nvme_path")
+        if self.offload.update != "device" and placement.optim.tier == "device":
+            raise ValueError(f"offload.update: {self.offload.update} needs optim off the device")
+        if gradients.deterministic and self.offload.update != "device":
+            raise ValueError("deterministic needs offload.update: device (host kernels round differently)")
+        return self
+
+    def _disk_folders(self) -> Iterator[tuple[str, str | None]]:
+        if self.placement.optim.tier == "disk":
+            yield "optim", self.offload.nvme_path
+        if self.placement.weights.tier == "disk":
+            yield "weights", self.offload.weights_nvme_path or self.offload.nvme_path

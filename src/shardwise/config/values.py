@@ -1,6 +1,6 @@
 """Reading single values as clients write them: 1e-8 as a text (YAML 1.1), "true", 5e8 for a whole number.
 
-The readers raise ValueError with what is allowed; `Where` adds the file, the key path and the value seen.
+The readers raise ValueError with what is allowed; `KeyLocation` adds the file, the key path and the value seen.
 """
 
 import math
@@ -15,14 +15,14 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Where:
+class KeyLocation:
     """A place in a configuration: the file (or what stands for one) and the path of a key."""
 
     source: str
     path: str = ""
 
-    def at(self, key: str) -> "Where":
-        return Where(self.source, f"{self.path}.{key}" if self.path else key)
+    def at(self, key: str) -> "KeyLocation":
+        return KeyLocation(self.source, f"{self.path}.{key}" if self.path else key)
 
     def error(self, value: object, message: str) -> ConfigError:
         """The error for `value` found here: file, key path, value seen, what is allowed."""

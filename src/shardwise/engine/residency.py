@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 
 from shardwise.comm.comm import Comm
-from shardwise.config import Offload
 from shardwise.config.costs import moments_of
+from shardwise.config.sections import Offload
 from shardwise.errors import ConfigError, DiskError, ShardwiseError
 from shardwise.memory.ledger import Ledger
 from shardwise.offload.context import OffloadContext

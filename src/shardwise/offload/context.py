@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shardwise.config import Offload
+from shardwise.config.sections import Offload
 from shardwise.memory.ledger import Ledger
 from shardwise.offload.buffer_pool import DeviceBufferPool
 from shardwise.offload.staging import Staging

@@ -19,8 +19,8 @@ from typing import Protocol
 
 import torch
 
-from shardwise.config import Offload
 from shardwise.config.presets import NVME_FOLDER
+from shardwise.config.sections import Offload
 from shardwise.memory.ledger import Entry, Kind, Ledger, Tier
 from shardwise.offload.disk_file import DiskFile, Extent, aligned
 from shardwise.offload.pinned import page_aligned

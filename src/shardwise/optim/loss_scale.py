@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 import torch
 
-from shardwise.config import LossScale, Precision
+from shardwise.config.sections import LossScale, Precision
 
 _FACTOR = 2.0
 

@@ -20,7 +20,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from shardwise.comm.comm import DONE, Comm, Handle
 from shardwise.config import Config
-from shardwise.config.build import build_optimizer
 from shardwise.engine.engine import Engine
 from shardwise.models.built_in import MakeBatch
 from shardwise.observe import StorageObserver
@@ -252,10 +251,8 @@ class _Step:
 def _engine(model: nn.Module, scenario: Scenario) -> Engine:
     config = scenario.config
     params = [param for param in model.parameters() if param.requires_grad]
-    if config.optimizer is not None:
-        optimizer = build_optimizer(config.optimizer, params)
-    else:
-        optimizer = torch.optim.AdamW(params, lr=1e-3)
+    section = config.optimizer
+    optimizer = section.build(params) if section is not None else torch.optim.AdamW(params, lr=1e-3)
     return Engine(model, optimizer, config, DryComm(scenario.rank, scenario.world_size, scenario.kernels.name))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardwise.config import Runtime
+from shardwise.config.sections import Runtime
 from shardwise.unit.unit import Unit
 
 

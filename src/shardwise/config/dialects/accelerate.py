@@ -9,12 +9,12 @@ import os
 from pathlib import Path
 from typing import Any
 
-from shardwise.config import deepspeed
-from shardwise.config.deepspeed_keys import switched_on
-from shardwise.config.draft import Draft, Note, Origin
+from shardwise.config.dialects import deepspeed
+from shardwise.config.dialects.deepspeed_keys import switched_on
+from shardwise.config.draft import ConfigDraft, KeyNote, ValueOrigin
 from shardwise.config.files import read_file, read_text
 from shardwise.config.sections import Batch
-from shardwise.config.values import Where, choice, flag, nearest, shown, text
+from shardwise.config.values import KeyLocation, choice, flag, nearest, shown, text
 from shardwise.errors import ConfigError
 from shardwise.sizes import whole
 
@@ -75,7 +75,7 @@ _DEEPSPEED_LAUNCHER = {
 }
 
 
-def translate(data: dict[str, Any], draft: Draft, folder: Path) -> None:
+def translate(data: dict[str, Any], draft: ConfigDraft, folder: Path) -> None:
     """Write an Accelerate configuration into the draft. `folder` is where the file lies."""
     where = draft.where()
     for key in data:
@@ -93,7 +93,7 @@ def translate(data: dict[str, Any], draft: Draft, folder: Path) -> None:
     _processes(data, draft, where)
 
 
-def _check_type(data: dict[str, Any], where: Where) -> None:
+def _check_type(data: dict[str, Any], where: KeyLocation) -> None:
     kind = data.get("distributed_type")
     if kind is None and "deepspeed_config" in data:
         return
@@ -101,7 +101,7 @@ def _check_type(data: dict[str, Any], where: Where) -> None:
         raise where.at("distributed_type").error(kind, "expected DEEPSPEED, the only type that stands for ZeRO")
 
 
-def _refuse(data: dict[str, Any], draft: Draft) -> None:
+def _refuse(data: dict[str, Any], draft: ConfigDraft) -> None:
     for key, feature in _FEATURES.items():
         if key in data and switched_on(data[key]):
             raise draft.where(key).error(data[key], f"asks for {feature}, which shardwise does not do; remove it")
@@ -120,7 +120,7 @@ def _refuse(data: dict[str, Any], draft: Draft) -> None:
         draft.note("parallelism_config", parallelism, "no effect: all sizes are 1 but that of the data-parallel axis")
 
 
-def _from_file(section: dict[str, Any], draft: Draft, folder: Path) -> dict[str, Any]:
+def _from_file(section: dict[str, Any], draft: ConfigDraft, folder: Path) -> dict[str, Any]:
     """The DeepSpeed configuration that the YAML names: a path, or (as Accelerate allows) JSON or base64 of JSON."""
     where = draft.where("deepspeed_config.deepspeed_config_file")
     named = where.read(text, section["deepspeed_config_file"])
@@ -139,28 +139,28 @@ def _from_file(section: dict[str, Any], draft: Draft, folder: Path) -> dict[str,
         raise where.error(named, message) from None
 
 
-def _merge_keys(section: dict[str, Any], config: dict[str, Any], draft: Draft) -> None:
+def _merge_keys(section: dict[str, Any], config: dict[str, Any], draft: ConfigDraft) -> None:
     """The other keys of deepspeed_config, beside or on top of the file's."""
     in_file = draft.prefix
     for key, value in section.items():
         path = f"deepspeed_config.{key}"
         if key in _DEEPSPEED_LAUNCHER:
             draft.notes.append(_note(path, value, _DEEPSPEED_LAUNCHER[key]))
-        elif key in _TRANSLATED or deepspeed.is_key(key):
+        elif key in _TRANSLATED or key in deepspeed.KEYS:
             _merge(config, _TRANSLATED.get(key, key), value, path, draft)
         elif key != "deepspeed_config_file":
             known = [*_TRANSLATED, *_DEEPSPEED_LAUNCHER, *deepspeed.KEYS, "deepspeed_config_file"]
-            raise Where(draft.source, path).error(value, f"unknown key of deepspeed_config{nearest(key, known)}")
+            raise KeyLocation(draft.source, path).error(value, f"unknown key of deepspeed_config{nearest(key, known)}")
     if not in_file:
         draft.prefix = "deepspeed_config."
 
 
-def _note(key: str, value: object, effect: str) -> Note:
+def _note(key: str, value: object, effect: str) -> KeyNote:
     """A note on a key of the YAML itself, whatever the prefix of translated keys is."""
-    return Note(key, shown(value), effect)
+    return KeyNote(key, shown(value), effect)
 
 
-def _merge(config: dict[str, Any], target: str, value: Any, path: str, draft: Draft) -> None:
+def _merge(config: dict[str, Any], target: str, value: Any, path: str, draft: ConfigDraft) -> None:
     """Set `target` ("zero_optimization.stage") unless it is there already, where it must agree."""
     if isinstance(value, dict) and isinstance(config.get(target), dict):
         for key, inner in value.items():
@@ -170,22 +170,22 @@ def _merge(config: dict[str, Any], target: str, value: Any, path: str, draft: Dr
     node = config
     for parent in parents:
         child = node.setdefault(parent, {})
-        node[parent] = child = dict(Where(draft.source, target).section(child))
+        node[parent] = child = dict(KeyLocation(draft.source, target).section(child))
         node = child
     present = node.get(leaf)
     if present not in (None, "auto", value):
-        raise Where(draft.source, path).error(value, f"contradicts {target} = {present!r}; keep one of the two")
+        raise KeyLocation(draft.source, path).error(value, f"contradicts {target} = {present!r}; keep one of the two")
     node[leaf] = value
     draft.aliases[target] = path
 
 
-def _mixed_precision(data: dict[str, Any], config: dict[str, Any], draft: Draft) -> None:
+def _mixed_precision(data: dict[str, Any], config: dict[str, Any], draft: ConfigDraft) -> None:
     """mixed_precision fills what the DeepSpeed configuration leaves open, and must not contradict it."""
     legacy = "fp16" if switched_on(data.get("fp16")) else None
     value = data.get("mixed_precision", legacy)
     if value is None:
         return
-    where = draft.where() if "mixed_precision" not in data else Where(draft.source, "mixed_precision")
+    where = draft.where() if "mixed_precision" not in data else KeyLocation(draft.source, "mixed_precision")
     if value is False:  # YAML 1.1 reads a bare `no` as false
         value = "no"
     chosen = where.read(choice("no", "fp16", "bf16", "fp8"), value)
@@ -197,7 +197,7 @@ def _mixed_precision(data: dict[str, Any], config: dict[str, Any], draft: Draft)
         )
         return
     for name in ("fp16", "bf16"):
-        section = dict(Where(draft.source, name).section(config.get(name)))
+        section = dict(KeyLocation(draft.source, name).section(config.get(name)))
         present = section.get("enabled")
         wanted = name == chosen
         if present not in (None, "auto") and where.read(flag, present) != wanted and (wanted or present):
@@ -209,15 +209,15 @@ def _mixed_precision(data: dict[str, Any], config: dict[str, Any], draft: Draft)
             draft.aliases[f"{name}.enabled"] = "mixed_precision"
 
 
-def _processes(data: dict[str, Any], draft: Draft, where: Where) -> None:
+def _processes(data: dict[str, Any], draft: ConfigDraft, where: KeyLocation) -> None:
     """use_cpu and num_processes; with the latter the batch triple can be checked now."""
     if data.get("use_cpu") is not None:
         use_cpu = where.at("use_cpu").read(flag, data["use_cpu"])
-        draft.set("runtime.use_cpu", use_cpu, Origin("file", "use_cpu"))
+        draft.set("runtime.use_cpu", use_cpu, ValueOrigin("file", "use_cpu"))
     given = data.get("num_processes")
     if given is None or given == -1:
         return
-    place = Where(draft.source, "num_processes")
+    place = KeyLocation(draft.source, "num_processes")
     world_size = place.read(whole, given)
     if world_size < 1:
         raise place.error(given, "expected a whole number >= 1")
@@ -230,7 +230,7 @@ def _processes(data: dict[str, Any], draft: Draft, where: Where) -> None:
         _check_batch(batch, world_size, place)
 
 
-def _check_batch(batch: dict[str, int], world_size: int, where: Where) -> None:
+def _check_batch(batch: dict[str, int], world_size: int, where: KeyLocation) -> None:
     try:
         Batch(**batch).resolve(world_size)
     except ConfigError as error:

@@ -23,7 +23,7 @@ import enum
 import heapq
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -93,15 +93,6 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """The part of a tensor (in its own flat elements) that a rank owns, and where it lies in the rank's shard."""
-
-    name: str
-    tensor: Span
-    shard: Span
-
-
-@dataclass(frozen=True, slots=True)
 class GroupRun:
     """The part of a shard that belongs to one optimizer group, the padding behind its tensors included.
 
@@ -124,18 +115,6 @@ class GroupRun:
         return tuple(GroupRun(self.group, Span(start, min(start + most, self.shard.stop))) for start in starts)
 
 
-@dataclass(frozen=True, slots=True)
-class Read:
-    """A range to copy from a shard of an old layout into a shard of a new one; see `relayout`."""
-
-    name: str
-    source_rank: int
-    source: Span
-    target: Span
-    source_unit: int = 0
-    target_unit: int = 0
-
-
 @dataclass(frozen=True)
 class Layout:
     """The packing of one unit over `world_size` ranks. `slots` are in the order of the flat buffer.
@@ -143,8 +122,8 @@ class Layout:
     >>> layout = Layout.build([TensorSpec("w", (10, 10)), TensorSpec("b", (10,))], world_size=2, itemsize=4)
     >>> layout.shard_numel, layout.padding_numel
     (96, 82)
-    >>> layout.pieces(1)[0]
-    Piece(name='w', tensor=Span(start=96, stop=100), shard=Span(start=0, stop=4))
+    >>> layout.shard(1), layout.slot("b").span
+    (Span(start=96, stop=192), Span(start=128, stop=138))
     """
 
     world_size: int
@@ -195,22 +174,10 @@ class Layout:
             raise ValueError(f"rank {rank} is outside a world of {self.world_size} ranks")
         return Span(rank * self.shard_numel, (rank + 1) * self.shard_numel)
 
-    def pieces(self, rank: int) -> tuple[Piece, ...]:
-        """What `rank` owns, in the order of its shard. A tensor without elements has no pieces on any rank."""
-        shard = self.shard(rank)
-        # Slots neither overlap nor change order, so their starts and their stops are both sorted.
-        first = bisect_right(self.slots, shard.start, key=lambda slot: slot.span.stop)
-        end = bisect_left(self.slots, shard.stop, key=lambda slot: slot.span.start)
-        owned = ((slot, slot.span.intersect(shard)) for slot in self.slots[first:end])
-        return tuple(
-            Piece(slot.spec.name, part.shift(-slot.span.start), part.shift(-shard.start))
-            for slot, part in owned
-            if part
-        )
-
     def groups(self, rank: int) -> tuple[GroupRun, ...]:
         """The optimizer groups of `rank`'s shard: sorted, and without gaps from its first element to its last."""
         shard = self.shard(rank)
+        # Runs neither overlap nor change order, so their starts and their stops are both sorted.
         first = bisect_right(self.runs, shard.start, key=lambda run: run.shard.stop)
         end = bisect_left(self.runs, shard.stop, key=lambda run: run.shard.start)
         owned = ((run.group, run.shard.intersect(shard)) for run in self.runs[first:end])
@@ -230,23 +197,6 @@ class Layout:
         slots = (slot for slot in self.slots[first:end] if slot.span)
         return [GroupRun(run.group, slot.span.shift(-start), slot.spec.shape) for slot in slots]
 
-    def owner(self, name: str, index: int) -> tuple[int, int]:
-        """The rank that owns element `index` of a tensor (in its own flat elements), and its index in the shard."""
-        span = self.slot(name).span
-        if not 0 <= index < span.numel:
-            raise IndexError(f"element {index} of {name!r}, which has {span.numel} elements")
-        rank, position = divmod(span.start + index, self.shard_numel)
-        return rank, position
-
-    def split(self, span: Span) -> Iterator[tuple[int, Span]]:
-        """Cut a span of the flat buffer where shards meet: each part's owner, and where it lies in that shard."""
-        start = span.start
-        while start < span.stop:
-            rank = start // self.shard_numel
-            part = span.intersect(self.shard(rank))
-            yield rank, part.shift(-rank * self.shard_numel)
-            start = part.stop
-
     @cached_property
     def _by_name(self) -> dict[str, Slot]:
         return {slot.spec.name: slot for slot in self.slots}
@@ -260,52 +210,6 @@ class Layout:
                 starts.append((slot.spec.group, slot.span.start))
         stops = [start for _, start in starts[1:]] + [self.numel]
         return tuple(GroupRun(group, Span(start, stop)) for (group, start), stop in zip(starts, stops, strict=False))
-
-
-def relayout(old: Layout, new: Layout, rank: int) -> tuple[Read, ...]:
-    """What `rank` of `new` must read from the shards of `old`, in the order of its own shard.
-
-    World sizes, cuts, alignments and orders of tensors may all differ: tensors are matched by name.
-
-    >>> specs = [TensorSpec("w", (96,))]
-    >>> relayout(Layout.build(specs, 3, 4), Layout.build(specs, 2, 4), rank=0)[1].source_rank
-    1
-    """
-    return relayout_units([old], [new], rank)
-
-
-def relayout_units(old: Sequence[Layout], new: Sequence[Layout], rank: int) -> tuple[Read, ...]:
-    """`relayout` for whole models: a tensor may have moved to another unit, so each read names both units.
-
-    Every tensor of `new` must be in `old`; what only `old` has is left unread.
-    """
-    sources = {slot.spec.name: (unit, slot) for unit, layout in enumerate(old) for slot in layout.slots}
-    # Over all tensors, not only those of this rank, so that all ranks raise or none does.
-    for layout in new:
-        _check_sources(layout, sources)
-    return tuple(
-        read
-        for target_unit, layout in enumerate(new)
-        for piece in layout.pieces(rank)
-        for read in _reads(piece, target_unit, old, *sources[piece.name])
-    )
-
-
-def _reads(piece: Piece, target_unit: int, old: Sequence[Layout], source_unit: int, slot: Slot) -> Iterator[Read]:
-    position = piece.shard.start
-    for source_rank, source in old[source_unit].split(piece.tensor.shift(slot.span.start)):
-        target = Span(position, position + source.numel)
-        yield Read(piece.name, source_rank, source, target, source_unit, target_unit)
-        position = target.stop
-
-
-def _check_sources(layout: Layout, sources: dict[str, tuple[int, Slot]]) -> None:
-    for slot in layout.slots:
-        name, shape = slot.spec.name, slot.spec.shape
-        if name not in sources:
-            raise ValueError(f"tensor {name!r} is not in the layout to read from")
-        if (seen := sources[name][1].spec.shape) != shape:
-            raise ValueError(f"tensor {name!r} has shape {shape}, but {seen} in the layout to read from")
 
 
 def _pack(specs: Sequence[TensorSpec], start: int, align: int) -> tuple[list[Slot], int]:

@@ -59,8 +59,7 @@ class DeepSpeed(System):
                 yield param.detach()
 
     def expected_wire_bytes(self) -> int:
-        count = self.job.settings.accumulate
-        return self._wire_bytes({"zero1": 2, "zero2": count + 1, "zero3": 3 * count}[self.job.row.preset])
+        return self._wire_bytes(self.job.row.preset)
 
     def _config(self, params: list[nn.Parameter]) -> dict[str, Any]:
         settings = self.job.settings

@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 
 from shardwise.compare.rows import Row
+from shardwise.partition.policy import DTYPES
 
 LEARNING_RATE = 1e-3
 WEIGHT_DECAY = 0.01
 SEED = 17
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SETTINGS_FOLDER = Path(__file__).parent / "settings"
 
 

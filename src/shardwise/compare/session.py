@@ -16,13 +16,14 @@ from typing import Any, Protocol
 
 from shardwise.compare import stats, verdict
 from shardwise.compare.crew import Crew, CrewFailed
-from shardwise.compare.job import DTYPES, Settings
+from shardwise.compare.job import Settings
 from shardwise.compare.result import Comparison, Run
 from shardwise.compare.rows import ALONE, Row, interpreter
 from shardwise.errors import ConfigError
 from shardwise.machine import env
 from shardwise.machine.launch import cores
 from shardwise.models import loading
+from shardwise.partition.policy import DTYPES
 
 TURN_STEPS = 4
 WARM_STEPS = 2

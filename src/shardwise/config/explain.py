@@ -45,7 +45,8 @@ def _costs(config: ConfigSections) -> list[str]:
         total = format_bytes(costs.resting_bytes(parts, parameters, ranks))
         lines.append(f"  {'in all':<10}{costs.formula(parts):<60}{total:>10}")
     lines += _saving(config)
-    lines.append(f"On the wire, in elements per rank and step: {costs.wire(config)}, where f = (W-1)/W")
+    wire = costs.wire_formula(config.placement)
+    lines.append(f"On the wire, in elements per rank and step: {wire}, where f = (W-1)/W")
     lines.append("Ψ parameters, W ranks, K micro-batches per step" + _assumed_optimizer(config))
     return lines
 

@@ -74,7 +74,7 @@ class Budget:
         """The policies of units whose optimizer makes `moments` bytes an element, with what must stay on the device
         there, because of the user's ratio or a host that is too small, and on the host what its budget has room for.
         """
-        sizes = [resting_bytes(policy, layout, moments) for policy, layout in zip(policies, layouts, strict=True)]
+        sizes = [offloaded_bytes(policy, layout, moments) for policy, layout in zip(policies, layouts, strict=True)]
         away = [
             size["host"] + size["disk"] if policy.trainable else 0 for policy, size in zip(policies, sizes, strict=True)
         ]
@@ -158,13 +158,13 @@ class Budget:
         return int(min(self._comm.share_object(room, "the room on the device")))
 
 
-def resting_bytes(policy: Policy, layout: Layout, moments: int) -> Counter[str]:
-    """What of a unit rests on which tier, per rank, weights beside their master apart."""
-    each: Counter[str] = Counter({policy.master_tier: policy.master_dtype.itemsize})
-    if policy.trainable:
-        each[policy.optim_tier] += moments
-        each[policy.grads_tier] += policy.accumulate_dtype.itemsize
-    return Counter({tier: size * layout.shard_numel for tier, size in each.items()})
+def offloaded_bytes(policy: Policy, layout: Layout, moments: int) -> Counter[str]:
+    """What rests of one rank's shard of a unit on each tier below the device."""
+    sizes: Counter[str] = Counter()
+    for part in policy.resting(moments):
+        if part.tier != "device":
+            sizes[part.tier] += part.bytes_each * layout.shard_numel
+    return sizes
 
 
 def open_disk(
@@ -182,12 +182,13 @@ def open_disk(
     failure: ShardwiseError | None = None
     try:
         largest = max(4 * min(layout.shard_numel, offload.bucket_numel) for _, layout in pairs)
-        on_disk = [resting_bytes(policy, layout, moments)["disk"] for policy, layout in pairs]
+        on_disk = [offloaded_bytes(policy, layout, moments)["disk"] for policy, layout in pairs]
         offload.staging = Staging(offload.ledger, settings, comm.rank, offload.is_pinned, largest, sum(on_disk))
         weights = [
-            policy.master_dtype.itemsize * layout.shard_numel
+            part.bytes_each * layout.shard_numel
             for policy, layout in pairs
-            if policy.weight_dtype == policy.master_dtype and policy.master_tier == "disk"
+            for part in policy.resting(moments)
+            if part.kind == "weights" and part.tier == "disk"
         ]
         offload.staging.reserve(sum(weights), sum(on_disk) - sum(weights))
     except (ConfigError, DiskError) as error:

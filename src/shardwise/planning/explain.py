@@ -12,10 +12,8 @@ if TYPE_CHECKING:
     from shardwise.planning.planner import Plan
 
 
-def _wire(preset: str) -> str:
-    return wire_formula(PRESETS[preset]).removesuffix("f").replace(" ", "")
-
-
+_REST = formula(resting_kinds(PRESETS["zero3"], weights=2, grads=2, moments=8))
+_SENT = {preset: f"{wire_formula(PRESETS[preset]).removesuffix('f').replace(' ', ''):<9}" for preset in STAGES}
 _WHY = f"""\
 Where the bytes come from, in 16-bit training with Adam:
   weights  2Ψ   what computes, in bf16 or fp16
@@ -28,12 +26,12 @@ What each stage divides by W, the number of ranks:
   zero1  2Ψ + 2Ψ + 12Ψ/W     the optimizer's; for many ranks 4Ψ remain: a quarter, so it tends to 4x
   zero2  2Ψ + (2Ψ + 12Ψ)/W   and gradients; 2Ψ remain: an eighth, so it tends to 8x
   zero3  (2Ψ + 2Ψ + 12Ψ)/W   everything; so it is W x, without end
-  This engine casts zero3's weights from the master as they are gathered: {formula(resting_kinds(PRESETS["zero3"], 2, 2, 8))} rest.
+  This engine casts zero3's weights from the master as they are gathered: {_REST} rest.
 
 What a rank sends in a step, each element to every other rank, so times (W-1)/W:
-  zero0, zero1   {_wire("zero1"):<9} gradients out (Ψ) and, after the update, weights (zero0: reduced gradients) back (Ψ)
-  zero2          {_wire("zero2"):<9} gradients are reduced for every micro-batch; with K = 1 the same 2Ψ
-  zero3          {_wire("zero3"):<9} weights for the forward, again for the backward, gradients; for every micro-batch
+  zero0, zero1   {_SENT["zero1"]} gradients out (Ψ) and, after the update, weights (zero0: reduced gradients) back (Ψ)
+  zero2          {_SENT["zero2"]} gradients are reduced for every micro-batch; with K = 1 the same 2Ψ
+  zero3          {_SENT["zero3"]} weights for the forward, again for the backward, gradients; for every micro-batch
 """
 
 

@@ -169,9 +169,9 @@ def test_optimizers_get_whole_tensors_in_their_shape_and_flat_runs_of_the_rest(s
 
 def test_a_tensor_that_stays_whole_needs_cuts_between_tensors_and_a_group_alike():
     whole = TensorSpec("w", (4, 4), 0, whole=True)
-    with pytest.raises(ValueError, match="'w' is to stay whole"):
+    with pytest.raises(ValueError, match="'w' must stay whole"):
         Layout.build([whole], 2, 4)
-    with pytest.raises(ValueError, match="'w' is to stay whole"):
+    with pytest.raises(ValueError, match="'w' must stay whole"):
         Layout.build([whole, TensorSpec("v", (4,), 0)], 2, 4, Cut.TENSOR)
 
 

@@ -58,9 +58,7 @@ def _saving(config: ConfigSections) -> list[str]:
     lines = []
     if config.placement != PRESETS["zero0"]:
         size = format_bytes(costs.resting_bytes(plain, parameters, ranks))
-        lines.append(
-            f"  {'zero0':<10}{costs.formula(plain):<18}{'would rest on the device of every rank':<42}{size:>10}"
-        )
+        lines.append(f"  {'zero0':<10}{costs.formula(plain):<18}{'on the device of every rank':<42}{size:>10}")
     if config.precision.compute == "fp32":
         half = costs.resting(config.model_copy(update={"precision": Precision(compute="bf16")}))
         size = format_bytes(costs.resting_bytes(half, parameters, ranks))
@@ -146,13 +144,13 @@ def _effect(config: ConfigSections, path: str) -> str:
 def _compute(config: ConfigSections) -> str:
     precision = config.precision
     if precision.weights_dtype == "fp32":
-        return "weights are fp32, their own master copy"
-    return "16-bit weights, beside an fp32 master copy"
+        return "fp32 weights are their own master copy"
+    return "16-bit weights and an fp32 master copy"
 
 
 def _accumulate(config: ConfigSections) -> str:
     each = costs.gradient_bytes(config)
-    return f"in effect: gradients take {each} bytes each"
+    return f"in effect: {each} bytes per gradient"
 
 
 def _prefetch(config: ConfigSections) -> str:
@@ -160,7 +158,7 @@ def _prefetch(config: ConfigSections) -> str:
         return "no effect: weights are replicated"
     depth = config.runtime.prefetch
     if depth == 0:
-        return "saves a unit at the peak; hides no gather"
+        return "one unit less at the peak; gathers do not overlap"
     return f"hides gathers; costs {depth} unit{'s' * (depth > 1)} at the peak"
 
 
@@ -173,11 +171,11 @@ def _batch(config: ConfigSections) -> str:
 
 def _order(config: ConfigSections) -> str:
     given = config.gradients.order is not None
-    return "decides where grads rest" if given else f"in effect: {config.order}, as grads are placed"
+    return "decides how grads are placed" if given else f"in effect: {config.order}, as grads are placed"
 
 
 def _loss_scale(config: ConfigSections) -> str:
-    return "grows and shrinks with overflows" if config.precision.loss_scale.dynamic else "stays at `initial`"
+    return "grows, and shrinks after overflows" if config.precision.loss_scale.dynamic else "stays at `initial`"
 
 
 _EFFECTS: dict[str, Callable[[ConfigSections], str]] = {

@@ -78,7 +78,7 @@ def _check_shape(value: object, where: KeyLocation, depth: int) -> None:
             raise ConfigError(f"{where.source}: sections are nested too deeply to be a configuration")
         for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
             if isinstance(value, dict) and not isinstance(key, str):
-                raise ConfigError(f"{where.source}: keys must be texts, found {type(key).__name__}")
+                raise ConfigError(f"{where.source}: keys must be strings, found {type(key).__name__}")
             _check_shape(inner, where.at(str(key)[:80]), depth + 1)
     elif isinstance(value, int) and abs(value) > _LARGEST:
         raise where.error("...", "this number is too large to mean anything here")

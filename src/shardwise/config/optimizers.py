@@ -30,7 +30,7 @@ _NUMBERS = {"alpha", "dampening", "eps", "initial_accumulator_value", "lambd", "
 
 
 def check(name: str, params: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The optimizer's proper name and its parameters with proper types, or ValueError."""
+    """The canonical name of an optimizer and its parameters in their types; ValueError if either is wrong."""
     known = {other.lower(): other for other in [*_torch_names(), "Lion"]}
     found = known.get(name.strip().lower())
     if found is None:
@@ -95,7 +95,7 @@ def _typed(key: str, value: Any) -> Any:
 
 
 class _Elementwise(Optimizer):
-    """An optimizer that treats every element alike, so that any cut of the parameters gives the same result."""
+    """An optimizer that updates each element independently: any division of the parameters gives the same result."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # torch overloads it

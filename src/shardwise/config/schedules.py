@@ -27,7 +27,7 @@ def _rate(value: object) -> float:
 
 
 def _rates(value: object) -> float | tuple[float, ...]:
-    """One rate, or one for each parameter group."""
+    """One rate, or one per parameter group."""
     return tuple(_rate(each) for each in value) if isinstance(value, list | tuple) else _rate(value)
 
 
@@ -79,7 +79,7 @@ PARAMS: dict[str, dict[str, Reader]] = {
 
 
 def check(name: str, params: Params) -> tuple[str, dict[str, Any]]:
-    """The schedule's proper name and its parameters with proper types, or ValueError."""
+    """The canonical name of a schedule and its parameters in their types; ValueError if either is wrong."""
     found = {known.lower(): known for known in PARAMS}.get(name.strip().lower())
     if found is None:
         raise ValueError(f"name {name!r}: expected {one_of(PARAMS)}{nearest(name, PARAMS)}")
@@ -138,7 +138,7 @@ class FormulaLR(LRScheduler):
 
 
 def rate(name: str, params: Params, base: float, group: int) -> Callable[[int], float]:
-    """The learning rate as a function of the iteration, for a parameter group whose own rate is `base`."""
+    """The learning rate as a function of the iteration, for a parameter group with the rate `base`."""
     formulas: dict[str, Callable[[Params, float, int], Callable[[int], float]]] = {
         "WarmupLR": _warmup,
         "WarmupDecayLR": _warmup_decay,
@@ -156,13 +156,13 @@ def _number(params: Params, key: str, default: float) -> float:
 def _of_group(value: float | tuple[float, ...], group: int) -> float:
     if isinstance(value, tuple):
         if group >= len(value):
-            raise ConfigError(f"the schedule has {len(value)} learning rates, the optimizer more parameter groups")
+            raise ConfigError(f"the schedule has {len(value)} learning rates for more parameter groups")
         return value[group]
     return value
 
 
 def _ramp(params: Params) -> tuple[int, Callable[[int], float]]:
-    """The number of warm-up steps and the rise from 0 to 1 within them."""
+    """The number of warm-up steps, and the rise from 0 to 1 during them."""
     count = max(2, params.get("warmup_num_steps", 1000))
     if params.get("warmup_type", "log") == "linear":
         return count, lambda i: i / count
@@ -211,7 +211,7 @@ def _one_cycle(params: Params, base: float, group: int) -> Callable[[int], float
 
 
 def momentum(params: Params, group: int) -> Callable[[int], float] | None:
-    """OneCycle's momentum, which moves against the rate; None where it is not cycled."""
+    """The momentum of OneCycle, which falls as the rate rises; None where it is not cycled."""
     if not params.get("cycle_momentum", True):
         return None
     low, high = _number(params, "cycle_min_mom", 0.8), _number(params, "cycle_max_mom", 0.9)
@@ -230,7 +230,7 @@ def _halves(params: Params) -> tuple[int, int]:
 
 
 def _cycle(params: Params, i: int) -> float:
-    """How far up the triangle of the cycle iteration `i` is, from 0 to 1; in stairs where they are asked for."""
+    """The height of the cycle's triangle at iteration `i`, from 0 to 1, in stairs where they are configured."""
     first, second = _halves(params)
     step = i + 1
     up = step <= first
@@ -241,7 +241,7 @@ def _cycle(params: Params, i: int) -> float:
 
 
 def _past_cycle(params: Params, i: int) -> float | None:
-    """Decay intervals since the cycle ended, or None inside the cycle."""
+    """Decay intervals since the end of the cycle; None during the cycle."""
     over = i + 1 - sum(_halves(params))
     if over < 0:
         return None

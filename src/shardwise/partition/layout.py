@@ -1,4 +1,4 @@
-"""Where every element of a unit lies: flat offsets, shards, padding. Integers only.
+"""The position of every element of a unit: flat offsets, shards, padding. Integers only.
 
 A unit's tensors are packed into one flat buffer, which is cut into W shards of equal size:
 
@@ -8,13 +8,14 @@ A unit's tensors are packed into one flat buffer, which is cut into W shards of 
 
     .  padding      every | and : (a shard cut inside a tensor) lies on a 128-byte boundary
 
-- Tensors keep their given order inside an optimizer group; groups follow one another by number. So a group is one
-  contiguous run in the buffer, and at most one run in any shard: the update needs one kernel per group and unit.
-- The boundary is 128 bytes of the dtype that computes. fp32 copies in the same layout are then aligned even more
-  strictly. Without it the vector tails of kernels, and with them bits, would depend on where the cuts fall.
-- `Cut.ELEMENT` cuts the buffer wherever the shards end; padding is below 128 bytes x (W + number of tensors).
-- `Cut.TENSOR` gives whole tensors to balanced owners, for optimizers that need matrices; each shard is as large as
-  the heaviest owner's load, so its padding depends on the shapes.
+- Tensors keep their given order inside an optimizer group, and groups follow one another by number. So a group is one
+  contiguous run in the buffer and at most one run in any shard: the update needs one kernel per group and unit.
+- The boundary is 128 bytes in the dtype of the weights; fp32 copies in the same layout are aligned more strictly.
+  Kernels round the elements of their vector tails differently, so with unaligned cuts the bits would depend on W
+  (tests/test_layout.py::test_tensors_groups_and_shards_start_on_the_boundary).
+- `Cut.ELEMENT` cuts the buffer wherever a shard ends; padding is below 128 bytes x (W + number of tensors).
+- `Cut.TENSOR` assigns whole tensors to ranks of balanced load, for optimizers that need matrices. Each shard is as
+  large as the heaviest load, so its padding depends on the shapes.
 """
 
 from __future__ import annotations
@@ -69,9 +70,9 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A tensor to be packed; `group` is the number of its optimizer parameter group.
+    """A tensor to pack; `group` is the number of its optimizer parameter group.
 
-    `whole`: its optimizer needs it undivided and in its shape, which takes `Cut.TENSOR`.
+    `whole`: its optimizer needs it undivided and in its shape, which requires `Cut.TENSOR`.
     """
 
     name: str
@@ -86,7 +87,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where a tensor lies in the flat buffer."""
+    """The position of a tensor in the flat buffer."""
 
     spec: TensorSpec
     span: Span
@@ -94,9 +95,9 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class GroupRun:
-    """The part of a shard that belongs to one optimizer group, the padding behind its tensors included.
+    """The part of a shard that belongs to one optimizer group, including the padding after its tensors.
 
-    With a `shape` it is one whole tensor; see `Layout.updates`.
+    A run with a `shape` is one whole tensor; see `Layout.updates`.
     """
 
     group: int
@@ -104,7 +105,7 @@ class GroupRun:
     shape: tuple[int, ...] | None = None
 
     def split(self, most: int) -> tuple[GroupRun, ...]:
-        """The run in parts of at most `most` elements; a whole tensor in one.
+        """The run in parts of at most `most` elements; a whole tensor is not split.
 
         >>> [part.shard.numel for part in GroupRun(0, Span(0, 100)).split(64)]
         [64, 36]
@@ -133,7 +134,7 @@ class Layout:
 
     @classmethod
     def build(cls, specs: Sequence[TensorSpec], world_size: int, itemsize: int, cut: Cut = Cut.ELEMENT) -> Layout:
-        """Pack `specs` for `world_size` ranks; `itemsize` is that of the weights that compute, in bytes."""
+        """Pack `specs` for `world_size` ranks; `itemsize` is the bytes of one weight."""
         _check(specs, world_size, itemsize, cut)
         align = ALIGN_BYTES // itemsize
         ordered = sorted(specs, key=lambda spec: spec.group)
@@ -147,7 +148,7 @@ class Layout:
 
     @property
     def numel(self) -> int:
-        """Elements of the flat buffer, padding included."""
+        """Elements of the flat buffer, including padding."""
         return self.world_size * self.shard_numel
 
     @cached_property
@@ -160,7 +161,7 @@ class Layout:
 
     @cached_property
     def gaps(self) -> tuple[Span, ...]:
-        """The padding: what lies between the slots and behind the last."""
+        """The padding: the spans between the slots and after the last."""
         stops = [0, *(slot.span.stop for slot in self.slots)]
         starts = [*(slot.span.start for slot in self.slots), self.numel]
         return tuple(Span(stop, start) for stop, start in zip(stops, starts, strict=True) if start > stop)
@@ -175,7 +176,7 @@ class Layout:
         return Span(rank * self.shard_numel, (rank + 1) * self.shard_numel)
 
     def groups(self, rank: int) -> tuple[GroupRun, ...]:
-        """The optimizer groups of `rank`'s shard: sorted, and without gaps from its first element to its last."""
+        """The optimizer groups of `rank`'s shard, sorted; they cover the shard without gaps."""
         shard = self.shard(rank)
         # Runs neither overlap nor change order, so their starts and their stops are both sorted.
         first = bisect_right(self.runs, shard.start, key=lambda run: run.shard.stop)
@@ -184,14 +185,14 @@ class Layout:
         return tuple(GroupRun(group, part.shift(-shard.start)) for group, part in owned if part)
 
     def updates(self, rank: int | None) -> tuple[GroupRun, ...]:
-        """What the optimizer is given: each `whole` tensor by itself, in its shape, and one flat run for the rest of a
-        group. Of `rank`'s shard, or of the whole buffer for None."""
+        """What the optimizer updates: each `whole` tensor in its shape, and one flat run per other group. Of `rank`'s
+        shard, or of the whole buffer for None."""
         start, runs = (0, self.runs) if rank is None else (self.shard(rank).start, self.groups(rank))
         whole = {slot.spec.group for slot in self.slots if slot.spec.whole}
         return tuple(part for run in runs for part in (self._tensors(run, start) if run.group in whole else (run,)))
 
     def _tensors(self, run: GroupRun, start: int) -> list[GroupRun]:
-        """A run's tensors one by one; none where a rank has only the padding behind them."""
+        """The tensors of a run; none where a rank has only padding of it."""
         first = bisect_left(self.slots, run.shard.start + start, key=lambda slot: slot.span.start)
         end = bisect_left(self.slots, run.shard.stop + start, key=lambda slot: slot.span.start)
         slots = (slot for slot in self.slots[first:end] if slot.span)
@@ -203,7 +204,7 @@ class Layout:
 
     @cached_property
     def runs(self) -> tuple[GroupRun, ...]:
-        """The runs of equal group over the whole flat buffer; each one reaches to the start of the next."""
+        """The runs of equal group in the whole flat buffer; each extends to the start of the next."""
         starts: list[tuple[int, int]] = []
         for slot in self.slots:
             if slot.span and (not starts or starts[-1][0] != slot.spec.group):
@@ -213,7 +214,7 @@ class Layout:
 
 
 def _pack(specs: Sequence[TensorSpec], start: int, align: int) -> tuple[list[Slot], int]:
-    """Slots for `specs` one after the other from `start`, and the aligned number of elements they take."""
+    """Consecutive slots for `specs` from `start`, and the aligned number of elements they take."""
     position, slots = start, []
     for spec in specs:
         stop = position + spec.numel
@@ -223,7 +224,7 @@ def _pack(specs: Sequence[TensorSpec], start: int, align: int) -> tuple[list[Slo
 
 
 def _balance(specs: Sequence[TensorSpec], world_size: int, align: int) -> list[list[TensorSpec]]:
-    """Owners for whole tensors: the largest first, each to the least loaded rank (the lowest of equals)."""
+    """The tensors of each rank: the largest first, each to the least loaded rank (the lowest of equals)."""
     loads = [(0, rank) for rank in range(world_size)]
     owner = [0] * len(specs)
     for index in sorted(range(len(specs)), key=lambda index: -specs[index].numel):
@@ -249,7 +250,7 @@ def _check(specs: Sequence[TensorSpec], world_size: int, itemsize: int, cut: Cut
     kinds = {(spec.group, spec.whole) for spec in specs}
     for spec in specs:
         if spec.whole and (cut is not Cut.TENSOR or (spec.group, False) in kinds):
-            raise ValueError(f"tensor {spec.name!r} is to stay whole: its unit must be cut by tensor, its group whole")
+            raise ValueError(f"tensor {spec.name!r} must stay whole: cut its unit by tensor, its group whole")
         if spec.name in seen:
             raise ValueError(f"tensor {spec.name!r} is listed twice; list a tied parameter once")
         if any(size < 0 for size in spec.shape):

@@ -1,7 +1,7 @@
-"""Accelerate's YAML, accepted as it is: rewritten into the DeepSpeed configuration it stands for.
+"""Accelerate's YAML, rewritten into the DeepSpeed configuration that it describes.
 
-Accelerate copies the keys of `deepspeed_config` to launcher arguments and builds a DeepSpeed configuration from
-them, or names a file that holds one. Messages name the keys of the YAML, not those of the translation.
+Accelerate builds a DeepSpeed configuration from the keys of `deepspeed_config`, or reads a file that they name.
+Messages name the keys of the YAML, not those of the translation.
 """
 
 import base64
@@ -54,9 +54,9 @@ _FEATURES = {
 }
 _READ = {"deepspeed_config", "distributed_type", "mixed_precision", "num_processes", "parallelism_config", "use_cpu"}
 KEYS = _LAUNCHER | set(_FEATURES) | _READ
-LEGACY_KEYS = {"fp16"}  # a flag in old files; as a section it is DeepSpeed's
+LEGACY_KEYS = {"fp16"}  # a flag in old Accelerate files; a section of this name is DeepSpeed's
 
-# Keys of deepspeed_config and the DeepSpeed key each one stands for.
+# Keys of deepspeed_config, with their DeepSpeed keys.
 _TRANSLATED = {
     "zero_stage": "zero_optimization.stage",
     "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
@@ -70,13 +70,13 @@ _DEEPSPEED_LAUNCHER = {
     "deepspeed_inclusion_filter": _LAUNCH,
     "deepspeed_exclusion_filter": _LAUNCH,
     "deepspeed_multinode_launcher": _LAUNCH,
-    "deepspeed_moe_layer_cls_names": "no effect: whole blocks are units, experts inside never matter",
+    "deepspeed_moe_layer_cls_names": "no effect: whole blocks are units, so experts inside do not matter",
     "zero3_init_flag": "no effect: see shardwise.deferred_init() for models larger than memory",
 }
 
 
 def translate(data: dict[str, Any], draft: ConfigDraft, folder: Path) -> None:
-    """Write an Accelerate configuration into the draft. `folder` is where the file lies."""
+    """Write an Accelerate configuration into the draft. `folder` is the folder of its file."""
     where = draft.where()
     for key in data:
         if key not in KEYS | LEGACY_KEYS:
@@ -98,7 +98,7 @@ def _check_type(data: dict[str, Any], where: KeyLocation) -> None:
     if kind is None and "deepspeed_config" in data:
         return
     if not isinstance(kind, str) or kind.upper() != "DEEPSPEED":
-        raise where.at("distributed_type").error(kind, "expected DEEPSPEED, the only type that stands for ZeRO")
+        raise where.at("distributed_type").error(kind, "expected DEEPSPEED, the only type that is ZeRO")
 
 
 def _refuse(data: dict[str, Any], draft: ConfigDraft) -> None:
@@ -117,11 +117,11 @@ def _refuse(data: dict[str, Any], draft: ConfigDraft) -> None:
                 parallelism[key], f"asks for {feature}, which shardwise does not do; remove it"
             )
     if parallelism:
-        draft.note("parallelism_config", parallelism, "no effect: all sizes are 1 but that of the data-parallel axis")
+        draft.note("parallelism_config", parallelism, "no effect: only the data-parallel axis is larger than 1")
 
 
 def _from_file(section: dict[str, Any], draft: ConfigDraft, folder: Path) -> dict[str, Any]:
-    """The DeepSpeed configuration that the YAML names: a path, or (as Accelerate allows) JSON or base64 of JSON."""
+    """The DeepSpeed configuration that the YAML names: a path or, as in Accelerate, JSON or base64 of JSON."""
     where = draft.where("deepspeed_config.deepspeed_config_file")
     named = where.read(text, section["deepspeed_config_file"])
     source = f"{draft.source}: deepspeed_config_file"
@@ -134,13 +134,13 @@ def _from_file(section: dict[str, Any], draft: ConfigDraft, folder: Path) -> dic
             return read_file(path)
     try:
         return read_text(base64.b64decode(named, validate=True).decode(), source)
-    except ValueError:  # no base64, no UTF-8 in it, or a ConfigError
-        message = "no such file, looked up from the YAML's folder and from the working one; it holds the configuration"
+    except ValueError:  # not base64, not UTF-8, or a ConfigError
+        message = "no such file in the YAML's folder or the working directory; it holds the configuration"
         raise where.error(named, message) from None
 
 
 def _merge_keys(section: dict[str, Any], config: dict[str, Any], draft: ConfigDraft) -> None:
-    """The other keys of deepspeed_config, beside or on top of the file's."""
+    """Merge the other keys of deepspeed_config into the file's."""
     in_file = draft.prefix
     for key, value in section.items():
         path = f"deepspeed_config.{key}"
@@ -156,12 +156,12 @@ def _merge_keys(section: dict[str, Any], config: dict[str, Any], draft: ConfigDr
 
 
 def _note(key: str, value: object, effect: str) -> KeyNote:
-    """A note on a key of the YAML itself, whatever the prefix of translated keys is."""
+    """A note on a key of the YAML itself, without the prefix of translated keys."""
     return KeyNote(key, shown(value), effect)
 
 
 def _merge(config: dict[str, Any], target: str, value: Any, path: str, draft: ConfigDraft) -> None:
-    """Set `target` ("zero_optimization.stage") unless it is there already, where it must agree."""
+    """Set `target` (such as "zero_optimization.stage"); a value that is already there must be equal."""
     if isinstance(value, dict) and isinstance(config.get(target), dict):
         for key, inner in value.items():
             _merge(config, f"{target}.{key}", inner, f"{path}.{key}", draft)
@@ -180,7 +180,7 @@ def _merge(config: dict[str, Any], target: str, value: Any, path: str, draft: Co
 
 
 def _mixed_precision(data: dict[str, Any], config: dict[str, Any], draft: ConfigDraft) -> None:
-    """mixed_precision fills what the DeepSpeed configuration leaves open, and must not contradict it."""
+    """Apply mixed_precision where the DeepSpeed configuration leaves it open; a contradiction is an error."""
     legacy = "fp16" if switched_on(data.get("fp16")) else None
     value = data.get("mixed_precision", legacy)
     if value is None:
@@ -192,9 +192,7 @@ def _mixed_precision(data: dict[str, Any], config: dict[str, Any], draft: Config
     if chosen == "fp8":
         raise where.error(value, "asks for fp8, which shardwise does not do; use bf16 or fp16")
     if chosen == "no":
-        draft.notes.append(
-            _note("mixed_precision", value, "nothing of its own: fp32 unless deepspeed_config says more")
-        )
+        draft.notes.append(_note("mixed_precision", value, "fp32, unless deepspeed_config sets a precision"))
         return
     for name in ("fp16", "bf16"):
         section = dict(KeyLocation(draft.source, name).section(config.get(name)))
@@ -210,7 +208,7 @@ def _mixed_precision(data: dict[str, Any], config: dict[str, Any], draft: Config
 
 
 def _processes(data: dict[str, Any], draft: ConfigDraft, where: KeyLocation) -> None:
-    """use_cpu and num_processes; with the latter the batch triple can be checked now."""
+    """Read use_cpu and num_processes, and check the batch triple for that number of ranks."""
     if data.get("use_cpu") is not None:
         use_cpu = where.at("use_cpu").read(flag, data["use_cpu"])
         draft.set("runtime.use_cpu", use_cpu, ValueOrigin("file", "use_cpu"))
@@ -236,4 +234,4 @@ def _check_batch(batch: dict[str, int], world_size: int, where: KeyLocation) -> 
     except ConfigError as error:
         raise where.error(world_size, str(error)) from None
     except ValueError:
-        return  # the models report it, with the key's name
+        return  # validation of the sections reports it with the key

@@ -1,8 +1,8 @@
-"""DeepSpeed's JSON, accepted as it is.
+"""DeepSpeed's JSON, translated unchanged.
 
-Section by section, keys are looked up in the tables of `deepspeed_keys.py`. What a key does here, or why it does
-nothing, is noted for `explain()`. A key that no table knows is a warning at the top level, because DeepSpeed
-ignores it and real files have them, and an error inside a section, where it is a slip.
+Each key is looked up in the tables of `deepspeed_keys.py`. Its effect, or why it has none, is noted for `explain()`.
+An unknown key is a warning at the top level, because DeepSpeed ignores it and real files have some. Inside a section
+it is an error, because there it is usually a typing mistake.
 """
 
 from collections.abc import Mapping
@@ -40,12 +40,12 @@ def translate(data: Mapping[str, Any], draft: ConfigDraft) -> None:
 def _canonical(
     section: Mapping[str, Any], aliases: Mapping[str, tuple[str, bool]], prefix: str, draft: ConfigDraft
 ) -> dict[str, Any]:
-    """The section under today's spellings; a deprecated one warns, two that contradict each other are an error."""
+    """The section under current key names. A deprecated name warns; two names with different values are an error."""
     result: dict[str, Any] = {}
     for key, value in section.items():
         name, deprecated = aliases.get(key, (key, False))
         if deprecated:
-            draft.warn(prefix + key, value, f"is deprecated, {name} is the spelling of today")
+            draft.warn(prefix + key, value, f"is deprecated, use {name}")
         if name in result and result[name] != value:
             raise draft.where(prefix + key).error(value, f"contradicts {name} = {result[name]!r}; keep one of the two")
         if name != key:
@@ -57,7 +57,7 @@ def _canonical(
 def _apply(
     section: Mapping[str, Any], rules: Mapping[str, KeyRule], prefix: str, draft: ConfigDraft, element_bytes: int = 1
 ) -> None:
-    """Read every key of a section by its rule."""
+    """Read each key of a section by its rule."""
     for key, value in section.items():
         path = prefix + key
         rule = rules.get(key)
@@ -88,7 +88,7 @@ def _leave_open(rule: KeyRule, path: str, value: object, draft: ConfigDraft) -> 
 
 
 def _refuse(section: Mapping[str, Any], features: Mapping[str, str], prefix: str, draft: ConfigDraft) -> None:
-    """Features outside ZeRO: an error where they are on, a note where they are off."""
+    """Raise for features outside ZeRO that are on; note those that are off."""
     for key, feature in features.items():
         if key not in section:
             continue
@@ -110,13 +110,13 @@ def _warn_of_unknown(config: Mapping[str, Any], draft: ConfigDraft) -> None:
 
 def _monitor(config: Mapping[str, Any], key: str, draft: ConfigDraft) -> None:
     if key in config and switched_on(config[key]):
-        draft.warn(key, config[key], "no effect: shardwise writes no logs of this kind; see engine.report()")
+        draft.warn(key, config[key], "no effect: shardwise writes no such logs; see engine.report()")
     elif key in config:
         draft.note(key, config[key], "off")
 
 
 def _precision(config: Mapping[str, Any], draft: ConfigDraft) -> int:
-    """fp16, bf16, torch_autocast and data_types. Returns the bytes of an element that computes."""
+    """Read fp16, bf16, torch_autocast and data_types. Returns the bytes of a weight."""
     on = {
         "fp16": _half(config, "fp16", ds.FP16, ds.FP16_FEATURES, draft),
         "bf16": _half(config, "bf16", ds.BF16, ds.BF16_FEATURES, draft),
@@ -166,7 +166,7 @@ def _enabled(section: Mapping[str, Any], prefix: str, draft: ConfigDraft) -> boo
 
 
 def _loss_scale(section: dict[str, Any], draft: ConfigDraft) -> None:
-    """loss_scale 0 is a dynamic scale, anything else a constant one, which leaves the rest without effect."""
+    """Read loss_scale: 0 is a dynamic scale, any other value a constant one, under which other keys have no effect."""
     value = section.get("loss_scale")
     if value is None or value == "auto":
         return
@@ -200,7 +200,7 @@ def _autocast(config: Mapping[str, Any], draft: ConfigDraft) -> bool:
 def _zero(config: Mapping[str, Any], element_bytes: int, draft: ConfigDraft) -> None:
     value = config.get("zero_optimization")
     if isinstance(value, bool):
-        draft.warn("zero_optimization", value, "is deprecated as a flag, give a section with its stage")
+        draft.warn("zero_optimization", value, "is deprecated as a flag, use a section with a stage")
         value = {"stage": int(value)}
     given = draft.where("zero_optimization").section(value)
     section = _canonical(given, ds.ZERO_ALIASES, "zero_optimization.", draft)
@@ -217,7 +217,7 @@ def _zero(config: Mapping[str, Any], element_bytes: int, draft: ConfigDraft) -> 
 
 
 def _legacy_offload(section: dict[str, Any], draft: ConfigDraft) -> dict[str, Any]:
-    """cpu_offload and its kin, from before there were sections for it."""
+    """Rewrite cpu_offload and similar keys, which preceded the offload sections."""
     section = dict(section)
     legacy = {
         "cpu_offload": "offload_optimizer",
@@ -230,19 +230,17 @@ def _legacy_offload(section: dict[str, Any], draft: ConfigDraft) -> dict[str, An
             continue
         path = f"zero_optimization.{key}"
         value = section.pop(key)
-        draft.warn(path, value, f"is deprecated, {name}: {{device: cpu}} is the spelling of today")
+        draft.warn(path, value, f"is deprecated, use {name}: {{device: cpu}}")
         if value not in (None, "auto") and draft.where(path).read(flag, value):
             draft.aliases.setdefault(f"zero_optimization.{name}.device", draft.where(path).path)
             section.setdefault(name, {"device": "cpu"} | ({} if pin is None else {"pin_memory": pin}))
     if pin is not None:
-        draft.warn(
-            "zero_optimization.cpu_offload_use_pin_memory", pin, "is deprecated, pin_memory is the spelling of today"
-        )
+        draft.warn("zero_optimization.cpu_offload_use_pin_memory", pin, "is deprecated, use pin_memory")
     return section
 
 
 def _offload(value: object, name: str, element_bytes: int, draft: ConfigDraft) -> Tier:
-    """One of the two offload sections; returns the tier it asks for."""
+    """Read one of the two offload sections; returns its tier."""
     path = f"zero_optimization.{name}"
     section = draft.where(path).section(value)
     _refuse(section, ds.OFFLOAD_FEATURES, f"{path}.", draft)
@@ -280,7 +278,7 @@ def _nvme_path(section: Mapping[str, Any], path: str, tier: Tier, draft: ConfigD
         raise where.error(folder, "device nvme needs the path of a folder on the NVMe disk")
     target = "offload.weights_nvme_path" if path.endswith("offload_param") else "offload.nvme_path"
     draft.set(target, given, ValueOrigin("file", where.path))
-    draft.note(f"{path}.nvme_path", folder, "folder for what rests on disk")
+    draft.note(f"{path}.nvme_path", folder, "folder for states on disk")
 
 
 def _place(section: Mapping[str, Any], tiers: Mapping[str, Tier], draft: ConfigDraft) -> None:
@@ -296,7 +294,7 @@ def _place(section: Mapping[str, Any], tiers: Mapping[str, Tier], draft: ConfigD
         if tiers[name] != "device" and kind.sharding == "replicated":
             raise draft.where(f"zero_optimization.{name}.device").error(
                 section[name]["device"],
-                f"what is replicated cannot be offloaded, and stage {number} replicates it; "
+                f"only sharded states can be offloaded, and stage {number} replicates these; "
                 + (
                     "offloaded weights need stage 3"
                     if name == "offload_param"
@@ -330,7 +328,7 @@ def _other_sections(config: Mapping[str, Any], draft: ConfigDraft) -> None:
         section = draft.where(name).section(config.get(name))
         local = section.get("use_node_local_storage") if name == "checkpoint" else None
         if local is not None:
-            effect = "no effect: all ranks write into one folder, which all nodes must see"
+            effect = "no effect: all ranks write into one folder, which all nodes must reach"
             (draft.warn if switched_on(local) else draft.note)(f"{name}.use_node_local_storage", local, effect)
         _apply(_without(section, "use_node_local_storage"), rules, f"{name}.", draft)
     compiled = draft.where("compile").section(config.get("compile"))
@@ -340,7 +338,7 @@ def _other_sections(config: Mapping[str, Any], draft: ConfigDraft) -> None:
 
 
 def _optimizer(value: object, draft: ConfigDraft) -> None:
-    """Write DeepSpeed's optimizer section into the draft."""
+    """Translate the optimizer section."""
     if value is None:
         return
     section = draft.where("optimizer").section(value)
@@ -362,7 +360,7 @@ def _optimizer(value: object, draft: ConfigDraft) -> None:
 
 
 def _adam(given: str, params: dict[str, Any], draft: ConfigDraft) -> str:
-    """DeepSpeed's Adam decouples its weight decay unless told otherwise; without one it decays by 0, torch by 0.01."""
+    """The name of DeepSpeed's Adam in torch: AdamW unless adam_w_mode is false. Its default weight decay is 0."""
     name = ds.OPTIMIZER_NAMES.get(given.lower(), given)
     if name not in ("Adam", "AdamW"):
         return name
@@ -377,7 +375,7 @@ def _adam(given: str, params: dict[str, Any], draft: ConfigDraft) -> str:
 
 
 def _scheduler(value: object, draft: ConfigDraft) -> None:
-    """Write DeepSpeed's scheduler section into the draft."""
+    """Translate the scheduler section."""
     if value is None:
         return
     section = draft.where("scheduler").section(value)
@@ -396,10 +394,10 @@ def _scheduler(value: object, draft: ConfigDraft) -> None:
 
 
 def _given(params: dict[str, Any], path: str, draft: ConfigDraft) -> dict[str, Any]:
-    """What is neither auto nor null."""
+    """The params that are neither auto nor null."""
     for key, value in params.items():
         if value is None or value == "auto":
-            draft.note(f"{path}.{key}", value, "left open: an argument, or the default")
+            draft.note(f"{path}.{key}", value, "left open: an argument or the default decides")
     return left_open_out(params)
 
 

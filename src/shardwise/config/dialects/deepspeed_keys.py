@@ -1,7 +1,7 @@
-"""The vocabulary of DeepSpeed's JSON: what each key is, what it sets here, and what `explain()` says of it.
+"""The keys of DeepSpeed's JSON: how each is read, the native path it sets, and its effect in `explain()`.
 
-Tables only; `deepspeed.py` walks them. A key maps to a native path, or says why it has no effect here; features
-outside ZeRO are refused by name when they are switched on.
+`deepspeed.py` applies these tables. A key sets a native path, or has a reason why it has no effect. Features outside
+ZeRO are refused by name when they are switched on.
 """
 
 import math
@@ -13,20 +13,20 @@ from shardwise.sizes import parse_bytes, whole
 
 
 class KeyRule(NamedTuple):
-    """How one key is read, the native path it sets (if any), and what it does here."""
+    """How one key is read, its effect, and the native path that it sets, if any."""
 
     read: Callable[[Any], Any]
     effect: str
     target: str | None = None
-    in_elements: bool = False  # DeepSpeed counts buckets in elements, we in bytes
-    keep_larger: bool = False  # two sections may set it: offload_param and offload_optimizer
+    in_elements: bool = False  # DeepSpeed counts buckets in elements, shardwise in bytes
+    keep_larger: bool = False  # offload_param and offload_optimizer may both set it
 
 
 def any_value(value: object) -> object:
     return value
 
 
-_DTYPES = {
+_DTYPE_NAMES = {
     "fp32": ("fp32", "float32", "float", "torch.float32", "torch.float"),
     "bf16": ("bf16", "bfloat16", "bfp16", "torch.bfloat16"),
     "fp16": ("fp16", "float16", "half", "torch.float16", "torch.half"),
@@ -34,8 +34,8 @@ _DTYPES = {
 
 
 def dtype(value: object) -> str | None:
-    """One of our dtypes from any of the names in use; "none" for the default."""
-    names = {name: ours for ours, names in _DTYPES.items() for name in names} | {"none": None}
+    """A dtype by any of its common names; "none" is the default."""
+    names = {name: dtype for dtype, names in _DTYPE_NAMES.items() for name in names} | {"none": None}
     return names[choice(*names)(value)]
 
 
@@ -48,7 +48,7 @@ def clip_norm(value: object) -> float | None:
 
 
 def steps(value: object) -> int | None:
-    """A number of steps; infinity, or 0, is never."""
+    """A number of steps; None (never) for infinity and 0."""
     return bound(value) or None
 
 
@@ -62,31 +62,29 @@ def scale_power(value: object) -> float:
 _BOUND = "derived here; acts as an upper bound"
 _UNIT = "no effect: communication goes unit by unit, not in buckets"
 _STAYS_GATHERED = "derived here: a unit stays gathered where that does not raise the peak"
-_ALWAYS = "no effect: always so here"
+_ALWAYS = "no effect: always on here"
 _UPDATE = "no effect: the update goes unit by unit"
 
 TOP: dict[str, KeyRule] = {
-    "gradient_clipping": KeyRule(
-        clip_norm, "clips the global norm, exactly, whatever the placement", "gradients.clip_norm"
-    ),
-    "steps_per_print": KeyRule(steps, "prints a line every so many steps", "runtime.steps_per_print"),
+    "gradient_clipping": KeyRule(clip_norm, "clips the exact global norm under any placement", "gradients.clip_norm"),
+    "steps_per_print": KeyRule(steps, "steps between printed lines", "runtime.steps_per_print"),
     "wall_clock_breakdown": KeyRule(flag, "times every phase", "runtime.timers"),
     "communication_data_type": KeyRule(dtype, "dtype of gradients on the wire", "precision.reduce_dtype"),
     "train_batch_size": KeyRule(whole, "samples per step over all ranks", "batch.global_batch_size"),
     "train_micro_batch_size_per_gpu": KeyRule(whole, "samples per rank and micro-batch", "batch.micro_batch_size"),
     "gradient_accumulation_steps": KeyRule(whole, "micro-batches per step (K)", "batch.accumulation"),
-    "zero_allow_untested_optimizer": KeyRule(flag, "no effect: every element-wise optimizer is welcome"),
+    "zero_allow_untested_optimizer": KeyRule(flag, "no effect: every element-wise optimizer is supported"),
     "zero_force_ds_cpu_optimizer": KeyRule(
         flag, "no effect: states off the device are updated by the device's own kernel"
     ),
     "prescale_gradients": KeyRule(flag, "no effect: the sum is divided once, after it is reduced"),
     "gradient_predivide_factor": KeyRule(real, "no effect: the sum is divided once, after it is reduced"),
-    "disable_allgather": KeyRule(flag, "no effect: updated weights are always gathered, under the next forward"),
+    "disable_allgather": KeyRule(flag, "no effect: updated weights are always gathered, during the next forward"),
     "dataloader_drop_last": KeyRule(flag, "no effect: the data loader is the caller's"),
-    "seq_parallel_communication_data_type": KeyRule(dtype, "no effect: there is no sequence parallelism to speak it"),
+    "seq_parallel_communication_data_type": KeyRule(dtype, "no effect: there is no sequence parallelism"),
     "dump_state": KeyRule(flag, "no effect: explain() shows the configuration, engine.report() the state"),
-    "memory_breakdown": KeyRule(flag, "no effect: engine.report() always has it"),
-    "use_data_before_expert_parallelism": KeyRule(flag, "no effect: there is no expert parallelism to order"),
+    "memory_breakdown": KeyRule(flag, "no effect: engine.report() always includes it"),
+    "use_data_before_expert_parallelism": KeyRule(flag, "no effect: there is no expert parallelism"),
 }
 
 ZERO: dict[str, KeyRule] = {
@@ -104,9 +102,9 @@ ZERO: dict[str, KeyRule] = {
     "sub_group_size": KeyRule(bound, _UPDATE),
     "overlap_comm": KeyRule(flag, "no effect: communication always overlaps, at no cost in memory or bits"),
     "contiguous_gradients": KeyRule(flag, "no effect: gradients always land in one flat buffer per unit"),
-    "reduce_scatter": KeyRule(flag, "no effect: each rank always receives the sum of its shard and no more"),
+    "reduce_scatter": KeyRule(flag, "no effect: each rank always receives only the sum of its shard"),
     "allgather_partitions": KeyRule(flag, "no effect: updated weights are always gathered"),
-    "round_robin_gradients": KeyRule(flag, "no effect: shards leave nothing to balance"),
+    "round_robin_gradients": KeyRule(flag, "no effect: shards are of equal size"),
     "use_multi_rank_bucket_allreduce": KeyRule(flag, _UNIT),
     "load_from_fp32_weights": KeyRule(flag, "no effect: checkpoints always hold the fp32 master"),
     "elastic_checkpoint": KeyRule(flag, "no effect: every checkpoint loads at any world size"),
@@ -118,7 +116,7 @@ ZERO: dict[str, KeyRule] = {
     "log_trace_cache_warnings": KeyRule(flag, "no effect: there is no trace to invalidate"),
     "enable_sanity_checks": KeyRule(flag, "no effect: agreement of all ranks is always checked"),
     "mics_hierarchical_params_gather": KeyRule(flag, "no effect without mics_shard_size"),
-    "leaf_module": KeyRule(any_value, "no effect: whole blocks are units, branches inside never matter"),
+    "leaf_module": KeyRule(any_value, "no effect: whole blocks are units, so branches inside do not matter"),
     "save_muon_momentum_buffer_in_memory": KeyRule(flag, _UPDATE),
 }
 
@@ -128,14 +126,14 @@ OFFLOAD: dict[str, KeyRule] = {
 }
 OFFLOAD_PARAM: dict[str, KeyRule] = OFFLOAD | {
     "buffer_size": KeyRule(bound, _BOUND, "offload.buffer_bytes", in_elements=True),
-    "max_in_cpu": KeyRule(bound, "derived here: offload.host_memory is the budget of the host"),
+    "max_in_cpu": KeyRule(bound, "no effect: offload.host_memory is the budget of the host"),
 }
 OFFLOAD_OPTIMIZER: dict[str, KeyRule] = OFFLOAD | {
     "ratio": KeyRule(real, "part of the optimizer states that leaves the device", "offload.ratio"),
     "pipeline": KeyRule(flag, _ALWAYS),
     "pipeline_read": KeyRule(flag, _ALWAYS),
     "pipeline_write": KeyRule(flag, _ALWAYS),
-    "fast_init": KeyRule(flag, "no effect: states are made where they rest"),
+    "fast_init": KeyRule(flag, "no effect: states are created where they rest"),
     "cpuadam_cores_perc": KeyRule(real, "no effect: states are updated by the device's own kernel"),
 }
 
@@ -144,7 +142,7 @@ AIO: dict[str, KeyRule] = {
     "queue_depth": KeyRule(whole, "requests in flight", "offload.aio.queue_depth"),
     "thread_count": KeyRule(whole, "threads that issue them", "offload.aio.threads"),
     "intra_op_parallelism": KeyRule(whole, "threads that issue them", "offload.aio.threads"),
-    "single_submit": KeyRule(flag, "no effect: requests are submitted as they come"),
+    "single_submit": KeyRule(flag, "no effect: requests are submitted as they arrive"),
     "overlap_events": KeyRule(flag, _ALWAYS),
 }
 
@@ -165,18 +163,18 @@ BF16: dict[str, KeyRule] = {
 } | {"immediate_grad_update": KeyRule(flag, _ALWAYS)}
 
 ACTIVATION_CHECKPOINTING: dict[str, KeyRule] = {
-    "cpu_checkpointing": KeyRule(flag, "keeps what checkpoints save in host memory", "checkpointing.offload"),
+    "cpu_checkpointing": KeyRule(flag, "keeps saved activations in host memory", "checkpointing.offload"),
     "partition_activations": KeyRule(flag, "no effect: there is no tensor parallelism to partition over"),
-    "contiguous_memory_optimization": KeyRule(flag, "no effect: saved activations are not copied together"),
+    "contiguous_memory_optimization": KeyRule(flag, "no effect: saved activations are not copied into one buffer"),
     "number_checkpoints": KeyRule(any_value, "no effect: each unit is one checkpoint"),
-    "synchronize_checkpoint_boundary": KeyRule(flag, "no effect: no boundary waits"),
+    "synchronize_checkpoint_boundary": KeyRule(flag, "no effect: checkpoint boundaries do not synchronize"),
     "profile": KeyRule(flag, "no effect: wall_clock_breakdown times every phase"),
 }
 
-# What DeepSpeed has no word for, under a key of ours: it ignores top-level keys that it does not know.
+# Settings that DeepSpeed does not have. It ignores unknown top-level keys, so such a file still works there.
 SHARDWISE: dict[str, KeyRule] = {
     "checkpointing": KeyRule(flag, "recomputes each unit's activations in backward", "checkpointing.enabled"),
-    "device_memory": KeyRule(parse_bytes, "only what does not fit into it is spilled", "offload.device_memory"),
+    "device_memory": KeyRule(parse_bytes, "states beyond this budget are offloaded", "offload.device_memory"),
 }
 
 TORCH_AUTOCAST: dict[str, KeyRule] = {
@@ -195,7 +193,7 @@ CHECKPOINT: dict[str, KeyRule] = {
     "checkpoint_serialization": KeyRule(flag, "no effect: there is one format"),
 }
 
-# Spellings that DeepSpeed still reads, and the ones that stand for them today. True: it warns, so do we.
+# Other names that DeepSpeed reads, with the current ones. True: deprecated, with a warning in DeepSpeed as well.
 TOP_ALIASES = {"bfloat16": ("bf16", True), "train_micro_batch_size": ("train_micro_batch_size_per_gpu", True)}
 ZERO_ALIASES = {
     "prefetch_bucket_size": ("stage3_prefetch_bucket_size", False),
@@ -271,13 +269,13 @@ OPTIMIZER_FEATURES = {
     "musgd": "µP scaling",
 }
 OPTIMIZER_NO_EFFECT = {
-    "torch_adam": "no effect: it is torch's own kernel in any case",
+    "torch_adam": "no effect: the kernel is always torch's",
     "adam_w_mode": "decides between Adam and AdamW",
-    "set_grad_none": "no effect: gradients live in flat buffers",
+    "set_grad_none": "no effect: gradients are views of flat buffers",
     "fp32_optimizer_states": "no effect: states are fp32",
 }
 
-# They log and do not train: without them the weights are the same, so a warning is enough.
+# These log and do not change the weights, so a warning is enough.
 MONITORS = ("comet", "comms_logger", "csv_monitor", "flops_profiler", "tensorboard", "timers", "wandb")
 
 SECTIONS = (
@@ -295,7 +293,7 @@ SECTIONS = (
     "zero_optimization",
 )
 
-# Keys that code reads rather than a rule, by section: they too are valid names to suggest for a slip.
+# Keys that `deepspeed.py` reads without a rule, by section: valid names to suggest for an unknown key.
 READ_BY_CODE = {
     "zero_optimization": ("stage", "offload_param", "offload_optimizer", "aio", *ZERO_ALIASES, *ZERO_FEATURES),
     "zero_optimization.offload_param": ("device", "nvme_path"),
@@ -308,7 +306,7 @@ READ_BY_CODE = {
 
 
 def switched_on(value: object, depth: int = 0) -> bool:
-    """Whether a block asks for its feature: `enabled` decides where it stands, else any value that is not off."""
+    """Whether a block switches its feature on: by `enabled` where present, else by any value that is not off."""
     if isinstance(value, dict):
         flags = list(_enabled_flags(value, depth))
         return any(flags) if flags else depth < 8 and any(switched_on(child, depth + 1) for child in value.values())

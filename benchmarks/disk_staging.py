@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import torch
 from disk_probe import probe, yardstick_gbs
 
-from shardwise.config import Offload
+from shardwise.config.sections import Offload
 from shardwise.machine import env
 from shardwise.memory.ledger import Ledger
 from shardwise.offload.pinned import HostMemory

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import shardwise
-from shardwise.config import Offload
+from shardwise.config.sections import Offload
 from shardwise.errors import ConfigError, DiskError
 from shardwise.memory.ledger import Ledger
 from shardwise.offload import disk_file
@@ -165,7 +165,7 @@ def test_without_direct_io_the_page_cache_does(tmp_path, monkeypatch, caplog):
 OWNER = """
 import sys, time
 from pathlib import Path
-from shardwise.config import Offload
+from shardwise.config.sections import Offload
 from shardwise.offload.disk_file import DiskFile
 file = DiskFile(Path(sys.argv[1]), "other", Offload(nvme_path=sys.argv[1]))
 file.reserve(1 << 20)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import shardwise
-from shardwise.config import LossScale
+from shardwise.config.sections import LossScale
 from shardwise.optim.loss_scale import Scaler
 from support import ranks
 from support.training import digest, make_batch, make_model, make_optimizer, make_sgd, start, train_step

@@ -1,7 +1,7 @@
-"""Sizes as people write them: 44GB is 44e9 bytes, 44GiB is 44 x 2^30 bytes, 8B is 8e9 parameters.
+"""Sizes as text: 44GB is 44e9 bytes, 44GiB is 44 x 2^30 bytes, 8B is 8e9 parameters.
 
-One place reads and prints them, so that the same text means the same number in configurations, on the command
-line and in reports. Arithmetic is exact (no floats): whatever is printed in full reads back as the same number.
+Configurations, the command line and reports all use these functions, so that a text has one meaning everywhere.
+Arithmetic is exact (no floats): a size that is printed in full reads back as the same number.
 """
 
 import math
@@ -25,11 +25,11 @@ _BYTE_UNITS = {name.lower(): size for name, size in (_DECIMAL | _BINARY).items()
 _COUNT_UNITS = {name.lower(): size for name, size in _COUNT.items()} | {"g": 10**9}
 
 _NUMBER = re.compile(r"\s*([+-]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][+-]?\d{1,3})?)\s*([A-Za-z]*)\s*", re.ASCII)
-_LARGEST = 2**63  # beyond any memory and any model: a slip of the pen, and slow to handle as an exact integer
+_LARGEST = 2**63  # larger than any memory or model, and slow to handle as an exact integer
 
 
 def whole(value: object) -> int:
-    """The whole number >= 0 that `value` stands for: 500000000, 5e8 and "5e8" are the same.
+    """The whole number >= 0 that `value` spells: 500000000, 5e8 and "5e8" are the same.
 
     >>> whole(5e8)
     500000000
@@ -116,7 +116,7 @@ def _format(n: int | float, decimal: Mapping[str, int], binary: Mapping[str, int
 
 
 def _exact(n: int | float, unit: str, size: int) -> str | None:
-    """`n` in `unit` when that takes at most two decimals and is no smaller than one unit."""
+    """`n` in `unit` if two decimals suffice and it is at least one unit."""
     hundredths, rest = divmod(n * 100, size)
     if rest or (size > 1 and abs(n) < size) or abs(n) >= size * 10_000:
         return None

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from shardwise.config import Config, OptimizerSection, SchedulerSection
-from shardwise.config.build import build_optimizer, build_scheduler
+from shardwise.config import Config
+from shardwise.config.sections import OptimizerSection, SchedulerSection
 from shardwise.errors import ConfigError
 
 
@@ -19,7 +19,7 @@ def parameter(*values):
 @pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD", "Lion", "adagrad", "NAdam", "RMSprop"])
 def test_optimizers_step(name):
     weight = parameter()
-    optimizer = build_optimizer(OptimizerSection(name=name, params={"lr": 0.1}), [weight])
+    optimizer = OptimizerSection(name=name, params={"lr": 0.1}).build([weight])
     before = weight.detach().clone()
     optimizer.step()
     assert type(optimizer).__name__.lower() == name.lower()
@@ -28,14 +28,14 @@ def test_optimizers_step(name):
 
 def test_parameter_groups_are_kept():
     groups = [{"params": [parameter()], "weight_decay": 0.0}, {"params": [parameter()]}]
-    optimizer = build_optimizer(OptimizerSection(name="AdamW", params={"lr": 0.1, "weight_decay": 0.5}), groups)
+    optimizer = OptimizerSection(name="AdamW", params={"lr": 0.1, "weight_decay": 0.5}).build(groups)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.0, 0.5]
 
 
 def test_lion_follows_its_paper():
     weight = parameter()
-    optimizer = build_optimizer(
-        OptimizerSection(name="Lion", params={"lr": 0.1, "betas": [0.9, 0.99], "weight_decay": 0.1}), [weight]
+    optimizer = OptimizerSection(name="Lion", params={"lr": 0.1, "betas": [0.9, 0.99], "weight_decay": 0.1}).build(
+        [weight]
     )
     value, mean, grad = 1.0, 0.0, 0.5
     for _ in range(3):
@@ -49,7 +49,7 @@ def test_lion_follows_its_paper():
 def test_adam_without_bias_correction(name):
     weight = parameter()
     params = {"lr": 0.1, "bias_correction": False, "weight_decay": 0.2, "betas": (0.8, 0.9)}
-    optimizer = build_optimizer(OptimizerSection(name=name, params=params), [weight])
+    optimizer = OptimizerSection(name=name, params=params).build([weight])
     value, mean, square = 1.0, 0.0, 0.0
     for _ in range(3):
         optimizer.step()
@@ -62,7 +62,7 @@ def test_adam_without_bias_correction(name):
 
 def rates(name, steps, lr=1.0, total_steps=None, **params):
     optimizer = torch.optim.SGD([parameter()], lr=lr, momentum=0.5)
-    scheduler = build_scheduler(SchedulerSection(name=name, params=params), optimizer, total_steps=total_steps)
+    scheduler = SchedulerSection(name=name, params=params).build(optimizer, total_steps=total_steps)
     seen = []
     for _ in range(steps):
         seen.append((optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["momentum"]))
@@ -112,7 +112,7 @@ def test_one_cycle():
 
 def test_one_cycle_moves_betas_and_can_leave_momentum_alone():
     adam = torch.optim.Adam([parameter()], betas=(0.5, 0.99))
-    build_scheduler(SchedulerSection(name="OneCycle", params={"cycle_min_lr": 0.1, "cycle_max_lr": 1}), adam)
+    SchedulerSection(name="OneCycle", params={"cycle_min_lr": 0.1, "cycle_max_lr": 1}).build(adam)
     assert adam.param_groups[0]["betas"] == (0.9, 0.99)
     assert rates("OneCycle", 3, cycle_min_lr=0.1, cycle_max_lr=1, cycle_momentum=False)[1] == [0.5] * 3
 
@@ -128,7 +128,7 @@ def test_a_schedule_resumes():
     def fresh():
         optimizer = torch.optim.SGD([parameter()], lr=1.0)
         section = SchedulerSection(name="WarmupLR", params={"warmup_num_steps": 10, "warmup_type": "linear"})
-        return build_scheduler(section, optimizer)
+        return section.build(optimizer)
 
     one, two = fresh(), fresh()
     for _ in range(4):
@@ -145,6 +145,6 @@ def test_built_from_a_deepspeed_file():
     config = Config.load(
         {"optimizer": {"type": "Adam", "params": {"lr": 3e-5, "bias_correction": False}}, "fp16": {"enabled": True}}
     )
-    optimizer = build_optimizer(config.optimizer, [parameter()])
+    optimizer = config.optimizer.build([parameter()])
     assert optimizer.param_groups[0]["decoupled"] is True
     assert optimizer.param_groups[0]["lr"] == 3e-5

@@ -55,8 +55,9 @@ def _keys(section: dict, prefix: str = "") -> set[str]:
 def test_explain_accounts_for_every_key(case):
     """Nothing is silently ignored: each key of the file is noted, or its values show in the built sections."""
     config = Config.load(case["config"])
-    noted = {note.key for note in config._notes} | {origin.detail for origin in config._origins.values()}
-    blocks = {note.key for note in config._notes}
+    notes = config._provenance.notes
+    noted = {note.key for note in notes} | {origin.detail for origin in config._provenance.origins.values()}
+    blocks = {note.key for note in notes}
     for key in _keys(case["config"]):
         parents = {key.rsplit(".", i)[0] for i in range(1, key.count(".") + 1)}
         is_block = any(other.startswith(f"{key}.") for other in noted)

@@ -138,11 +138,11 @@ def test_scheduler_names_and_left_open_values():
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"zero_optimization": {"stage": 2, "cpu_offload": True}}, "cpu_offload: is deprecated, offload_optimizer"),
-        ({"bfloat16": {"enabled": True}}, "bfloat16: is deprecated, bf16"),
+        ({"zero_optimization": {"stage": 2, "cpu_offload": True}}, "cpu_offload: is deprecated, use offload_optimizer"),
+        ({"bfloat16": {"enabled": True}}, "bfloat16: is deprecated, use bf16"),
         (
             {"zero_optimization": {"stage3_gather_fp16_weights_on_model_save": True}},
-            "gather_fp16.* is deprecated, stage3_gather_16bit",
+            "gather_fp16.* is deprecated, use stage3_gather_16bit",
         ),
         ({"zero_optimization": True}, "zero_optimization: is deprecated as a flag"),
         ({"fp16": {"enabled": True}, "_comment": "x"}, "_comment: unknown key, ignored as DeepSpeed does"),
@@ -260,4 +260,4 @@ def test_bad_input_names_key_value_and_remedy(config, message):
     ],
 )
 def test_a_feature_that_is_off_is_no_obstacle(block):
-    assert Config.load(block)._notes
+    assert Config.load(block)._provenance.notes

@@ -3,7 +3,8 @@
 import pytest
 
 from shardwise.config import PRESETS, Config, costs
-from shardwise.config.paths import leaves
+from shardwise.config.draft import leaves
+from shardwise.partition.policy import DTYPES
 
 
 def formula(preset, tier=None, k=1, **sections):
@@ -69,7 +70,11 @@ def test_bytes_of_eight_billion_parameters(preset, ranks, gigabytes):
     ],
 )
 def test_wire(preset, order, wire):
-    assert costs.wire(Config.load({"preset": preset, "gradients": {"order": order}})) == wire
+    assert costs.wire_formula(Config.load({"preset": preset, "gradients": {"order": order}}).placement) == wire
+
+
+def test_bytes_of_a_dtype_are_those_of_torch():
+    assert {name: dtype.itemsize for name, dtype in DTYPES.items()} == costs.DTYPE_BYTES
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -54,7 +54,7 @@ def test_plain_json_needs_no_hjson(tmp_path, monkeypatch):
 def test_duplicate_keys_are_an_error(tmp_path, name, text):
     path = tmp_path / name
     path.write_text(text)
-    with pytest.raises(ConfigError, match=rf"{path}: the key '(enabled|preset)' stands twice in one section"):
+    with pytest.raises(ConfigError, match=rf"{path}: the key '(enabled|preset)' appears twice in one section"):
         Config.load(path)
 
 
@@ -87,7 +87,7 @@ def test_a_broken_file_is_a_config_error_that_names_it(tmp_path, name, text):
 def test_a_file_that_is_no_text(tmp_path):
     path = tmp_path / "a.json"
     path.write_bytes(b"\xff\xfe\x00\x81")
-    with pytest.raises(ConfigError, match=rf"{path}: is no text in UTF-8"):
+    with pytest.raises(ConfigError, match=rf"{path}: is not UTF-8 text"):
         Config.load(path)
     with pytest.raises(ConfigError, match="no such file"):
         Config.load(tmp_path)  # a folder

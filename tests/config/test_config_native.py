@@ -5,8 +5,9 @@ import pickle
 
 import pytest
 
-from shardwise.config import PRESETS, Batch, Config, KindPlacement, Placement
+from shardwise.config import PRESETS, Config
 from shardwise.config.presets import preset_name
+from shardwise.config.sections import Batch, KindPlacement, Placement
 from shardwise.errors import ConfigError
 
 
@@ -133,7 +134,7 @@ NVME = {"preset": "zero3", "placement": {"weights": {"tier": "disk"}}}
         ({"offload": {"ratio": 1.5}}, r"offload\.ratio = 1\.5: Input should be less than or equal to 1"),
         ({"gradients": {"clip_norm": -1}}, r"gradients\.clip_norm = -1: .*greater than 0"),
         ({"gradients": {"clip_norm": float("nan")}}, r"gradients\.clip_norm = nan: expected a finite number"),
-        ({"precision": {"loss_scale": {"initial": 8}}}, r"loss_scale has a meaning with compute: fp16 only"),
+        ({"precision": {"loss_scale": {"initial": 8}}}, r"loss_scale applies to compute: fp16 only"),
         ({"precision": {"autocast": True}}, r"autocast needs a 16-bit dtype"),
         ({"placement": {"weights": {"tier": "host"}}}, r"weights can leave the device only when sharded"),
         ({"placement": {"weights": {"sharding": "sharded"}}}, r"sharded weights need sharded optim"),
@@ -171,7 +172,7 @@ NVME = {"preset": "zero3", "placement": {"weights": {"tier": "disk"}}}
             r"mixes keys of several dialects \(DeepSpeed: fp16; Accelerate: deepspeed",
         ),
         ({"preset": "zero3", "deepspeed_config": {}}, r"mixes keys of several dialects"),
-        ({3: 4}, r"keys must be texts, found int"),
+        ({3: 4}, r"keys must be strings, found int"),
         ("zero33", r"neither a file nor a preset .*; did you mean 'zero3'\?"),
         ("nowhere/ds.json", r"nowhere/ds\.json: no such file"),
         (3, r"config is int, expected a preset's name, a path, a dict or a Config"),
@@ -198,7 +199,7 @@ def test_models_are_frozen():
 
 
 def test_every_field_is_described():
-    from shardwise.config.paths import subsection
+    from shardwise.config.draft import subsection
 
     def check(section):
         for name, field in section.model_fields.items():

@@ -31,7 +31,7 @@ def test_a_config_error_is_one_message_and_code_2(tmp_path, cli):
 
 @pytest.mark.parametrize(
     "name",
-    ["sizes", "config.sections", "config.config", "config.build", "config.elementwise", "config.values"],
+    ["sizes"] + [f"config.{name}" for name in ("sections", "config", "costs", "optimizers", "schedules", "values")],
 )
 def test_examples_in_docstrings_run(name):
     module = importlib.import_module(f"shardwise.{name}")

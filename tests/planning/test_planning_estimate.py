@@ -29,3 +29,12 @@ def test_arithmetic_is_near_the_dry_run(of, preset, workload):
     assert foreseen.trainable == model.trainable
     estimated = estimate(model, workload, workload.config(preset).for_world_size(4), 4)
     assert estimated.peak_bytes == pytest.approx(foreseen.peak_bytes, rel=0.15), (estimated, foreseen)
+
+
+def test_frozen_weights_off_the_device_are_counted_as_in_the_dry_run():
+    workload = Workload(sequence=512, lora=(8, ("q_proj", "v_proj")))
+    model = from_dimensions(DENSE, workload.lora)
+    foreseen = foresee_workload(model, workload, "zero3_offload", world_size=4)
+    assert not isinstance(foreseen, str), foreseen
+    estimated = estimate(model, workload, workload.config("zero3_offload").for_world_size(4), 4)
+    assert estimated.tiers == foreseen.tiers

@@ -20,11 +20,11 @@ import torch
 
 from shardwise.config.presets import PRESETS
 from shardwise.errors import ConfigError
+from shardwise.partition.policy import DTYPES
 
 LEARNING_RATE = 1e-3
 WEIGHT_DECAY = 0.01
 SEED = 17
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DEFAULT_PRESETS = ("zero0", "zero1", "zero2", "zero3")
 PEERS: dict[str, tuple[str, ...]] = {"ddp": ("zero0",), "fsdp2": ("zero3",), "deepspeed": ("zero1", "zero2", "zero3")}
 """The peers, each with the presets it corresponds to."""

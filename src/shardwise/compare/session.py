@@ -15,7 +15,7 @@ from statistics import fmean, median
 from typing import Any, Protocol
 
 from shardwise.compare import verdict
-from shardwise.compare.job import ALONE, DTYPES, CompareRow, Settings, interpreter
+from shardwise.compare.job import ALONE, CompareRow, Settings, interpreter
 from shardwise.compare.ranks import RowFailed, RowRanks
 from shardwise.compare.result import Comparison, Run, ratio
 from shardwise.errors import ConfigError
@@ -23,6 +23,7 @@ from shardwise.machine import env
 from shardwise.machine.launch import cores
 from shardwise.machine.memory import host_bytes
 from shardwise.models import loading
+from shardwise.partition.policy import DTYPES
 
 TURN_STEPS = 4
 WARM_STEPS = 2

@@ -18,6 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shardwise
 from shardwise.compare.job import LEARNING_RATE, WEIGHT_DECAY, CompareJob, config_for, peer_settings
+from shardwise.config.costs import sent, wire_times
+from shardwise.config.presets import PRESETS
 from shardwise.models.loading import loss_of
 from shardwise.partition.units import divide
 from shardwise.tensors import map_tensors
@@ -78,10 +80,11 @@ class System:
         """The bytes that a rank sends in a step by the formula of contract C3; None for a system without one."""
         return None
 
-    def _wire_bytes(self, times: int) -> int:
-        """The bytes of `times` collectives over all trainable weights."""
+    def _wire_bytes(self, preset: str) -> int:
+        """What a step sends of the trainable parameters, placed as in `preset`."""
+        times = sum(wire_times(PRESETS[preset], self.job.settings.accumulate))
         numel = sum(whole_numel(param) for param in self.model.parameters() if param.requires_grad)
-        return _share(times * numel * self.job.dtype.itemsize, self.job.settings.world_size)
+        return sent(times * numel * self.job.dtype.itemsize, self.job.settings.world_size)
 
 
 class Shardwise(System):
@@ -124,19 +127,9 @@ class Shardwise(System):
                 yield from (param.detach() for param in unit.params)
 
     def expected_wire_bytes(self) -> int:
-        world_size, count = self.job.settings.world_size, self.job.settings.accumulate
-        total = 0
-        for unit in self.wrapped.units:
-            policy, times = unit.weights.policy, 0
-            if policy.weights_sharded:
-                times += 2 * count * policy.weight_dtype.itemsize
-            if policy.trainable:
-                times += (count if policy.grads_sharded else 1) * policy.reduce_dtype.itemsize
-            if policy.trainable and not policy.weights_sharded:
-                shared = policy.weight_dtype if policy.optim_sharded else policy.accumulate_dtype
-                times += shared.itemsize
-            total += times * unit.layout.numel
-        return _share(total, world_size)
+        count = self.job.settings.accumulate
+        sizes = (unit.weights.policy.wire_bytes_each(count) * unit.layout.numel for unit in self.wrapped.units)
+        return sent(sum(sizes), self.job.settings.world_size)
 
 
 class DDP(System):
@@ -162,7 +155,7 @@ class DDP(System):
 
     def expected_wire_bytes(self) -> int:
         itemsize = torch.float32.itemsize  # weights and gradients stay fp32 under autocast
-        return self._wire_bytes(2) * itemsize // self.job.dtype.itemsize
+        return self._wire_bytes("zero0") * itemsize // self.job.dtype.itemsize
 
 
 class FSDP2(System):
@@ -192,7 +185,7 @@ class FSDP2(System):
         yield from (cast(Any, param).full_tensor().detach() for param in self.model.parameters())
 
     def expected_wire_bytes(self) -> int:
-        return self._wire_bytes(3 * self.job.settings.accumulate)
+        return self._wire_bytes("zero3")
 
 
 class DeepSpeed(System):
@@ -242,8 +235,7 @@ class DeepSpeed(System):
                 yield param.detach()
 
     def expected_wire_bytes(self) -> int:
-        count = self.job.settings.accumulate
-        return self._wire_bytes({"zero1": 2, "zero2": count + 1, "zero3": 3 * count}[self.job.row.preset])
+        return self._wire_bytes(self.job.row.preset)
 
     def _config(self, params: list[nn.Parameter]) -> dict[str, Any]:
         settings = self.job.settings
@@ -286,7 +278,3 @@ def _unit_modules(model: nn.Module) -> Iterator[list[nn.Module]]:
     for spec in divide(model):
         if spec.runs and spec.runs[0] != ("",):
             yield [model.get_submodule(path) for path in spec.runs[0]]
-
-
-def _share(size_bytes: int, world_size: int) -> int:
-    return size_bytes * (world_size - 1) // world_size

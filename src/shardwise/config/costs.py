@@ -1,100 +1,161 @@
-"""What a placement costs: resting bytes per rank, and elements on the wire per step.
+"""The cost model: bytes at rest per kind and tier, and elements sent per step. Integers and fractions only.
 
-Derived from placements and dtypes, never from the number of a stage. Ψ is the number of parameters, W the number
-of ranks, K the micro-batches per step.
+All costs follow from placements and dtypes, never from the number of a stage. Ψ is the number of parameters, W the
+number of ranks, K the micro-batches per step. The engine, the plan, the comparison and `Config.explain()` all call
+these functions.
 
     16-bit, Adam, K = 1     weights  grads  master  moments
     zero1                    2Ψ   +   2Ψ  + (4Ψ   +   8Ψ)/W   =  4Ψ + 12Ψ/W
 """
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from shardwise.config.config import Config
-from shardwise.config.sections import Sharding, Tier
+from shardwise.config.sections import ConfigSections, Placement, Sharding, Tier
 
-_SIZES = {"fp32": 4, "bf16": 2, "fp16": 2}
-_MOMENTS = {"SGD": 0, "Lion": 4, "Adagrad": 4, "Muon": 4, "RMSprop": 4}  # bytes per parameter; all others as Adam
-_ADAM_MOMENTS = 8
+DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+MASTER_BYTES = DTYPE_BYTES["fp32"]
+_ADAM_MOMENT_BYTES = 8
+_MOMENT_BYTES = {"SGD": 0, "Lion": 4, "Adagrad": 4, "Muon": 4, "RMSprop": 4}  # per parameter; all others as Adam
 
 
-class Resting(NamedTuple):
-    """Bytes per parameter that one kind of state takes at rest."""
+class RestingKind(NamedTuple):
+    """Bytes per parameter that one kind takes at rest (optim as two: master and moments), and where."""
 
     kind: str
     bytes_each: int
     sharding: Sharding
     tier: Tier
 
-
-def resting(config: Config) -> list[Resting]:
-    """What rests, kind by kind; kinds that take nothing are left out."""
-    return [part for part in _parts(config) if part.bytes_each]
-
-
-def _parts(config: Config) -> Iterator[Resting]:
-    placement = config.placement
-    yield Resting("weights", _weight_bytes(config), placement.weights.sharding, placement.weights.tier)
-    yield Resting("grads", gradient_bytes(config), placement.grads.sharding, placement.grads.tier)
-    # In fp32 the weights are their own master copy.
-    master = 0 if config.precision.weights_dtype == "fp32" else 4
-    yield Resting("master", master, placement.optim.sharding, placement.optim.tier)
-    yield Resting("moments", moment_bytes(config), placement.optim.sharding, placement.optim.tier)
+    def rank_bytes(self, parameters: int, world_size: int) -> Fraction:
+        """Bytes on one rank."""
+        return self.bytes_each * parameters * rank_share(self.sharding, world_size)
 
 
-def _weight_bytes(config: Config) -> int:
-    """Sharded 16-bit weights are cast from the master at gather: a copy rests only on the device, where the master left
-    it and they stay."""
-    weights, optim = config.placement.weights, config.placement.optim
-    size = _SIZES[config.precision.weights_dtype]
-    stays = weights.tier == "device" != optim.tier
-    return 0 if size == 2 and weights.sharding == "sharded" and not stays else size
+def rank_share(sharding: Sharding, world_size: int) -> Fraction:
+    """The part of a kind that one rank holds."""
+    return Fraction(1, world_size) if sharding == "sharded" else Fraction(1)
 
 
-def gradient_bytes(config: Config) -> int:
-    """Bytes of one held gradient."""
-    precision = config.precision
-    held = precision.accumulate_dtype or ("fp32" if config.batch.accumulation > 1 else precision.weights_dtype)
-    return _SIZES[held]
+def resting(config: ConfigSections) -> list[RestingKind]:
+    """What rests of trainable parameters, kind by kind."""
+    return resting_kinds(config.placement, weight_bytes(config), gradient_bytes(config), moment_bytes(config))
 
 
-def moment_bytes(config: Config) -> int:
+def resting_kinds(placement: Placement, weights: int, grads: int, moments: int) -> list[RestingKind]:
+    """What rests of trainable parameters with so many bytes each; kinds that take nothing are left out.
+
+    fp32 weights are their own master copy. Sharded 16-bit weights are cast from the master at gather and do not rest,
+    except on the device when the master is on another tier.
+    """
+    has_master = weights < MASTER_BYTES
+    is_apart = placement.weights.tier == "device" != placement.optim.tier
+    is_cast = has_master and placement.weights.sharding == "sharded" and not is_apart
+    kinds = [
+        RestingKind("weights", 0 if is_cast else weights, *_place(placement, "weights")),
+        RestingKind("grads", grads, *_place(placement, "grads")),
+        RestingKind("master", MASTER_BYTES if has_master else 0, *_place(placement, "optim")),
+        RestingKind("moments", moments, *_place(placement, "optim")),
+    ]
+    return [kind for kind in kinds if kind.bytes_each]
+
+
+def resting_frozen(placement: Placement, weights: int) -> list[RestingKind]:
+    """What rests of frozen parameters: their weights, in their own dtype."""
+    return [RestingKind("weights", weights, *_place(placement, "weights"))]
+
+
+def _place(placement: Placement, kind: str) -> tuple[Sharding, Tier]:
+    own = getattr(placement, kind)
+    return own.sharding, own.tier
+
+
+def weight_bytes(config: ConfigSections) -> int:
+    """Bytes of one weight that computes."""
+    return DTYPE_BYTES[config.precision.weights_dtype]
+
+
+def gradient_bytes(config: ConfigSections) -> int:
+    """Bytes of one gradient between backward and update."""
+    return DTYPE_BYTES[config.accumulate_dtype]
+
+
+def moment_bytes(config: ConfigSections) -> int:
     """Bytes of the optimizer's moments per parameter; Adam's where no optimizer is named."""
     section = config.optimizer
-    return _ADAM_MOMENTS if section is None else moments_of(section.name, section.params)
+    return _ADAM_MOMENT_BYTES if section is None else moments_of(section.name, section.params)
 
 
 def moments_of(name: str, options: Mapping[str, Any]) -> int:
-    """Bytes of the moments per parameter that an optimizer of that name makes.
+    """Bytes of the moments per parameter of the optimizer `name`.
 
     >>> moments_of("SGD", {"momentum": 0.9}), moments_of("AdamW", {})
     (4, 8)
     """
     if name == "SGD" and options.get("momentum"):
         return 4
-    return _MOMENTS.get(name, _ADAM_MOMENTS) + 4 * bool(options.get("amsgrad"))
+    return _MOMENT_BYTES.get(name, _ADAM_MOMENT_BYTES) + 4 * bool(options.get("amsgrad"))
 
 
-def formula(parts: list[Resting], tier: Tier | None = None) -> str:
-    """Resting bytes per rank as a formula, of all tiers or of one: "4Ψ + 12Ψ/W"."""
-    chosen = [part for part in parts if tier in (None, part.tier)]
-    whole = sum(part.bytes_each for part in chosen if part.sharding == "replicated")
-    cut = sum(part.bytes_each for part in chosen if part.sharding == "sharded")
-    terms = [f"{whole}Ψ"] * bool(whole) + [f"{cut}Ψ/W"] * bool(cut)
-    return " + ".join(terms) or "0"
+def formula(kinds: Iterable[RestingKind], tier: Tier | None = None) -> str:
+    """Resting bytes per rank as a formula such as "4Ψ + 12Ψ/W", of all tiers or of one."""
+    each = Counter({"Ψ": 0, "Ψ/W": 0})
+    for kind in _on(tier, kinds):
+        each["Ψ/W" if kind.sharding == "sharded" else "Ψ"] += kind.bytes_each
+    return " + ".join(f"{size}{unit}" for unit, size in each.items() if size) or "0"
 
 
-def resting_bytes(parts: list[Resting], parameters: int, world_size: int, tier: Tier | None = None) -> float:
-    """The same as a number."""
-    chosen = [part for part in parts if tier in (None, part.tier)]
-    cut = {"replicated": Fraction(1), "sharded": Fraction(1, world_size)}
-    return float(sum(part.bytes_each * parameters * cut[part.sharding] for part in chosen))
+def resting_bytes(kinds: Iterable[RestingKind], parameters: int, world_size: int, tier: Tier | None = None) -> float:
+    """Resting bytes per rank as a number, of all tiers or of one."""
+    return float(sum(kind.rank_bytes(parameters, world_size) for kind in _on(tier, kinds)))
 
 
-def wire(config: Config) -> str:
-    """Elements that a rank sends per step, as a formula with f = (W-1)/W."""
-    local = config.order == "local"
-    if config.placement.weights.sharding == "sharded":
-        return "(2K + 1)Ψf" if local else "3KΨf"
-    return "2Ψf" if local else "(K + 1)Ψf"
+def offloaded_bytes_each(kinds: Iterable[RestingKind]) -> int:
+    """Bytes per parameter that rest off the device."""
+    return sum(kind.bytes_each for kind in kinds if kind.tier != "device")
+
+
+def _on(tier: Tier | None, kinds: Iterable[RestingKind]) -> list[RestingKind]:
+    return [kind for kind in kinds if tier in (None, kind.tier)]
+
+
+class WireTimes(NamedTuple):
+    """How many times one step sends each element, by what is sent: contract C3."""
+
+    gathers: int
+    """Weights, before forward and backward. Frozen weights are sent for these alone."""
+    reductions: int
+    """Gradients."""
+    updates: int
+    """Updated weights that are replicated; under a replicated optimizer, the reduced gradients instead."""
+
+
+def wire_times(placement: Placement, accumulation: int) -> WireTimes:
+    """How many times a step of `accumulation` micro-batches sends each element, at most.
+
+    >>> wire_times(Placement(), accumulation=4)
+    WireTimes(gathers=0, reductions=1, updates=1)
+    """
+    has_sharded_weights = placement.weights.sharding == "sharded"
+    return WireTimes(
+        gathers=2 * accumulation if has_sharded_weights else 0,
+        reductions=accumulation if placement.grads.sharding == "sharded" else 1,
+        updates=0 if has_sharded_weights else 1,
+    )
+
+
+def sent(size: int, world_size: int) -> int:
+    """What one rank sends of `size` elements or bytes of a collective over all ranks: (W-1)/W of them."""
+    return size * (world_size - 1) // world_size
+
+
+def wire_formula(placement: Placement) -> str:
+    """Elements that a rank sends per step, as a formula with f = (W-1)/W, such as "(K + 1)Ψf"."""
+    constant = sum(wire_times(placement, 0))
+    slope = sum(wire_times(placement, 1)) - constant
+    times_k = "K" if slope == 1 else f"{slope}K"
+    if not slope:
+        return f"{constant}Ψf"
+    return f"({times_k} + {constant})Ψf" if constant else f"{times_k}Ψf"

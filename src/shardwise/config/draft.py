@@ -1,22 +1,27 @@
-"""A configuration in the making: values with their origins, before the models check them.
+"""A configuration before it is validated: native key paths with values, and where each value came from.
 
-Every dialect (native, DeepSpeed's, Accelerate's) writes into the same draft, under the native paths, so that
-provenance, cross-checks and error messages are written once.
+Every dialect (native, DeepSpeed's, Accelerate's) writes into one `ConfigDraft` under native paths such as
+"placement.weights.tier". Origins, cross-checks and error messages are therefore written once.
 """
 
 import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from shardwise.config.values import Where, shown
-from shardwise.errors import ConfigWarning
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
-OriginKind = Literal["default", "preset", "file", "auto", "derived", "code"]  # auto: left open in a file
+from shardwise.config.sections import Placement, Section
+from shardwise.config.values import KeyLocation, nearest, shown
+from shardwise.errors import ConfigError, ConfigWarning
+
+OriginKind = Literal["default", "preset", "file", "auto", "derived", "code"]  # auto: the file says "auto"
 
 
 @dataclass(frozen=True)
-class Origin:
-    """Where a value came from, and under which name its author knows it."""
+class ValueOrigin:
+    """Where a value came from. `detail` names it for the user: the preset, or the key in the user's file."""
 
     kind: OriginKind
     detail: str = ""
@@ -26,44 +31,66 @@ class Origin:
 
 
 @dataclass(frozen=True)
-class Note:
-    """A key of a file and what it does here, for `Config.explain()`."""
+class KeyNote:
+    """A key of a DeepSpeed or Accelerate file and its effect, for `Config.explain()`."""
 
     key: str
     value: str
     effect: str
 
 
+@dataclass(frozen=True)
+class Provenance:
+    """What a configuration was read from: its source, the origin of each value by path, notes on the file's keys."""
+
+    source: str
+    origins: Mapping[str, ValueOrigin] = field(default_factory=dict)
+    notes: tuple[KeyNote, ...] = ()
+
+    def origin(self, path: str) -> ValueOrigin:
+        return self.origins.get(path, ValueOrigin("default"))
+
+    def has_any(self, prefix: str) -> bool:
+        """Whether any value below the section `prefix` was given."""
+        return any(path.startswith(f"{prefix}.") for path in self.origins)
+
+
 @dataclass
-class Draft:
-    """Native paths ("placement.weights.tier") with values and origins, and notes about foreign keys."""
+class ConfigDraft:
+    """Values and origins by native path, and notes on the keys of DeepSpeed and Accelerate files."""
 
     source: str
     dialect: str = "native"
     values: dict[str, Any] = field(default_factory=dict)
-    origins: dict[str, Origin] = field(default_factory=dict)
-    notes: list[Note] = field(default_factory=list)
-    aliases: dict[str, str] = field(default_factory=dict)  # a translated key path -> the one in the user's file
-    prefix: str = ""  # of translated key paths without an alias
+    origins: dict[str, ValueOrigin] = field(default_factory=dict)
+    notes: list[KeyNote] = field(default_factory=list)
+    aliases: dict[str, str] = field(default_factory=dict)  # a translated key path -> the path in the user's file
+    prefix: str = ""  # put before translated key paths that have no alias
 
-    def set(self, path: str, value: Any, origin: Origin) -> None:
+    def set(self, path: str, value: Any, origin: ValueOrigin) -> None:
         self.values[path] = value
         self.origins[path] = origin
 
-    def where(self, path: str = "") -> Where:
-        """The place that messages about the key `path` name: the one in the user's own file."""
-        return Where(self.source, self.aliases.get(path, self.prefix + path if path else ""))
+    def set_placement(self, row: Placement, origin: ValueOrigin) -> None:
+        """Set a whole row of the placement table."""
+        for kind in Placement.model_fields:
+            self.set(f"placement.{kind}.sharding", getattr(row, kind).sharding, origin)
+            self.set(f"placement.{kind}.tier", getattr(row, kind).tier, origin)
+
+    def where(self, path: str = "") -> KeyLocation:
+        """The location of the key `path` in the user's own file, for messages."""
+        return KeyLocation(self.source, self.aliases.get(path, self.prefix + path if path else ""))
 
     def note(self, key: str, value: object, effect: str) -> None:
-        self.notes.append(Note(self.where(key).path, shown(value), effect))
+        self.notes.append(KeyNote(self.where(key).path, shown(value), effect))
 
     def warn(self, key: str, value: object, effect: str) -> None:
-        """A note that its author should not have to look for."""
+        """Note the key and raise a `ConfigWarning` about it."""
         self.note(key, value, effect)
         warnings.warn(f"{self.source}: {self.where(key).path}: {effect}", ConfigWarning, stacklevel=2)
 
     def nested(self) -> dict[str, Any]:
-        """The values as nested sections, for the models."""
+        """The values as nested sections."""
         tree: dict[str, Any] = {}
         for path, value in self.values.items():
             *parents, leaf = path.split(".")
@@ -72,3 +99,67 @@ class Draft:
                 node = node.setdefault(parent, {})
             node[leaf] = value
         return tree
+
+    def provenance(self) -> Provenance:
+        source = self.source if self.dialect == "native" else f"{self.source} ({self.dialect})"
+        return Provenance(source, dict(self.origins), tuple(self.notes))
+
+
+def subsection(info: FieldInfo) -> type[Section] | None:
+    """The section class of a field, also of an optional one; None for a plain value."""
+    for candidate in (info.annotation, *get_args(info.annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, Section):
+            return candidate
+    return None
+
+
+def section_class(root: type[Section], path: Sequence[int | str]) -> type[Section] | None:
+    """The section class at `path` below `root`."""
+    current: type[Section] | None = root
+    for part in path:
+        info = current.model_fields.get(str(part)) if current else None
+        current = subsection(info) if info else None
+    return current
+
+
+def leaves(section: type[Section], prefix: str = "") -> Iterator[str]:
+    """The paths of all plain values below `section`, in the order of declaration."""
+    for name, info in section.model_fields.items():
+        inner = subsection(info)
+        if inner is None:
+            yield prefix + name
+        else:
+            yield from leaves(inner, f"{prefix}{name}.")
+
+
+def config_error(
+    error: ValidationError, root: type[Section], source: str, origins: Mapping[str, ValueOrigin]
+) -> ConfigError:
+    """A `ConfigError` with one line per problem: source, key path in the user's file, value seen, what is allowed."""
+    problems = error.errors(include_url=False)
+    return ConfigError("\n".join(f"{source}: {_problem_line(problem, root, origins)}" for problem in problems))
+
+
+def _problem_line(problem: Mapping[str, Any], root: type[Section], origins: Mapping[str, ValueOrigin]) -> str:
+    path = ".".join(str(part) for part in problem["loc"])
+    message = _message(problem, root)
+    keys = [origin.detail for name, origin in origins.items() if origin.kind == "file" and _is_at_or_below(name, path)]
+    if problem["type"] == "value_error" and not isinstance(problem["input"], str | int | float):
+        seen = f" ({', '.join(keys)})" if keys else ""
+        return f"{path}: {message}{seen}" if path else f"{message}{seen}"
+    return f"{keys[0] if keys else path} = {shown(problem['input'])}: {message}"
+
+
+def _is_at_or_below(name: str, path: str) -> bool:
+    return bool(path) and (name == path or name.startswith(f"{path}."))
+
+
+def _message(problem: Mapping[str, Any], root: type[Section]) -> str:
+    message: str = problem["msg"]
+    if problem["type"] == "extra_forbidden":
+        *parents, name = problem["loc"]
+        section = section_class(root, parents)
+        return f"unknown key{nearest(str(name), section.model_fields if section else ())}"
+    if problem["type"] == "literal_error":
+        return f"expected {problem['ctx']['expected']}"
+    return message.removeprefix("Value error, ")

@@ -1,13 +1,12 @@
-"""`Config.explain()`: every effective value, where it came from, and what it costs or saves, in 100 columns."""
+"""The text of `Config.explain()`: every effective value, its origin, and what it costs or saves, in 100 columns."""
 
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from shardwise.config import costs
-from shardwise.config.config import Config
-from shardwise.config.paths import leaves, section_class, subsection
+from shardwise.config.draft import KeyNote, Provenance, leaves, section_class, subsection
 from shardwise.config.presets import PRESETS, preset_name
-from shardwise.config.sections import Precision, Tier
+from shardwise.config.sections import ConfigSections, Precision, Tier
 from shardwise.sizes import format_bytes, format_count
 
 WIDTH = 100
@@ -16,24 +15,24 @@ _EXAMPLE = (8 * 10**9, 8)  # parameters and ranks of the example
 _TIERS: tuple[Tier, ...] = ("device", "host", "disk")
 
 
-def explain(config: Config) -> str:
+def explain(config: ConfigSections, provenance: Provenance) -> str:
     """See `Config.explain`."""
-    blocks = [_heading(config), _costs(config), _placement(config)]
-    blocks += [_section(config, name) for name in Config.model_fields if name != "placement"]
-    blocks += [_notes(config)] if config._notes else []
+    blocks = [_heading(config, provenance.source), _costs(config), _placement(config, provenance)]
+    names = [name for name in ConfigSections.model_fields if name != "placement"]
+    blocks += [_section(config, name, provenance) for name in names]
+    blocks += [_notes(provenance.notes)] if provenance.notes else []
     return "\n\n".join("\n".join(block) for block in blocks)
 
 
-def _heading(config: Config) -> list[str]:
+def _heading(config: ConfigSections, source: str) -> list[str]:
     name = preset_name(config.placement)
-    source = config._source
     if source != f"preset {name}":
         source += f": the placements of {name}" if name else ": placements of its own"
     return [*textwrap.wrap(f"shardwise configuration, {source}", WIDTH), "─" * WIDTH]
 
 
-def _costs(config: Config) -> list[str]:
-    """The bill: bytes at rest by tier and bytes on the wire, with an example in numbers."""
+def _costs(config: ConfigSections) -> list[str]:
+    """Bytes at rest by tier and elements on the wire, as formulas and with an example in numbers."""
     parts = costs.resting(config)
     parameters, ranks = _EXAMPLE
     tiers = [tier for tier in _TIERS if any(part.tier == tier for part in parts)]
@@ -46,21 +45,20 @@ def _costs(config: Config) -> list[str]:
         total = format_bytes(costs.resting_bytes(parts, parameters, ranks))
         lines.append(f"  {'in all':<10}{costs.formula(parts):<60}{total:>10}")
     lines += _saving(config)
-    lines.append(f"On the wire, in elements per rank and step: {costs.wire(config)}, where f = (W-1)/W")
+    wire = costs.wire_formula(config.placement)
+    lines.append(f"On the wire, in elements per rank and step: {wire}, where f = (W-1)/W")
     lines.append("Ψ parameters, W ranks, K micro-batches per step" + _assumed_optimizer(config))
     return lines
 
 
-def _saving(config: Config) -> list[str]:
-    """What the same model would take in another configuration, for comparison."""
+def _saving(config: ConfigSections) -> list[str]:
+    """What the same model takes under zero0 and in bf16, for comparison."""
     parameters, ranks = _EXAMPLE
     plain = costs.resting(config.model_copy(update={"placement": PRESETS["zero0"]}))
     lines = []
     if config.placement != PRESETS["zero0"]:
         size = format_bytes(costs.resting_bytes(plain, parameters, ranks))
-        lines.append(
-            f"  {'zero0':<10}{costs.formula(plain):<18}{'would rest on the device of every rank':<42}{size:>10}"
-        )
+        lines.append(f"  {'zero0':<10}{costs.formula(plain):<18}{'on the device of every rank':<42}{size:>10}")
     if config.precision.compute == "fp32":
         half = costs.resting(config.model_copy(update={"precision": Precision(compute="bf16")}))
         size = format_bytes(costs.resting_bytes(half, parameters, ranks))
@@ -68,11 +66,11 @@ def _saving(config: Config) -> list[str]:
     return lines
 
 
-def _assumed_optimizer(config: Config) -> str:
+def _assumed_optimizer(config: ConfigSections) -> str:
     return "; an optimizer with two fp32 moments (Adam)" if config.optimizer is None else f"; {config.optimizer.name}"
 
 
-def _placement(config: Config) -> list[str]:
+def _placement(config: ConfigSections, provenance: Provenance) -> list[str]:
     lines = ["placement"]
     effects = {
         "weights": {"replicated": "whole on every rank", "sharded": "gathered unit by unit, then released"},
@@ -84,50 +82,37 @@ def _placement(config: Config) -> list[str]:
     }
     for kind, effect in effects.items():
         own = getattr(config.placement, kind)
-        origins = dict.fromkeys(str(config.origin(f"placement.{kind}.{part}")) for part in ("sharding", "tier"))
+        origins = dict.fromkeys(str(provenance.origin(f"placement.{kind}.{part}")) for part in ("sharding", "tier"))
         lines += _row(kind, str(own), ", ".join(origins), effect[own.sharding])
     return lines
 
 
-def _section(config: Config, name: str) -> list[str]:
-    field = Config.model_fields[name]
+def _section(config: ConfigSections, name: str, provenance: Provenance) -> list[str]:
+    field = ConfigSections.model_fields[name]
     if getattr(config, name) is None:
         return [name, *_row("none", "", "default", field.description or "")]
     kind = subsection(field)
     assert kind is not None
-    lines = [name]
+    lines, unused = [name], dict(_unused_groups(config, name, provenance))
     for path in leaves(kind):
         full = f"{name}.{path}"
-        if not _idle(config, full):
-            lines += _row(path, _value(config, full), str(config.origin(full)), _effect(config, full))
-    return lines + [
-        line for prefix, reason in _idle_groups(config, name) for line in _row(prefix, "not in use", "", reason)
-    ]
+        if not any(group == "all settings" or path.startswith(f"{group}.") for group in unused):
+            lines += _row(path, _value(config, full), str(provenance.origin(full)), _effect(config, full))
+    return lines + [line for group, reason in unused.items() for line in _row(group, "not in use", "", reason)]
 
 
-def _idle_groups(config: Config, section: str) -> Iterator[tuple[str, str]]:
-    """Groups of settings of a section that nothing reads under this configuration, with the reason."""
+def _unused_groups(config: ConfigSections, section: str, provenance: Provenance) -> Iterator[tuple[str, str]]:
+    """Groups of settings of a section that have no effect under this configuration, with the reason."""
     tiers = {config.placement.weights.tier, config.placement.grads.tier, config.placement.optim.tier}
     if section == "precision" and config.precision.compute != "fp16":
         yield "loss_scale", "only fp16 needs a loss scale"
-    if section == "offload" and tiers == {"device"} and not _given(config, "offload"):
+    if section == "offload" and tiers == {"device"} and not provenance.has_any("offload"):
         yield "all settings", "everything rests on the device"
-    elif section == "offload" and "disk" not in tiers and not _given(config, "offload.aio"):
+    elif section == "offload" and "disk" not in tiers and not provenance.has_any("offload.aio"):
         yield "aio", "nothing rests on disk"
 
 
-def _given(config: Config, prefix: str) -> bool:
-    return any(path.startswith(f"{prefix}.") for path in config._origins)
-
-
-def _idle(config: Config, path: str) -> bool:
-    section = path.partition(".")[0]
-    return any(
-        group == "all settings" or path.startswith(f"{section}.{group}.") for group, _ in _idle_groups(config, section)
-    )
-
-
-def _value(config: Config, path: str) -> str:
+def _value(config: ConfigSections, path: str) -> str:
     value = _at(config, path)
     if isinstance(value, bool):
         return "yes" if value else "no"
@@ -140,14 +125,14 @@ def _value(config: Config, path: str) -> str:
     return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _at(config: Config, path: str) -> object:
+def _at(config: ConfigSections, path: str) -> object:
     value: object = config
     for part in path.split("."):
         value = getattr(value, part)
     return value
 
 
-def _effect(config: Config, path: str) -> str:
+def _effect(config: ConfigSections, path: str) -> str:
     effect = _EFFECTS.get(path)
     if effect is not None:
         return effect(config)
@@ -156,44 +141,44 @@ def _effect(config: Config, path: str) -> str:
     return (section.model_fields[leaf].description or "") if section else ""
 
 
-def _compute(config: Config) -> str:
+def _compute(config: ConfigSections) -> str:
     precision = config.precision
     if precision.weights_dtype == "fp32":
-        return "weights are fp32, their own master copy"
-    return "16-bit weights, beside an fp32 master copy"
+        return "fp32 weights are their own master copy"
+    return "16-bit weights and an fp32 master copy"
 
 
-def _accumulate(config: Config) -> str:
+def _accumulate(config: ConfigSections) -> str:
     each = costs.gradient_bytes(config)
-    return f"in effect: gradients take {each} bytes each"
+    return f"in effect: {each} bytes per gradient"
 
 
-def _prefetch(config: Config) -> str:
+def _prefetch(config: ConfigSections) -> str:
     if config.placement.weights.sharding == "replicated":
         return "no effect: weights are replicated"
     depth = config.runtime.prefetch
     if depth == 0:
-        return "saves a unit at the peak; hides no gather"
+        return "one unit less at the peak; gathers do not overlap"
     return f"hides gathers; costs {depth} unit{'s' * (depth > 1)} at the peak"
 
 
-def _batch(config: Config) -> str:
+def _batch(config: ConfigSections) -> str:
     batch = config.batch
     if batch.global_batch_size and batch.micro_batch_size and "accumulation" not in batch.model_fields_set:
         return f"derived at W ranks: {batch.global_batch_size} / ({batch.micro_batch_size} W)"
     return "micro-batches per step (K)"
 
 
-def _order(config: Config) -> str:
+def _order(config: ConfigSections) -> str:
     given = config.gradients.order is not None
-    return "decides where grads rest" if given else f"in effect: {config.order}, as grads are placed"
+    return "decides how grads are placed" if given else f"in effect: {config.order}, as grads are placed"
 
 
-def _loss_scale(config: Config) -> str:
-    return "grows and shrinks with overflows" if config.precision.loss_scale.dynamic else "stays at `initial`"
+def _loss_scale(config: ConfigSections) -> str:
+    return "grows, and shrinks after overflows" if config.precision.loss_scale.dynamic else "stays at `initial`"
 
 
-_EFFECTS: dict[str, Callable[[Config], str]] = {
+_EFFECTS: dict[str, Callable[[ConfigSections], str]] = {
     "precision.compute": _compute,
     "precision.accumulate_dtype": _accumulate,
     "precision.loss_scale.dynamic": _loss_scale,
@@ -203,10 +188,10 @@ _EFFECTS: dict[str, Callable[[Config], str]] = {
 }
 
 
-def _notes(config: Config) -> list[str]:
-    """The keys of a foreign file, under the sections they stand in."""
+def _notes(notes: Iterable[KeyNote]) -> list[str]:
+    """The keys of a DeepSpeed or Accelerate file, by section."""
     sections: dict[str, list[str]] = {}
-    for note in config._notes:
+    for note in notes:
         section, _, key = note.key.rpartition(".")
         lines = sections.setdefault(section or "top level", [])
         lines += _row(key, _short(note.value), "", note.effect, widths=(44, 14, 0))

@@ -1,7 +1,7 @@
 """Configuration files as dicts: JSON, the JSON with comments that DeepSpeed reads (hjson), and YAML.
 
-Plain JSON is tried first; hjson is an optional package and is imported only when that fails. A key that stands
-twice in one section is an error in all three: which of the two counts would be a guess.
+Plain JSON is tried first; hjson is imported only when that fails. A key that appears twice in one section is an
+error in all three formats, because the intended value is unknown.
 """
 
 import json
@@ -21,12 +21,12 @@ def read_file(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"{path}: is no text in UTF-8, so no configuration") from None
+        raise ConfigError(f"{path}: is not UTF-8 text, so not a configuration") from None
     return read_text(text, str(path), yaml=path.suffix.lower() in YAML_SUFFIXES)
 
 
 def read_text(text: str, source: str, *, yaml: bool = False) -> dict[str, Any]:
-    """The mapping in a text. `source` stands for the file in error messages."""
+    """The mapping in a text. Error messages name `source` as its file."""
     try:
         content = _yaml(text, source) if yaml else _json(text, source)
     except RecursionError:
@@ -55,10 +55,10 @@ def _json(text: str, source: str) -> Any:
     try:
         return json.loads(text, object_pairs_hook=_unique)
     except _DuplicateKey as error:
-        raise ConfigError(f"{source}: the key {error.args[0]!r} stands twice in one section; keep one") from None
+        raise ConfigError(f"{source}: the key {error.args[0]!r} appears twice in one section; keep one") from None
     except json.JSONDecodeError as plain:
         return _hjson(text, source, plain)
-    except ValueError as error:  # a number of thousands of digits
+    except ValueError as error:  # an integer of thousands of digits
         raise ConfigError(f"{source}: is not valid JSON: {error}") from None
 
 
@@ -73,7 +73,7 @@ def _hjson(text: str, source: str, plain: json.JSONDecodeError) -> Any:
     try:
         return hjson.loads(text, object_pairs_hook=_unique)
     except _DuplicateKey as error:
-        raise ConfigError(f"{source}: the key {error.args[0]!r} stands twice in one section; keep one") from None
+        raise ConfigError(f"{source}: the key {error.args[0]!r} appears twice in one section; keep one") from None
     except (ValueError, TypeError, IndexError, AttributeError):  # what its parser raises on broken input
         raise ConfigError(failure) from None
 
@@ -81,8 +81,8 @@ def _hjson(text: str, source: str, plain: json.JSONDecodeError) -> Any:
 def _yaml(text: str, source: str) -> Any:
     import yaml
 
-    class Loader(yaml.SafeLoader):
-        """The safe loader, with duplicate keys refused."""
+    class UniqueKeyLoader(yaml.SafeLoader):
+        """The safe loader, which also refuses duplicate keys."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
             keys = [self.construct_object(key, deep=True) for key, _ in node.value if key.value != "<<"]
@@ -90,8 +90,8 @@ def _yaml(text: str, source: str) -> Any:
             return super().construct_mapping(node, deep)
 
     try:
-        return yaml.load(text, Loader)
+        return yaml.load(text, UniqueKeyLoader)
     except _DuplicateKey as error:
-        raise ConfigError(f"{source}: the key {error.args[0]!r} stands twice in one section; keep one") from None
+        raise ConfigError(f"{source}: the key {error.args[0]!r} appears twice in one section; keep one") from None
     except (yaml.YAMLError, ValueError, TypeError) as error:
         raise ConfigError(f"{source}: is not valid YAML: {' '.join(str(error).split())}") from None

@@ -1,4 +1,4 @@
-"""`Config.load`: find out what was given, let its dialect fill a draft, derive what follows, check it all."""
+"""Read a configuration: recognise its dialect, translate it into a draft, derive values, validate."""
 
 import os
 from collections.abc import Iterable
@@ -7,41 +7,50 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from shardwise.config import accelerate, deepspeed, native
-from shardwise.config.config import Config
-from shardwise.config.draft import Draft, Origin
+from shardwise.config.dialects import accelerate, deepspeed, native
+from shardwise.config.draft import ConfigDraft, Provenance, ValueOrigin, config_error
 from shardwise.config.files import YAML_SUFFIXES, read_file, read_text
 from shardwise.config.presets import PRESETS
-from shardwise.config.problems import config_error
-from shardwise.config.values import Where, nearest, one_of
+from shardwise.config.sections import ConfigSections
+from shardwise.config.values import KeyLocation, nearest, one_of
 from shardwise.errors import ConfigError
 
 _FILE_SUFFIXES = (".json", ".hjson", ".jsonc", *YAML_SUFFIXES)
-_EITHER = ("optimizer", "scheduler")  # native sections and DeepSpeed's share these names; `type` or `name` tells them
+_SHARED_KEYS = ("optimizer", "scheduler")  # native sections have a `name`, DeepSpeed's a `type`
 
 _DEEPEST = 20
 _LARGEST = 2**1000
 
 
-def load(config: object) -> Config:
-    """See `Config.load`."""
-    if isinstance(config, Config):
-        return config
+def load(config: object) -> tuple[ConfigSections, Provenance]:
+    """The sections that `config` names or holds, and where their values came from; see `Config.load`."""
+    draft = _draft(config)
+    _derive_order(draft)
+    try:
+        sections = ConfigSections(**draft.nested())
+    except ValidationError as error:
+        raise config_error(error, ConfigSections, draft.source, draft.origins) from None
+    return sections, draft.provenance()
+
+
+def _draft(config: object) -> ConfigDraft:
     if isinstance(config, str) and config in PRESETS:
-        return _from_preset(config)
+        draft = ConfigDraft(f"preset {config}")
+        native.apply_preset(config, draft, draft.where())
+        return draft
     if isinstance(config, str) and config.lstrip().startswith("{"):
-        return _from_mapping(read_text(config, "JSON text"), "JSON text", Path())
+        return _translated(read_text(config, "JSON text"), "JSON text", Path())
     if isinstance(config, str | os.PathLike):
         path = _existing(config)
-        return _from_mapping(read_file(path), str(path), path.parent)
+        return _translated(read_file(path), str(path), path.parent)
     if isinstance(config, dict):
-        return _from_mapping(config, "config", Path())
+        return _translated(config, "config", Path())
     raise ConfigError(f"config is {type(config).__name__}, expected a preset's name, a path, a dict or a Config")
 
 
 def _existing(config: str | os.PathLike[str]) -> Path:
     path = Path(config)
-    if os.path.isfile(path):  # unlike Path.is_file, no exception for a name that no file can have
+    if os.path.isfile(path):  # unlike Path.is_file, it does not raise for a name that no file can have
         return path
     text = str(config)
     if path.suffix.lower() in _FILE_SUFFIXES or os.sep in text:
@@ -49,14 +58,8 @@ def _existing(config: str | os.PathLike[str]) -> Path:
     raise ConfigError(f"config is {text!r}: neither a file nor a preset ({one_of(PRESETS)}){nearest(text, PRESETS)}")
 
 
-def _from_preset(name: str) -> Config:
-    draft = Draft(f"preset {name}")
-    native.apply_preset(name, draft, draft.where())
-    return _finish(draft)
-
-
-def _from_mapping(data: dict[str, Any], source: str, folder: Path) -> Config:
-    draft = Draft(source)
+def _translated(data: dict[str, Any], source: str, folder: Path) -> ConfigDraft:
+    draft = ConfigDraft(source)
     _check_shape(data, draft.where(), depth=0)
     draft.dialect = _dialect(data, source)
     if draft.dialect == "Accelerate":
@@ -65,42 +68,42 @@ def _from_mapping(data: dict[str, Any], source: str, folder: Path) -> Config:
         deepspeed.translate(data, draft)
     else:
         native.translate(data, draft)
-    return _finish(draft)
+    return draft
 
 
-def _check_shape(value: object, where: Where, depth: int) -> None:
-    """Refuse what no reader could even print: sections nested in themselves, integers of thousands of digits."""
+def _check_shape(value: object, where: KeyLocation, depth: int) -> None:
+    """Refuse values that even an error message could not print: recursive sections, integers of thousands of digits."""
     if isinstance(value, dict | list | tuple):
         if depth > _DEEPEST:
             raise ConfigError(f"{where.source}: sections are nested too deeply to be a configuration")
         for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
             if isinstance(value, dict) and not isinstance(key, str):
-                raise ConfigError(f"{where.source}: keys must be texts, found {type(key).__name__}")
+                raise ConfigError(f"{where.source}: keys must be strings, found {type(key).__name__}")
             _check_shape(inner, where.at(str(key)[:80]), depth + 1)
     elif isinstance(value, int) and abs(value) > _LARGEST:
         raise where.error("...", "this number is too large to mean anything here")
 
 
 def _dialect(data: dict[str, Any], source: str) -> str:
-    """Which of the three dialects the keys belong to. More than one is a mixture, and an error."""
+    """The dialect that the keys belong to. Keys of more than one are an error."""
     found = {
-        "native": [key for key in data if key in native.KEYS and _speaks(key, data, "native")],
-        "DeepSpeed": [key for key in data if deepspeed.is_key(key) and _speaks(key, data, "DeepSpeed")],
+        "native": [key for key in data if key in native.KEYS and _identifies(key, data, "native")],
+        "DeepSpeed": [key for key in data if key in deepspeed.KEYS and _identifies(key, data, "DeepSpeed")],
         "Accelerate": [key for key in data if key in accelerate.KEYS],
     }
-    spoken = {dialect: keys for dialect, keys in found.items() if keys}
-    if len(spoken) > 1:
-        listed = "; ".join(f"{dialect}: {', '.join(keys[:4])}" for dialect, keys in spoken.items())
+    present = {dialect: keys for dialect, keys in found.items() if keys}
+    if len(present) > 1:
+        listed = "; ".join(f"{dialect}: {', '.join(keys[:4])}" for dialect, keys in present.items())
         raise ConfigError(f"{source}: mixes keys of several dialects ({listed}); use those of one")
-    if not spoken and not set(data) <= set(_EITHER):
+    if not present and not set(data) <= set(_SHARED_KEYS):
         raise ConfigError(f"{source}: no key is known here: {_with_nearest(data)}")
-    return next(iter(spoken), "native")
+    return next(iter(present), "native")
 
 
-def _speaks(key: str, data: dict[str, Any], dialect: str) -> bool:
-    """Whether a key that more than one dialect has tells that this one is spoken."""
+def _identifies(key: str, data: dict[str, Any], dialect: str) -> bool:
+    """Whether a key that several dialects share belongs to `dialect` here."""
     value = data[key]
-    if key in _EITHER:
+    if key in _SHARED_KEYS:
         return isinstance(value, dict) and ("name" in value) == (dialect == "native")
     return key not in accelerate.LEGACY_KEYS or isinstance(value, dict)
 
@@ -110,26 +113,13 @@ def _with_nearest(data: Iterable[str]) -> str:
     return ", ".join(f"{key!r}{nearest(key, known)}" for key in list(data)[:4])
 
 
-def _finish(draft: Draft) -> Config:
-    _derive_order(draft)
-    try:
-        config = Config.__new__(Config)
-        config.__pydantic_validator__.validate_python(draft.nested(), self_instance=config)
-    except ValidationError as error:
-        raise config_error(error, draft.source, draft.origins) from None
-    config._origins = dict(draft.origins)
-    config._notes = tuple(draft.notes)
-    config._source = f"{draft.source} ({draft.dialect})" if draft.dialect != "native" else draft.source
-    return config
-
-
-def _derive_order(draft: Draft) -> None:
-    """A given order of accumulation moves the gradients of a preset; an explicit placement must agree with it."""
+def _derive_order(draft: ConfigDraft) -> None:
+    """Place gradients as a given `gradients.order` needs them, unless the file itself places them."""
     sharding = {"local": "replicated", "sharded": "sharded"}.get(str(draft.values.get("gradients.order")))
-    origin = draft.origins.get("placement.grads.sharding", Origin("default"))
+    origin = draft.origins.get("placement.grads.sharding", ValueOrigin("default"))
     if sharding is None or draft.values.get("placement.grads.sharding") == sharding or origin.kind == "file":
         return
-    derived = Origin("derived", "from gradients.order")
+    derived = ValueOrigin("derived", "from gradients.order")
     draft.set("placement.grads.sharding", sharding, derived)
     if sharding == "replicated" and draft.origins.get("placement.grads.tier", origin).kind != "file":
         draft.set("placement.grads.tier", "device", derived)

@@ -1,4 +1,4 @@
-"""The placement table: the one place where a stage means anything.
+"""The placement table: the only place where a stage has a meaning.
 
 | preset | weights              | grads                               | optim      |
 |--------|----------------------|-------------------------------------|------------|
@@ -7,8 +7,8 @@
 | zero2  | replicated           | sharded, reduced every micro-batch  | sharded    |
 | zero3  | sharded              | sharded                             | sharded    |
 
-`_offload` puts optim (and zero3's weights) on the host, `_nvme` on the disk; reduced gradient shards go to the
-host as they are made. Gradients that are held replicated stay on the device until they are reduced.
+`_offload` places optim (and zero3's weights) on the host, `_nvme` on the disk. Gradient shards are then copied to the
+host as they are reduced. Replicated gradients stay on the device until they are reduced.
 """
 
 from shardwise.config.sections import KindPlacement, Placement, Tier
@@ -18,7 +18,7 @@ _SHARDED = KindPlacement(sharding="sharded")
 
 
 def offloaded(row: Placement, *, weights: Tier = "device", optim: Tier = "device") -> Placement:
-    """`row` with weights and optim on other tiers; gradient shards follow an optimizer that left the device."""
+    """`row` with weights and optim on other tiers; gradient shards go to the host where optim is off the device."""
     grads_leave = optim != "device" and row.grads.sharding == "sharded"
     return Placement(
         weights=KindPlacement(sharding=row.weights.sharding, tier=weights),
@@ -43,11 +43,11 @@ PRESETS: dict[str, Placement] = {
     "zero3_nvme": offloaded(_ZERO3, weights="disk", optim="disk"),
 }
 
-NVME_FOLDER = "shardwise_nvme"  # where a preset that uses the disk puts its files: a folder below the working one
+NVME_FOLDER = "shardwise_nvme"  # where presets that use the disk write, below the working directory
 
 STAGES: tuple[Placement, ...] = (_ZERO0, _ZERO1, _ZERO2, _ZERO3)
 
 
 def preset_name(placement: Placement) -> str | None:
-    """The preset that `placement` is a row of, if any."""
+    """The preset whose row `placement` is, if any."""
     return next((name for name, row in PRESETS.items() if row == placement), None)

@@ -1,12 +1,15 @@
-"""The learning-rate schedules of DeepSpeed's documentation, as plain formulas of the step.
+"""The learning-rate schedules of DeepSpeed's documentation: formulas of the iteration, and a torch scheduler of them.
 
-A formula maps the iteration to learning rates; iteration -1 is the time before the first scheduler step, so the
-first optimizer step is taken at its value. `build.py` wraps a formula into a torch scheduler.
+A formula maps the iteration to a learning rate. Iteration -1 is the time before the first scheduler step, so the
+first optimizer step uses the formula's value at -1.
 """
 
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from shardwise.config.values import choice, flag, left_open_out, nearest, one_of, real
 from shardwise.errors import ConfigError
@@ -24,7 +27,7 @@ def _rate(value: object) -> float:
 
 
 def _rates(value: object) -> float | tuple[float, ...]:
-    """One rate, or one for each parameter group."""
+    """One rate, or one per parameter group."""
     return tuple(_rate(each) for each in value) if isinstance(value, list | tuple) else _rate(value)
 
 
@@ -76,7 +79,7 @@ PARAMS: dict[str, dict[str, Reader]] = {
 
 
 def check(name: str, params: Params) -> tuple[str, dict[str, Any]]:
-    """The schedule's proper name and its parameters with proper types, or ValueError."""
+    """The canonical name of a schedule and its parameters in their types; ValueError if either is wrong."""
     found = {known.lower(): known for known in PARAMS}.get(name.strip().lower())
     if found is None:
         raise ValueError(f"name {name!r}: expected {one_of(PARAMS)}{nearest(name, PARAMS)}")
@@ -91,12 +94,51 @@ def check(name: str, params: Params) -> tuple[str, dict[str, Any]]:
     return found, result
 
 
-def needs_total_steps(name: str) -> bool:
-    return "total_num_steps" in PARAMS[name]
+def build(name: str, settings: Params, optimizer: torch.optim.Optimizer, total_steps: int | None = None) -> LRScheduler:
+    """The schedule `name` on an optimizer, from checked settings; `total_steps` is the default of `total_num_steps`.
+
+    >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=1.0)
+    >>> build("WarmupLR", {"warmup_num_steps": 10, "warmup_type": "linear"}, optimizer).get_last_lr()
+    [0.0]
+    """
+    params = dict(settings)
+    if "total_num_steps" in PARAMS[name] and params.setdefault("total_num_steps", total_steps) is None:
+        raise ConfigError(
+            f"scheduler {name}: params.total_num_steps was left open; give it in the configuration, or pass total_steps"
+        )
+    return FormulaLR(optimizer, name, params)
+
+
+class FormulaLR(LRScheduler):
+    """A torch scheduler whose rates (and for OneCycle momenta) are formulas of the iteration."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, name: str, params: dict[str, Any]) -> None:
+        first = params.pop("last_batch_iteration", -1)
+        bases = [group.get("initial_lr", group["lr"]) for group in optimizer.param_groups]
+        self._offset = first
+        self._rates = [rate(name, params, float(base), i) for i, base in enumerate(bases)]
+        self._momentum = momentum(params, 0) if name == "OneCycle" else None
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float | torch.Tensor]:
+        iteration = self.last_epoch + self._offset
+        if self._momentum is not None:
+            self._set_momentum(self._momentum(iteration))
+        return [rate(iteration) for rate in self._rates]
+
+    def _set_momentum(self, value: float) -> None:
+        for group in self.optimizer.param_groups:
+            if "betas" in group:
+                group["betas"] = (value, *group["betas"][1:])
+            elif "momentum" in group:
+                group["momentum"] = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last_epoch": self.last_epoch, "_last_lr": self._last_lr}
 
 
 def rate(name: str, params: Params, base: float, group: int) -> Callable[[int], float]:
-    """The learning rate as a function of the iteration, for a parameter group whose own rate is `base`."""
+    """The learning rate as a function of the iteration, for a parameter group with the rate `base`."""
     formulas: dict[str, Callable[[Params, float, int], Callable[[int], float]]] = {
         "WarmupLR": _warmup,
         "WarmupDecayLR": _warmup_decay,
@@ -114,13 +156,13 @@ def _number(params: Params, key: str, default: float) -> float:
 def _of_group(value: float | tuple[float, ...], group: int) -> float:
     if isinstance(value, tuple):
         if group >= len(value):
-            raise ConfigError(f"the schedule has {len(value)} learning rates, the optimizer more parameter groups")
+            raise ConfigError(f"the schedule has {len(value)} learning rates for more parameter groups")
         return value[group]
     return value
 
 
 def _ramp(params: Params) -> tuple[int, Callable[[int], float]]:
-    """The number of warm-up steps and the rise from 0 to 1 within them."""
+    """The number of warm-up steps, and the rise from 0 to 1 during them."""
     count = max(2, params.get("warmup_num_steps", 1000))
     if params.get("warmup_type", "log") == "linear":
         return count, lambda i: i / count
@@ -169,7 +211,7 @@ def _one_cycle(params: Params, base: float, group: int) -> Callable[[int], float
 
 
 def momentum(params: Params, group: int) -> Callable[[int], float] | None:
-    """OneCycle's momentum, which moves against the rate; None where it is not cycled."""
+    """The momentum of OneCycle, which falls as the rate rises; None where it is not cycled."""
     if not params.get("cycle_momentum", True):
         return None
     low, high = _number(params, "cycle_min_mom", 0.8), _number(params, "cycle_max_mom", 0.9)
@@ -188,7 +230,7 @@ def _halves(params: Params) -> tuple[int, int]:
 
 
 def _cycle(params: Params, i: int) -> float:
-    """How far up the triangle of the cycle iteration `i` is, from 0 to 1; in stairs where they are asked for."""
+    """The height of the cycle's triangle at iteration `i`, from 0 to 1, in stairs where they are configured."""
     first, second = _halves(params)
     step = i + 1
     up = step <= first
@@ -199,7 +241,7 @@ def _cycle(params: Params, i: int) -> float:
 
 
 def _past_cycle(params: Params, i: int) -> float | None:
-    """Decay intervals since the cycle ended, or None inside the cycle."""
+    """Decay intervals since the end of the cycle; None during the cycle."""
     over = i + 1 - sum(_halves(params))
     if over < 0:
         return None

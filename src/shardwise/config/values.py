@@ -1,6 +1,6 @@
-"""Reading single values as clients write them: 1e-8 as a text (YAML 1.1), "true", 5e8 for a whole number.
+"""Readers of single values in the forms that files use: "1e-8" (a string in YAML 1.1), "true", 5e8 for an integer.
 
-The readers raise ValueError with what is allowed; `Where` adds the file, the key path and the value seen.
+A reader raises ValueError with what is allowed; `KeyLocation` adds the file, the key path and the value seen.
 """
 
 import math
@@ -15,17 +15,17 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Where:
-    """A place in a configuration: the file (or what stands for one) and the path of a key."""
+class KeyLocation:
+    """A key in a configuration: its file (or another source) and its path."""
 
     source: str
     path: str = ""
 
-    def at(self, key: str) -> "Where":
-        return Where(self.source, f"{self.path}.{key}" if self.path else key)
+    def at(self, key: str) -> "KeyLocation":
+        return KeyLocation(self.source, f"{self.path}.{key}" if self.path else key)
 
     def error(self, value: object, message: str) -> ConfigError:
-        """The error for `value` found here: file, key path, value seen, what is allowed."""
+        """The error for `value` at this key: file, key path, value seen, what is allowed."""
         return ConfigError(f"{self.source}: {self.path} = {shown(value)}: {message}")
 
     def read(self, reader: Callable[[Any], T], value: object) -> T:
@@ -46,7 +46,7 @@ class Where:
 
 
 def shown(value: object) -> str:
-    """`value` as it would stand in a file, cut short where it is long."""
+    """`value` as a file would spell it, at most 80 characters."""
     text = "null" if value is None else str(value).lower() if isinstance(value, bool) else _literal(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
@@ -72,7 +72,7 @@ def real(value: object) -> float:
 
 
 def flag(value: object) -> bool:
-    """true or false, also spelled as a text or as 0 and 1."""
+    """true or false, also spelled as a string or as 0 and 1."""
     names = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}
     answer = names.get(str(value).strip().lower()) if isinstance(value, bool | int | str) else None
     if answer is None:
@@ -106,7 +106,7 @@ def choice(*names: str) -> Callable[[object], str]:
 
 
 def left_open_out(params: Mapping[str, Any]) -> dict[str, Any]:
-    """`params` without the values that were left open: auto and null."""
+    """`params` without the values that are left open: auto and null."""
     return {key: value for key, value in params.items() if value is not None and value != "auto"}
 
 
@@ -118,7 +118,7 @@ def one_of(names: Iterable[object]) -> str:
 
 def nearest(name: str, names: Iterable[str]) -> str:
     """ "; did you mean ...?" for the closest of `names`, or nothing."""
-    from difflib import get_close_matches  # only on the way to an error
+    from difflib import get_close_matches  # needed for errors only
 
     known = {known.lower(): known for known in names}
     found = get_close_matches(name.strip().lower(), known, n=1, cutoff=0.6)

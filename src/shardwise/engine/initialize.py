@@ -13,7 +13,6 @@ from torch._C._distributed_c10d import HashStore
 
 from shardwise.comm.comm import ProcessGroupComm
 from shardwise.config import Config
-from shardwise.config.build import build_optimizer, build_scheduler
 from shardwise.config.presets import offloaded
 from shardwise.config.sections import Tier
 from shardwise.deferred.deferred import DeferredSession, check_deferred, finish, prepare, session_behind
@@ -69,14 +68,14 @@ def initialize(
 def _optimizer(given: Any, config: Config, params: list[nn.Parameter]) -> torch.optim.Optimizer | None:
     if given is not None:
         return resolve_optimizer(given, params)
-    return build_optimizer(config.optimizer, params) if config.optimizer is not None else None
+    return config.optimizer.build(params) if config.optimizer is not None else None
 
 
 def _scheduler(given: Any, config: Config, optimizer: torch.optim.Optimizer | None) -> Any:
     if optimizer is None:
         return None
     if given is None:
-        return build_scheduler(config.scheduler, optimizer) if config.scheduler is not None else None
+        return config.scheduler.build(optimizer) if config.scheduler is not None else None
     return given if hasattr(given, "step") else given(optimizer)
 
 

@@ -76,7 +76,7 @@ class Budget:
         what must stay there, because of the configured ratio or a host that is too small, and on the host instead of a
         disk what the host's budget has room for.
         """
-        sizes = [resting_bytes(plan, moments) for plan in plans]
+        sizes = [offloaded_bytes(plan, moments) for plan in plans]
         away = [
             size["host"] + size["disk"] if plan.policy.trainable else 0 for plan, size in zip(plans, sizes, strict=True)
         ]
@@ -160,14 +160,13 @@ class Budget:
         return int(min(self._comm.share_object(room, "the room on the device")))
 
 
-def resting_bytes(plan: UnitPlan, moments: int) -> Counter[str]:
-    """What of a unit rests on which tier, per rank, weights beside their master apart."""
-    policy = plan.policy
-    each: Counter[str] = Counter({policy.master_tier: policy.master_dtype.itemsize})
-    if policy.trainable:
-        each[policy.optim_tier] += moments
-        each[policy.grads_tier] += policy.accumulate_dtype.itemsize
-    return Counter({tier: size * plan.layout.shard_numel for tier, size in each.items()})
+def offloaded_bytes(plan: UnitPlan, moments: int) -> Counter[str]:
+    """What rests of one rank's shard of a unit on each tier below the device."""
+    sizes: Counter[str] = Counter()
+    for part in plan.policy.resting(moments):
+        if part.tier != "device":
+            sizes[part.tier] += part.bytes_each * plan.layout.shard_numel
+    return sizes
 
 
 def open_offload(
@@ -198,12 +197,13 @@ def _reserved_staging(
     plans: Sequence[UnitPlan], moments: int, settings: Offload, comm: Comm, ledger: Ledger, host: HostMemory
 ) -> Staging:
     largest = max(4 * min(plan.layout.shard_numel, bucket_numel(settings)) for plan in plans)
-    disk_bytes = sum(resting_bytes(plan, moments)["disk"] for plan in plans)
+    disk_bytes = sum(offloaded_bytes(plan, moments)["disk"] for plan in plans)
     staging = Staging(ledger, settings, comm.rank, host, largest, disk_bytes)
     weights_bytes = sum(
-        plan.policy.master_dtype.itemsize * plan.layout.shard_numel
+        part.bytes_each * plan.layout.shard_numel
         for plan in plans
-        if plan.policy.weight_dtype == plan.policy.master_dtype and plan.policy.master_tier == "disk"
+        for part in plan.policy.resting(moments)
+        if part.kind == "weights" and part.tier == "disk"
     )
     staging.reserve(weights_bytes, disk_bytes - weights_bytes)
     return staging

@@ -26,7 +26,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
-from shardwise.config import Offload
+from shardwise.config.sections import Offload
 from shardwise.errors import ConfigError, DiskError
 from shardwise.sizes import format_bytes
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from shardwise.config import Offload
 from shardwise.config.presets import NVME_FOLDER
+from shardwise.config.sections import Offload
 from shardwise.memory.ledger import Ledger
 from shardwise.offload.disk_file import DiskFile, aligned
 from shardwise.offload.pinned import HostMemory

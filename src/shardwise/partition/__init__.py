@@ -1,4 +1,4 @@
-"""What is cut and where: units, their flat layouts, and the policy of placements. No tensors of values."""
+"""The division of a model: units, their flat layouts, and the policy of each unit. No values, no process groups."""
 
 from shardwise.partition.layout import Layout, Span
 from shardwise.partition.policy import Policy

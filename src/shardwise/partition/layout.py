@@ -1,4 +1,4 @@
-"""Where every element of a unit lies: flat offsets, shards, padding. Integers only.
+"""The position of every element of a unit: flat offsets, shards, padding. Integers only.
 
 A unit's tensors are packed into one flat buffer, which is cut into W shards of equal size:
 
@@ -8,13 +8,14 @@ A unit's tensors are packed into one flat buffer, which is cut into W shards of 
 
     .  padding      every | and : (a shard cut inside a tensor) lies on a 128-byte boundary
 
-- Tensors keep their given order inside an optimizer group; groups follow one another by number. So a group is one
-  contiguous run in the buffer, and at most one run in any shard: the update needs one kernel per group and unit.
-- The boundary is 128 bytes of the dtype that computes. fp32 copies in the same layout are then aligned even more
-  strictly. Without it the vector tails of kernels, and with them bits, would depend on where the cuts fall.
-- `Cut.ELEMENT` cuts the buffer wherever the shards end; padding is below 128 bytes x (W + number of tensors).
-- `Cut.TENSOR` gives whole tensors to balanced owners, for optimizers that need matrices; each shard is as large as
-  the heaviest owner's load, so its padding depends on the shapes.
+- Tensors keep their given order inside an optimizer group, and groups follow one another by number. So a group is one
+  contiguous run in the buffer and at most one run in any shard: the update needs one kernel per group and unit.
+- The boundary is 128 bytes in the dtype of the weights; fp32 copies in the same layout are aligned more strictly.
+  Kernels round the elements of their vector tails differently, so with unaligned cuts the bits would depend on W
+  (tests/test_layout.py::test_tensors_groups_and_shards_start_on_the_boundary).
+- `Cut.ELEMENT` cuts the buffer wherever a shard ends; padding is below 128 bytes x (W + number of tensors).
+- `Cut.TENSOR` assigns whole tensors to ranks of balanced load, for optimizers that need matrices. Each shard is as
+  large as the heaviest load, so its padding depends on the shapes.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import enum
 import heapq
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -69,9 +70,9 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A tensor to be packed; `group` is the number of its optimizer parameter group.
+    """A tensor to pack; `group` is the number of its optimizer parameter group.
 
-    `whole`: its optimizer needs it undivided and in its shape, which takes `Cut.TENSOR`.
+    `whole`: its optimizer needs it undivided and in its shape, which requires `Cut.TENSOR`.
     """
 
     name: str
@@ -86,26 +87,17 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where a tensor lies in the flat buffer."""
+    """The position of a tensor in the flat buffer."""
 
     spec: TensorSpec
     span: Span
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """The part of a tensor (in its own flat elements) that a rank owns, and where it lies in the rank's shard."""
-
-    name: str
-    tensor: Span
-    shard: Span
-
-
-@dataclass(frozen=True, slots=True)
 class GroupRun:
-    """The part of a shard that belongs to one optimizer group, the padding behind its tensors included.
+    """The part of a shard that belongs to one optimizer group, including the padding after its tensors.
 
-    With a `shape` it is one whole tensor; see `Layout.updates`.
+    A run with a `shape` is one whole tensor; see `Layout.updates`.
     """
 
     group: int
@@ -113,7 +105,7 @@ class GroupRun:
     shape: tuple[int, ...] | None = None
 
     def split(self, most: int) -> tuple[GroupRun, ...]:
-        """The run in parts of at most `most` elements; a whole tensor in one.
+        """The run in parts of at most `most` elements; a whole tensor is not split.
 
         >>> [part.shard.numel for part in GroupRun(0, Span(0, 100)).split(64)]
         [64, 36]
@@ -124,18 +116,6 @@ class GroupRun:
         return tuple(GroupRun(self.group, Span(start, min(start + most, self.shard.stop))) for start in starts)
 
 
-@dataclass(frozen=True, slots=True)
-class Read:
-    """A range to copy from a shard of an old layout into a shard of a new one; see `relayout`."""
-
-    name: str
-    source_rank: int
-    source: Span
-    target: Span
-    source_unit: int = 0
-    target_unit: int = 0
-
-
 @dataclass(frozen=True)
 class Layout:
     """The packing of one unit over `world_size` ranks. `slots` are in the order of the flat buffer.
@@ -143,8 +123,8 @@ class Layout:
     >>> layout = Layout.build([TensorSpec("w", (10, 10)), TensorSpec("b", (10,))], world_size=2, itemsize=4)
     >>> layout.shard_numel, layout.padding_numel
     (96, 82)
-    >>> layout.pieces(1)[0]
-    Piece(name='w', tensor=Span(start=96, stop=100), shard=Span(start=0, stop=4))
+    >>> layout.shard(1), layout.slot("b").span
+    (Span(start=96, stop=192), Span(start=128, stop=138))
     """
 
     world_size: int
@@ -154,7 +134,7 @@ class Layout:
 
     @classmethod
     def build(cls, specs: Sequence[TensorSpec], world_size: int, itemsize: int, cut: Cut = Cut.ELEMENT) -> Layout:
-        """Pack `specs` for `world_size` ranks; `itemsize` is that of the weights that compute, in bytes."""
+        """Pack `specs` for `world_size` ranks; `itemsize` is the bytes of one weight."""
         _check(specs, world_size, itemsize, cut)
         align = ALIGN_BYTES // itemsize
         ordered = sorted(specs, key=lambda spec: spec.group)
@@ -168,7 +148,7 @@ class Layout:
 
     @property
     def numel(self) -> int:
-        """Elements of the flat buffer, padding included."""
+        """Elements of the flat buffer, including padding."""
         return self.world_size * self.shard_numel
 
     @cached_property
@@ -181,7 +161,7 @@ class Layout:
 
     @cached_property
     def gaps(self) -> tuple[Span, ...]:
-        """The padding: what lies between the slots and behind the last."""
+        """The padding: the spans between the slots and after the last."""
         stops = [0, *(slot.span.stop for slot in self.slots)]
         starts = [*(slot.span.start for slot in self.slots), self.numel]
         return tuple(Span(stop, start) for stop, start in zip(stops, starts, strict=True) if start > stop)
@@ -195,57 +175,28 @@ class Layout:
             raise ValueError(f"rank {rank} is outside a world of {self.world_size} ranks")
         return Span(rank * self.shard_numel, (rank + 1) * self.shard_numel)
 
-    def pieces(self, rank: int) -> tuple[Piece, ...]:
-        """What `rank` owns, in the order of its shard. A tensor without elements has no pieces on any rank."""
-        shard = self.shard(rank)
-        # Slots neither overlap nor change order, so their starts and their stops are both sorted.
-        first = bisect_right(self.slots, shard.start, key=lambda slot: slot.span.stop)
-        end = bisect_left(self.slots, shard.stop, key=lambda slot: slot.span.start)
-        owned = ((slot, slot.span.intersect(shard)) for slot in self.slots[first:end])
-        return tuple(
-            Piece(slot.spec.name, part.shift(-slot.span.start), part.shift(-shard.start))
-            for slot, part in owned
-            if part
-        )
-
     def groups(self, rank: int) -> tuple[GroupRun, ...]:
-        """The optimizer groups of `rank`'s shard: sorted, and without gaps from its first element to its last."""
+        """The optimizer groups of `rank`'s shard, sorted; they cover the shard without gaps."""
         shard = self.shard(rank)
+        # Runs neither overlap nor change order, so their starts and their stops are both sorted.
         first = bisect_right(self.runs, shard.start, key=lambda run: run.shard.stop)
         end = bisect_left(self.runs, shard.stop, key=lambda run: run.shard.start)
         owned = ((run.group, run.shard.intersect(shard)) for run in self.runs[first:end])
         return tuple(GroupRun(group, part.shift(-shard.start)) for group, part in owned if part)
 
     def updates(self, rank: int | None) -> tuple[GroupRun, ...]:
-        """What the optimizer is given: each `whole` tensor by itself, in its shape, and one flat run for the rest of a
-        group. Of `rank`'s shard, or of the whole buffer for None."""
+        """What the optimizer updates: each `whole` tensor in its shape, and one flat run per other group. Of `rank`'s
+        shard, or of the whole buffer for None."""
         start, runs = (0, self.runs) if rank is None else (self.shard(rank).start, self.groups(rank))
         whole = {slot.spec.group for slot in self.slots if slot.spec.whole}
         return tuple(part for run in runs for part in (self._tensors(run, start) if run.group in whole else (run,)))
 
     def _tensors(self, run: GroupRun, start: int) -> list[GroupRun]:
-        """A run's tensors one by one; none where a rank has only the padding behind them."""
+        """The tensors of a run; none where a rank has only padding of it."""
         first = bisect_left(self.slots, run.shard.start + start, key=lambda slot: slot.span.start)
         end = bisect_left(self.slots, run.shard.stop + start, key=lambda slot: slot.span.start)
         slots = (slot for slot in self.slots[first:end] if slot.span)
         return [GroupRun(run.group, slot.span.shift(-start), slot.spec.shape) for slot in slots]
-
-    def owner(self, name: str, index: int) -> tuple[int, int]:
-        """The rank that owns element `index` of a tensor (in its own flat elements), and its index in the shard."""
-        span = self.slot(name).span
-        if not 0 <= index < span.numel:
-            raise IndexError(f"element {index} of {name!r}, which has {span.numel} elements")
-        rank, position = divmod(span.start + index, self.shard_numel)
-        return rank, position
-
-    def split(self, span: Span) -> Iterator[tuple[int, Span]]:
-        """Cut a span of the flat buffer where shards meet: each part's owner, and where it lies in that shard."""
-        start = span.start
-        while start < span.stop:
-            rank = start // self.shard_numel
-            part = span.intersect(self.shard(rank))
-            yield rank, part.shift(-rank * self.shard_numel)
-            start = part.stop
 
     @cached_property
     def _by_name(self) -> dict[str, Slot]:
@@ -253,7 +204,7 @@ class Layout:
 
     @cached_property
     def runs(self) -> tuple[GroupRun, ...]:
-        """The runs of equal group over the whole flat buffer; each one reaches to the start of the next."""
+        """The runs of equal group in the whole flat buffer; each extends to the start of the next."""
         starts: list[tuple[int, int]] = []
         for slot in self.slots:
             if slot.span and (not starts or starts[-1][0] != slot.spec.group):
@@ -262,54 +213,8 @@ class Layout:
         return tuple(GroupRun(group, Span(start, stop)) for (group, start), stop in zip(starts, stops, strict=False))
 
 
-def relayout(old: Layout, new: Layout, rank: int) -> tuple[Read, ...]:
-    """What `rank` of `new` must read from the shards of `old`, in the order of its own shard.
-
-    World sizes, cuts, alignments and orders of tensors may all differ: tensors are matched by name.
-
-    >>> specs = [TensorSpec("w", (96,))]
-    >>> relayout(Layout.build(specs, 3, 4), Layout.build(specs, 2, 4), rank=0)[1].source_rank
-    1
-    """
-    return relayout_units([old], [new], rank)
-
-
-def relayout_units(old: Sequence[Layout], new: Sequence[Layout], rank: int) -> tuple[Read, ...]:
-    """`relayout` for whole models: a tensor may have moved to another unit, so each read names both units.
-
-    Every tensor of `new` must be in `old`; what only `old` has is left unread.
-    """
-    sources = {slot.spec.name: (unit, slot) for unit, layout in enumerate(old) for slot in layout.slots}
-    # Over all tensors, not only those of this rank, so that all ranks raise or none does.
-    for layout in new:
-        _check_sources(layout, sources)
-    return tuple(
-        read
-        for target_unit, layout in enumerate(new)
-        for piece in layout.pieces(rank)
-        for read in _reads(piece, target_unit, old, *sources[piece.name])
-    )
-
-
-def _reads(piece: Piece, target_unit: int, old: Sequence[Layout], source_unit: int, slot: Slot) -> Iterator[Read]:
-    position = piece.shard.start
-    for source_rank, source in old[source_unit].split(piece.tensor.shift(slot.span.start)):
-        target = Span(position, position + source.numel)
-        yield Read(piece.name, source_rank, source, target, source_unit, target_unit)
-        position = target.stop
-
-
-def _check_sources(layout: Layout, sources: dict[str, tuple[int, Slot]]) -> None:
-    for slot in layout.slots:
-        name, shape = slot.spec.name, slot.spec.shape
-        if name not in sources:
-            raise ValueError(f"tensor {name!r} is not in the layout to read from")
-        if (seen := sources[name][1].spec.shape) != shape:
-            raise ValueError(f"tensor {name!r} has shape {shape}, but {seen} in the layout to read from")
-
-
 def _pack(specs: Sequence[TensorSpec], start: int, align: int) -> tuple[list[Slot], int]:
-    """Slots for `specs` one after the other from `start`, and the aligned number of elements they take."""
+    """Consecutive slots for `specs` from `start`, and the aligned number of elements they take."""
     position, slots = start, []
     for spec in specs:
         stop = position + spec.numel
@@ -319,7 +224,7 @@ def _pack(specs: Sequence[TensorSpec], start: int, align: int) -> tuple[list[Slo
 
 
 def _balance(specs: Sequence[TensorSpec], world_size: int, align: int) -> list[list[TensorSpec]]:
-    """Owners for whole tensors: the largest first, each to the least loaded rank (the lowest of equals)."""
+    """The tensors of each rank: the largest first, each to the least loaded rank (the lowest of equals)."""
     loads = [(0, rank) for rank in range(world_size)]
     owner = [0] * len(specs)
     for index in sorted(range(len(specs)), key=lambda index: -specs[index].numel):
@@ -345,7 +250,7 @@ def _check(specs: Sequence[TensorSpec], world_size: int, itemsize: int, cut: Cut
     kinds = {(spec.group, spec.whole) for spec in specs}
     for spec in specs:
         if spec.whole and (cut is not Cut.TENSOR or (spec.group, False) in kinds):
-            raise ValueError(f"tensor {spec.name!r} is to stay whole: its unit must be cut by tensor, its group whole")
+            raise ValueError(f"tensor {spec.name!r} must stay whole: cut its unit by tensor, its group whole")
         if spec.name in seen:
             raise ValueError(f"tensor {spec.name!r} is listed twice; list a tied parameter once")
         if any(size < 0 for size in spec.shape):

@@ -1,15 +1,18 @@
-"""What the configuration means for a unit: which kinds are sharded, and every dtype. Data, read by one code path."""
+"""What the configuration means for one unit: the placement of each kind, and every dtype."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 
 from shardwise.config import Config
-from shardwise.config.sections import Tier
+from shardwise.config.costs import RestingKind, resting_frozen, resting_kinds, wire_times
+from shardwise.config.sections import KindPlacement, Placement, Tier
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -18,48 +21,86 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 class Policy:
     """Placement and precision of a unit.
 
-    weight_dtype      the copy that computes; the parameters the model sees
-    master_dtype      the copy that is updated and rests; where it equals weight_dtype, one storage serves both
+    placement         where each kind rests; a frozen unit's optim is placed like its weights, which are its master
+    weight_dtype      the copy that computes: the parameters that the model sees
+    master_dtype      the copy that rests and is updated; where it equals weight_dtype, one storage serves both
     grad_dtype        the full flat gradients that autograd adds into
-    accumulate_dtype  reduced gradients as they are held
+    accumulate_dtype  reduced gradients until the update
     reduce_dtype      gradients on the wire
-    *_tier            where the kind rests
     """
 
     trainable: bool
-    weights_sharded: bool
-    grads_sharded: bool
-    optim_sharded: bool
+    placement: Placement
     weight_dtype: torch.dtype
     master_dtype: torch.dtype
     grad_dtype: torch.dtype
     accumulate_dtype: torch.dtype
     reduce_dtype: torch.dtype
-    weights_tier: Tier = "device"
-    grads_tier: Tier = "device"
-    optim_tier: Tier = "device"
+
+    # Cached, because every gather and reduction of the unit reads some of these.
+    @cached_property
+    def weights_sharded(self) -> bool:
+        return self.placement.weights.sharding == "sharded"
+
+    @cached_property
+    def grads_sharded(self) -> bool:
+        return self.placement.grads.sharding == "sharded"
+
+    @cached_property
+    def optim_sharded(self) -> bool:
+        return self.placement.optim.sharding == "sharded"
 
     @property
+    def weights_tier(self) -> Tier:
+        return self.placement.weights.tier
+
+    @property
+    def grads_tier(self) -> Tier:
+        return self.placement.grads.tier
+
+    @property
+    def optim_tier(self) -> Tier:
+        return self.placement.optim.tier
+
+    @cached_property
     def master_tier(self) -> Tier:
-        """A master that is the weights rests where they do, and on the device while they are replicated; a copy of its
-        own rests with the optimizer's states."""
-        if self.weight_dtype == self.master_dtype:
-            return self.weights_tier if self.weights_sharded else "device"
-        return self.optim_tier
+        """The weights' tier where weights and master are one storage, else that of the optimizer's states."""
+        return self.weights_tier if self.weight_dtype == self.master_dtype else self.optim_tier
 
     @property
     def uses_disk(self) -> bool:
         return "disk" in (self.master_tier, self.optim_tier)
 
     def cached(self) -> Policy:
-        """The same with the host in the place of the disk."""
-        weights: Tier = "host" if self.weights_tier == "disk" else self.weights_tier
-        optim: Tier = "host" if self.optim_tier == "disk" else self.optim_tier
-        return dataclasses.replace(self, weights_tier=weights, optim_tier=optim)
+        """The same policy with the host in the place of the disk."""
+        return self._moved({"disk": "host"})
 
     def on_device(self) -> Policy:
-        """The same with every kind on the device."""
-        return dataclasses.replace(self, weights_tier="device", grads_tier="device", optim_tier="device")
+        """The same policy with every kind on the device."""
+        return self._moved({"host": "device", "disk": "device"})
+
+    def _moved(self, tiers: Mapping[Tier, Tier]) -> Policy:
+        kinds = {
+            kind: KindPlacement(sharding=own.sharding, tier=tiers.get(own.tier, own.tier))
+            for kind, own in self.placement
+        }
+        return dataclasses.replace(self, placement=Placement(**kinds))
+
+    def resting(self, moments: int) -> list[RestingKind]:
+        """What rests of the unit, kind by kind; the optimizer has `moments` bytes per element."""
+        weights = self.weight_dtype.itemsize
+        if not self.trainable:
+            return resting_frozen(self.placement, weights)
+        return resting_kinds(self.placement, weights, self.accumulate_dtype.itemsize, moments)
+
+    def wire_bytes_each(self, accumulation: int) -> int:
+        """Bytes per element of the unit that the collectives of one step carry: contract C3."""
+        times = wire_times(self.placement, accumulation)
+        gathers = times.gathers * self.weight_dtype.itemsize
+        if not self.trainable:
+            return gathers
+        updated = self.weight_dtype if self.optim_sharded else self.accumulate_dtype
+        return gathers + times.reductions * self.reduce_dtype.itemsize + times.updates * updated.itemsize
 
 
 class Group(NamedTuple):
@@ -72,33 +113,17 @@ class Group(NamedTuple):
 def policy_for(config: Config, trainable: bool, dtype: torch.dtype) -> Policy:
     """The policy of a unit whose parameters have `dtype` in the user's model."""
     placement, precision = config.placement, config.precision
-    weight_dtype = _weight_dtype(config, dtype)
-    several = config.batch.accumulation > 1
-    accumulate_dtype = DTYPES[precision.accumulate_dtype or ("fp32" if several else _name(weight_dtype))]
-    grads_sharded = placement.grads.sharding == "sharded"
-    grad_dtype = weight_dtype if grads_sharded else accumulate_dtype
-    weights_sharded = placement.weights.sharding == "sharded"
+    if not trainable:
+        placement = Placement(weights=placement.weights, grads=placement.grads, optim=placement.weights)
+    weight_dtype = DTYPES[precision.weights_dtype] if dtype.is_floating_point else dtype
+    accumulate_dtype = DTYPES[config.accumulate_dtype]
+    grad_dtype = weight_dtype if placement.grads.sharding == "sharded" else accumulate_dtype
     return Policy(
         trainable=trainable,
-        weights_sharded=weights_sharded,
-        grads_sharded=grads_sharded,
-        # A frozen unit has no optimizer state: what rests of it is its weights.
-        optim_sharded=placement.optim.sharding == "sharded" if trainable else weights_sharded,
+        placement=placement,
         weight_dtype=weight_dtype,
         master_dtype=torch.float32 if trainable else weight_dtype,
         grad_dtype=grad_dtype,
         accumulate_dtype=accumulate_dtype,
         reduce_dtype=DTYPES[precision.reduce_dtype] if precision.reduce_dtype else grad_dtype,
-        weights_tier=placement.weights.tier,
-        grads_tier=placement.grads.tier,
-        # A frozen unit's master is its weights.
-        optim_tier=placement.optim.tier if trainable else placement.weights.tier,
     )
-
-
-def _weight_dtype(config: Config, dtype: torch.dtype) -> torch.dtype:
-    return DTYPES[config.precision.weights_dtype] if dtype.is_floating_point else dtype
-
-
-def _name(dtype: torch.dtype) -> str:
-    return next(name for name, value in DTYPES.items() if value == dtype)

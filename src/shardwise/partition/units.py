@@ -1,4 +1,4 @@
-"""How a model is divided into units: what is gathered and reduced together, and which modules' forward needs it.
+"""The division of a model into units: parameters that are gathered and reduced together, and the modules that use them.
 
     Decoder                            (root)     pos, norm            the whole forward
     ├── embed       Embedding          embed      embed.weight         embed; head (tied)
@@ -9,15 +9,16 @@
     ├── norm        LayerNorm
     └── head        Linear (tied to embed)
 
-1. *Blocks* are children of one class that repeat in a ModuleList, ModuleDict or Sequential. The outermost repetition
-   wins and a block is never cut, so branches inside it (experts that no token reached) never matter. Only *stages*,
-   lists of blocks that differ from one another as in a ResNet, are looked into. Small neighbours are merged.
-2. *Leftovers* are the largest subtrees without a block in them. Those of some size become units of their own.
-3. The *root unit* takes the rest, and is in use for the whole forward.
+1. *Blocks* are children of one class that repeat in a ModuleList, ModuleDict or Sequential. Of nested repetitions the
+   outermost counts, and a block is never divided, so branches inside it (experts that no token reached) do not matter.
+   Only *block lists*, siblings that each hold different blocks (the stages of a ResNet), are searched in turn. Small
+   neighbouring blocks are merged.
+2. *Leftovers* are the largest subtrees without a block. Those of some size become units of their own.
+3. The *root unit* holds the rest, and is in use for the whole forward.
 
-Hooks sit on the modules of a unit's runs, so a run only names modules that have a forward. A module or parameter
-that is registered twice belongs to its first name. A hook on a shared module serves all its names; other modules
-that hold a tied parameter are further runs.
+Hooks are registered on the modules of a unit's runs, so a run names only modules that have a forward. A module or
+parameter that is registered twice belongs to its first name. A hook on a shared module serves all its names; other
+modules that register a tied parameter are further runs.
 """
 
 import difflib
@@ -34,9 +35,9 @@ from shardwise.sizes import format_bytes, format_count
 __all__ = ["UnitSpec", "describe_units", "divide"]
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-_MERGE_BYTES = 2**25  # a small unit costs the host as much as a large one
-_MERGE_SHARE = 16  # a unit need not exceed this part of the model, or small models would be one unit
-_LEFTOVER_SHARE = 8  # a leftover smaller than this part of a block is not worth a collective of its own
+_MERGE_BYTES = 2**25  # small units are merged: each costs as much host time as a large one
+_MERGE_SHARE = 16  # merging stops at this part of the model, or small models would become one unit
+_LEFTOVER_SHARE = 8  # a leftover smaller than this part of a block joins the root unit
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,9 @@ class UnitSpec:
     """The parameters of a unit, and the modules whose forward uses them.
 
     `params` are canonical names (the first ones under which `named_parameters()` reports them) in registration order.
-    Each run is a group of modules between whose first entry and last exit the unit is in use. The first run is that of
-    the owners, further ones use tied parameters; ("",) is the model itself. Without any run, the parameters are held
-    by a model that has no forward, and nothing tells when they are in use.
+    Each run is a group of modules: the unit is in use from the first entry into one of them to the last exit. The first
+    run is that of the owners, further ones use tied parameters; ("",) is the model itself. A unit without runs belongs
+    to a model that has no forward, so its uses cannot be seen.
     """
 
     name: str
@@ -65,11 +66,11 @@ def divide(
     max_bytes: int | None = None,
     floor_bytes: int = 0,
 ) -> tuple[UnitSpec, ...]:
-    """Divide a model into units; every parameter is in exactly one. The root unit is first, then registration order.
+    """The units of a model: the root unit, then the others in registration order. Each parameter is in exactly one.
 
-    `classes` (names of classes) and `modules` (paths) name the blocks instead of the automatic search; each block is
-    then a unit of its own unless `min_bytes` is given. By default, neighbouring blocks of a list are merged until
-    they have 32 MiB, 1/16 of the model or `max_bytes`, whichever is least; but at least `floor_bytes`.
+    `classes` (names of classes) and `modules` (paths) name the blocks and replace the automatic search; each block is
+    then a unit of its own unless `min_bytes` is given. By default, neighbouring blocks of a list are merged up to
+    32 MiB, 1/16 of the model or `max_bytes`, whichever is least, but at least up to `floor_bytes`.
 
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     >>> [(unit.name, unit.params) for unit in divide(model)]
@@ -94,7 +95,7 @@ def describe_units(
     modules: Collection[str] | None = None,
     min_bytes: int | None = None,
 ) -> str:
-    """The division of a model as a table to read; the arguments are those of `divide`.
+    """The division of a model as a printable table; the arguments are those of `divide`.
 
     >>> print(describe_units(nn.Linear(4, 4)))
     unit    modules  parameters  elements  bytes  dtype    trainable  also used by
@@ -111,7 +112,7 @@ def describe_units(
 
 
 class _Tree:
-    """The modules of a model by path, and the parameters that each one owns, those of its descendants included."""
+    """The modules of a model by path, and the parameters that each owns, including those of its descendants."""
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = dict(model.named_modules(remove_duplicate=False))
@@ -144,12 +145,12 @@ class _Tree:
         return getattr(forward, "__func__", forward) is not nn.Module.forward
 
     def shapes(self, path: str) -> tuple[tuple[str, torch.Size], ...]:
-        """What tells a block from one that only shares its class: the owned parameters' relative names and shapes."""
+        """Relative names and shapes of the owned parameters: equal for blocks that are alike, not only of one class."""
         return tuple((name.removeprefix(path), self.params[name].shape) for name in self.owned[path])
 
 
 def _find_blocks(tree: _Tree, path: str) -> list[str]:
-    """The paths of the repeated blocks in the module at `path`, in registration order."""
+    """The paths of the repeated blocks below `path`, in registration order."""
     kids = [kid for kid in tree.children[path] if tree.owned[kid]]
     whole: set[str] = set()
     blocks: set[str] = set()
@@ -165,23 +166,23 @@ def _find_blocks(tree: _Tree, path: str) -> list[str]:
 
 
 def _repeated(tree: _Tree, path: str, kids: Sequence[str]) -> tuple[set[str], set[str]]:
-    """Of the children of a list: those not to be looked into, and the ones among them that are blocks."""
+    """Of the children of a list: those that are not searched further, and those of them that are blocks."""
     by_class: dict[type, list[str]] = defaultdict(list)
     for kid in filter(tree.has_forward, kids):
         by_class[type(tree.modules[kid])].append(kid)
-    layers = [set(alike) - _stages(tree, alike) for alike in by_class.values()]
+    layers = [set(alike) - _block_lists(tree, alike) for alike in by_class.values()]
     blocks = {kid for alike in layers if len(alike) > 1 for kid in alike}
     if not blocks and isinstance(tree.modules[path], nn.Sequential):
-        return set(), set()  # a mere chain of parts, such as a backbone and its head
+        return set(), set()  # a chain of different parts, such as a backbone and a head
     return set().union(*layers), blocks
 
 
-def _stages(tree: _Tree, alike: Sequence[str]) -> set[str]:
-    """Which of these siblings of one class are stages: lists of blocks, no two of them the same.
+def _block_lists(tree: _Tree, alike: Sequence[str]) -> set[str]:
+    """Those of these siblings of one class that are block lists, no two of them alike.
 
-    A plain Sequential is one if blocks repeat in it, for its class says nothing. For other classes, all must consist
-    mostly of repeated blocks that are modules of modules: layers of various widths, or of which some are dense and
-    some hold experts, are no stages.
+    A plain Sequential is one if blocks repeat in it, because its class says nothing about it. Siblings of another class
+    must all consist mostly of repeated blocks that are modules of modules. Layers of various widths, and a mixture of
+    dense layers and layers with experts, are therefore not block lists.
     """
     shapes = {kid: tree.shapes(kid) for kid in alike}
     counts = Counter(shapes.values())
@@ -196,7 +197,7 @@ def _stages(tree: _Tree, alike: Sequence[str]) -> set[str]:
 
 
 def _named_blocks(tree: _Tree, classes: Collection[str], modules: Collection[str]) -> list[str]:
-    """The blocks a user named, in registration order; of nested modules of the named classes, the outermost."""
+    """The blocks that the user named, in registration order; of nested modules of named classes, the outermost."""
     class_of = {path: type(module).__name__ for path, module in tree.modules.items()}
     _refuse_unknown("class", classes, set(class_of.values()))
     _refuse_unknown("module", modules, set(tree.modules))
@@ -229,11 +230,11 @@ def _refuse_unknown(kind: str, names: Iterable[str], valid: set[str]) -> None:
 
 
 def _merge(tree: _Tree, blocks: Sequence[str], min_bytes: int) -> list[tuple[str, ...]]:
-    """Runs of neighbouring blocks of one list, each of at least `min_bytes` where the list has as many."""
+    """Runs of neighbouring blocks of one list, each of at least `min_bytes` if the list has that many."""
 
     def chain(path: str) -> str:
         parent = path.rpartition(".")[0]
-        # A module registered twice is also entered out of turn, so its exit must not wait for neighbours.
+        # A module that is registered twice also runs elsewhere, so its unit must not stay in use until neighbours exit.
         alone = tree.registrations[id(tree.modules[path])] > 1 or not isinstance(tree.modules[parent], _LISTS)
         return path if alone else parent
 
@@ -256,7 +257,7 @@ def _fill(tree: _Tree, chain: Iterable[str], min_bytes: int) -> list[tuple[str, 
 
 
 def _leftovers(tree: _Tree, blocks: Collection[str], holders: Collection[str], path: str = "") -> Iterator[str]:
-    """The largest modules that have a forward, hold no block and lie in none."""
+    """The largest modules with a forward that contain no block and lie in none."""
     if path in holders or not tree.has_forward(path):
         for kid in tree.children[path]:
             yield from _leftovers(tree, blocks, holders, kid)
@@ -276,7 +277,7 @@ def _owning_runs(
     owners = {}
     for name in tree.params:
         above = _ancestry(_holder(name))
-        # The outermost module with a forward: the model itself, unless it is a mere holder of modules.
+        # The outermost module with a forward: the model itself, unless it is only a container.
         rest = next(((path,) for path in above if tree.has_forward(path)), ())
         owners[name] = next((runs[path] for path in above if path in runs), rest)
     return owners
@@ -285,20 +286,20 @@ def _owning_runs(
 def _tied_users(
     tree: _Tree, owners: dict[str, tuple[str, ...]], holders: Collection[str]
 ) -> dict[str, dict[str, None]]:
-    """For each parameter with several names, the modules to hook on behalf of those that lie outside its own run."""
+    """For each parameter with several names, the modules outside its own run that use it and are to be hooked."""
     canonical = {id(param): name for name, param in tree.params.items()}
     users: dict[str, dict[str, None]] = defaultdict(dict)
     for alias, param in tree.aliases:
         name = canonical[id(param)]
         above = [tree.first(path) for path in _ancestry(_holder(alias)) if tree.has_forward(path)]
         if not set(above) & set(owners[name]):
-            # Whole blocks and leftovers, as for owners; else the module itself, which holds blocks.
+            # Whole blocks and leftovers, as for owners; else the module itself, which contains blocks.
             users[name] |= dict.fromkeys([path for path in above if path not in holders][:1] or above[-1:])
     return users
 
 
 def _specs(tree: _Tree, owners: dict[str, tuple[str, ...]], users: dict[str, dict[str, None]]) -> tuple[UnitSpec, ...]:
-    """Units of one run, trainability and dtype each, in the order in which their modules were registered."""
+    """One unit per run, trainability and dtype, in the order in which their modules were registered."""
     parts: dict[tuple[tuple[str, ...], bool, torch.dtype], list[str]] = defaultdict(list)
     for name, run in owners.items():
         param = tree.params[name]
@@ -334,7 +335,7 @@ def _sizes(params: Collection[nn.Parameter]) -> tuple[str, str, str]:
 
 
 def _label(run: Sequence[str]) -> str:
-    """A run as people read it: "layers.3-5", or "(root)" for the model itself and for what no forward uses."""
+    """The name of a run: "layers.3-5", or "(root)" for the model itself and for parameters that no forward uses."""
     if not run or run == ("",):
         return "(root)"
     return run[0] if len(run) == 1 else f"{run[0]}-{run[-1].rpartition('.')[2]}"

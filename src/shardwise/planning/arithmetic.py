@@ -17,6 +17,7 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import NamedTuple
 
+from shardwise.config.costs import rank_share, sent, wire_times
 from shardwise.config.presets import PRESETS
 from shardwise.errors import ConfigError
 
@@ -57,12 +58,7 @@ def state_bytes(preset: str, parameters: int, world_size: int, each: Accounting)
     {'weights': 16.0, 'grads': 16.0, 'optim': 12.8}
     """
     placement = PRESETS[preset]
-    return {
-        kind: parameters
-        * getattr(each, kind)
-        * (Fraction(1, world_size) if getattr(placement, kind).sharding == "sharded" else Fraction(1))
-        for kind in ("weights", "grads", "optim")
-    }
+    return {kind: parameters * getattr(each, kind) * rank_share(own.sharding, world_size) for kind, own in placement}
 
 
 def total_bytes(preset: str, parameters: int, world_size: int, each: Accounting) -> Fraction:
@@ -85,9 +81,5 @@ def saving(preset: str, world_size: int, each: Accounting) -> Fraction:
 
 def wire_elements(preset: str, trainable: int, frozen: int, world_size: int, accumulation: int) -> int:
     """Elements that a rank sends per step, at most: contract C3."""
-    placement = PRESETS[preset]
-    if placement.weights.sharding == "sharded":
-        times, times_frozen = 3 * accumulation, 2 * accumulation
-    else:
-        times, times_frozen = (2 if placement.grads.sharding == "replicated" else accumulation + 1), 0
-    return (times * trainable + times_frozen * frozen) * (world_size - 1) // world_size
+    times = wire_times(PRESETS[preset], accumulation)
+    return sent(sum(times) * trainable + times.gathers * frozen, world_size)

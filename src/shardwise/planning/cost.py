@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardwise.config import Config
-from shardwise.config.costs import gradient_bytes, resting
+from shardwise.config.costs import DTYPE_BYTES, MASTER_BYTES, gradient_bytes, resting, weight_bytes
 from shardwise.planning.arithmetic import wire_elements
 from shardwise.planning.hardware import Hardware
 from shardwise.planning.workload import ModelSpec, Workload
@@ -40,8 +40,8 @@ def operations(model: ModelSpec, workload: Workload) -> int:
 
 def sent_bytes(preset: str, model: ModelSpec, workload: Workload, world_size: int) -> int:
     """By a rank in a step, at most."""
-    item = 4 if workload.precision == "fp32" else 2
-    return item * wire_elements(preset, model.trainable, model.frozen, world_size, workload.accumulation)
+    elements = wire_elements(preset, model.trainable, model.frozen, world_size, workload.accumulation)
+    return DTYPE_BYTES[workload.precision] * elements
 
 
 def moved_bytes(config: Config, trainable: int, frozen: int, world_size: int) -> Moved:
@@ -53,15 +53,14 @@ def moved_bytes(config: Config, trainable: int, frozen: int, world_size: int) ->
     """
     count, placement = config.batch.accumulation, config.placement
     away = {part.kind: part.bytes_each for part in resting(config) if part.tier != "device"}
-    states = sum(away.get(kind, 0) for kind in ("master", "moments"))
-    held = gradient_bytes(config) if placement.grads.tier != "device" else 0
-    up, down = states + held * count, states + held * count
+    # fp32 weights that rest off the device are the master, which the update brings and takes back.
+    states = sum(away.get(kind, 0) for kind in ("weights", "master", "moments"))
+    grads = gradient_bytes(config) if placement.grads.tier != "device" else 0
+    up = down = states + grads * count
     weights, frozen_each = 0, 0
     if placement.weights.tier != "device":
-        itself = 4 if config.precision.weights_dtype == "fp32" else 0
-        up, down = up + itself, down + itself
-        weights = 4 * (2 * count - 1)
-        frozen_each = 2 * count * (itself or 2)
+        weights = MASTER_BYTES * (2 * count - 1)
+        frozen_each = 2 * count * weight_bytes(config)
     return Moved(
         ((up + weights) * trainable + frozen_each * frozen) // world_size,
         down * trainable // world_size,

@@ -22,7 +22,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from shardwise.comm.comm import DONE, Comm, Handle
 from shardwise.config import Config
-from shardwise.config.build import build_optimizer
 from shardwise.engine.engine import Engine
 from shardwise.errors import ConfigError
 from shardwise.models.built_in import Batch, Build, MakeBatch, ModelAndData
@@ -339,10 +338,8 @@ class _Step:
 def _engine(model: nn.Module, scenario: Scenario, host: HostMemory) -> Engine:
     config = scenario.config
     params = [param for param in model.parameters() if param.requires_grad]
-    if config.optimizer is not None:
-        optimizer = build_optimizer(config.optimizer, params)
-    else:
-        optimizer = torch.optim.AdamW(params, lr=1e-3)
+    section = config.optimizer
+    optimizer = section.build(params) if section is not None else torch.optim.AdamW(params, lr=1e-3)
     comm = DryComm(scenario.rank, scenario.world_size, scenario.kernels.name)
     return Engine(model, optimizer, config, comm, host)
 

@@ -9,14 +9,14 @@ A peak falls on one of three moments, and the highest counts:
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from fractions import Fraction
 
 import torch
 
 from shardwise.config import Config
-from shardwise.config.costs import Resting, resting
+from shardwise.config.costs import offloaded_bytes_each, resting, resting_frozen, weight_bytes
 from shardwise.memory.ledger import Ledger
 from shardwise.models.dimensions import Dimensions
 from shardwise.offload.context import OffloadContext
@@ -47,12 +47,11 @@ def estimate(model: ModelSpec, workload: Workload, config: Config, world_size: i
     sizes = _Sizes(model, workload, config, world_size)
     held: Counter[str] = Counter()
     tiers: Counter[str] = Counter()
-    for part in resting(config):
-        size = sizes.at_rest(part)
-        if part.tier == "device":
-            held[part.kind] += size
+    for (kind, tier), size in sizes.at_rest().items():
+        if tier == "device":
+            held[kind] += int(size)
         else:
-            tiers[part.tier] += size
+            tiers[tier] += int(size)
     moments = [sizes.backward_starts(held), sizes.backward_ends(held), sizes.update(held)]
     highest = max(moments, key=lambda moment: sum(moment.values()))
     highest["overhead"] = CUBLAS_BYTES
@@ -61,7 +60,7 @@ def estimate(model: ModelSpec, workload: Workload, config: Config, world_size: i
 
 def away_bytes(model: ModelSpec, config: Config, world_size: int) -> list[int]:
     """What of each unit's states rests off the device, of one rank, in forward order; nothing of what is frozen."""
-    each = sum(part.bytes_each for part in resting(config) if part.tier != "device")
+    each = offloaded_bytes_each(resting(config))
     return [each * numel // world_size for numel in _trained_units(model)]
 
 
@@ -88,24 +87,18 @@ class _Sizes:
         else:
             self.trained_unit = self.largest
         self._offload = OffloadContext(torch.device("cpu"), Ledger(), config.offload)
-        self.item = 4 if config.precision.weights_dtype == "fp32" else 2
+        self.item = weight_bytes(config)
         self.layer_bytes = layer_activation_bytes(of, workload, self.item) if of else 0
         self.logit_bytes = LOGIT_BYTES * workload.tokens * of.vocabulary if of else 0
 
-    def at_rest(self, part: Resting) -> int:
-        """One kind's bytes: trainable parameters have all kinds, frozen ones weights alone, in their own dtype."""
-        cut = Fraction(1, self.world_size) if part.sharding == "sharded" else Fraction(1)
-        size = part.bytes_each * self.model.trainable * cut
-        if part.kind == "weights":
-            size += self.item * self.model.frozen * cut
-        return int(size)
-
-    def frozen_at_rest(self) -> int:
-        """Frozen weights where `resting` names none: 16-bit weights that are cast from a master they do not have."""
-        weights = self.config.placement.weights
-        if any(part.kind == "weights" for part in resting(self.config)) or weights.tier != "device":
-            return 0
-        return int(Fraction(self.item * self.model.frozen, self.world_size))
+    def at_rest(self) -> dict[tuple[str, str], Fraction]:
+        """Bytes by kind and tier: all kinds of trainable parameters, and the weights of frozen ones."""
+        sizes: dict[tuple[str, str], Fraction] = defaultdict(Fraction)
+        for part in resting(self.config):
+            sizes[part.kind, part.tier] += part.rank_bytes(self.model.trainable, self.world_size)
+        for part in resting_frozen(self.config.placement, self.item):
+            sizes[part.kind, part.tier] += part.rank_bytes(self.model.frozen, self.world_size)
+        return sizes
 
     def gathered(self, numel: int) -> int:
         """Weights that are whole beside what rests: two units, where they rest sharded."""
@@ -113,7 +106,7 @@ class _Sizes:
         return (numel + self.unit) * self.item if is_sharded else 0
 
     def backward_starts(self, held: Counter[str]) -> Counter[str]:
-        moment = self._base(held)
+        moment = Counter(held)
         moment["weights"] += self.gathered(self.head)
         if self.config.batch.accumulation == 1:
             moment["grads"] = 0
@@ -126,7 +119,7 @@ class _Sizes:
         return moment
 
     def backward_ends(self, held: Counter[str]) -> Counter[str]:
-        moment = self._base(held)
+        moment = Counter(held)
         slots, slot_bytes = self.pool()
         cuts_weights = self.config.placement.weights.sharding == "sharded"
         moment["weights"] += self.gathered(self.unit) + (self.unit * self.item if cuts_weights and slots else 0)
@@ -140,7 +133,7 @@ class _Sizes:
         return moment
 
     def update(self, held: Counter[str]) -> Counter[str]:
-        moment = self._base(held)
+        moment = Counter(held)
         slots, slot_bytes = self.pool()
         moment["in flight"] = self.owned * (4 if self.item == 2 else 0) + slots * slot_bytes
         return moment
@@ -159,17 +152,12 @@ class _Sizes:
 
     def pool(self) -> tuple[int, int]:
         """The buffers on the device through which states pass, and the bytes of one: as the engine reckons."""
-        each = sum(part.bytes_each for part in resting(self.config) if part.tier != "device")
+        each = offloaded_bytes_each(resting(self.config))
         if not each:
             return 0, 0
         largest = min(self.owned, self._offload.bucket_numel)
         self._offload.expect(-(-self.owned // self._offload.bucket_numel))
         return self._offload.pool.count, each * largest
-
-    def _base(self, held: Counter[str]) -> Counter[str]:
-        moment = Counter(held)
-        moment["weights"] += self.frozen_at_rest()
-        return moment
 
     def _saved_input(self) -> int:
         of = self.model.dimensions

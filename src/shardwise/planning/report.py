@@ -12,6 +12,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from shardwise.config.costs import formula, resting_kinds, wire_formula
+from shardwise.config.presets import PRESETS
 from shardwise.planning.arithmetic import ACCOUNTINGS, STAGES, Accounting, saving, state_bytes, total_bytes
 from shardwise.planning.estimate import CATEGORIES
 from shardwise.planning.hardware import Hardware
@@ -171,7 +173,9 @@ def states(parameters: int, world_size: int, each: Accounting, name: str) -> Ren
     return Group(Text(title, style="bold"), Text(kinds), table)
 
 
-_WHY = """\
+_REST = formula(resting_kinds(PRESETS["zero3"], weights=2, grads=2, moments=8))
+_SENT = {preset: f"{wire_formula(PRESETS[preset]).removesuffix('f').replace(' ', ''):<9}" for preset in STAGES}
+_WHY = f"""\
 Where the bytes come from, in 16-bit training with Adam:
   weights  2Ψ   the weights that the model computes with, in bf16 or fp16
   grads    2Ψ   one gradient per weight (4Ψ if several micro-batches are accumulated in fp32)
@@ -183,12 +187,12 @@ What each stage divides by W, the number of ranks:
   zero1  2Ψ + 2Ψ + 12Ψ/W     optimizer states; 4Ψ remain for many ranks: a quarter, so the saving tends to 4x
   zero2  2Ψ + (2Ψ + 12Ψ)/W   gradients too; 2Ψ remain: an eighth, so the saving tends to 8x
   zero3  (2Ψ + 2Ψ + 12Ψ)/W   everything; the saving is W x, without a limit
-  This engine casts zero3's weights from the master when it gathers them: 14Ψ/W rest.
+  This engine casts zero3's weights from the master when it gathers them: {_REST} rest.
 
 What a rank sends in a step, each element to every other rank, so times (W-1)/W:
-  zero0, zero1   2Ψ        gradients (Ψ) and, after the update, weights (zero0: reduced gradients) (Ψ)
-  zero2          (K+1)Ψ    gradients are reduced for every micro-batch; with K = 1 the same 2Ψ
-  zero3          3KΨ       weights for the forward, again for the backward, and gradients; per micro-batch
+  zero0, zero1   {_SENT["zero1"]} gradients (Ψ) and, after the update, weights (zero0: reduced gradients) (Ψ)
+  zero2          {_SENT["zero2"]} gradients are reduced for every micro-batch; with K = 1 the same 2Ψ
+  zero3          {_SENT["zero3"]} weights for the forward, again for the backward, and gradients; per micro-batch
 """
 
 

@@ -16,7 +16,6 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import shardwise
 from shardwise.comm.comm import Comm
-from shardwise.config.build import build_scheduler
 from shardwise.engine.engine import Engine
 from shardwise.errors import ConfigError
 from shardwise.train.data import SampleLoader
@@ -88,7 +87,7 @@ def _optimizer(params: Iterable[Any], rate: float) -> torch.optim.Optimizer:
 def _scheduler(job: TrainJob, optimizer: torch.optim.Optimizer) -> Any:
     asked = job.options.updates.schedule
     if job.config.scheduler is not None and asked is None:
-        return build_scheduler(job.config.scheduler, optimizer, total_steps=job.steps)
+        return job.config.scheduler.build(optimizer, total_steps=job.steps)
     shape = {"steps": job.steps, "warmup": job.warmup, "schedule": asked or "cosine"}
     return LambdaLR(optimizer, lambda step: rate_factor(step, **shape))  # type: ignore[arg-type]  # by name
 

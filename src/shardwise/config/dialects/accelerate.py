@@ -1,7 +1,7 @@
-"""Accelerate's YAML, accepted as it is: rewritten into the DeepSpeed configuration it stands for.
+"""Accelerate's YAML, rewritten into the DeepSpeed configuration that it describes.
 
-Accelerate copies the keys of `deepspeed_config` to launcher arguments and builds a DeepSpeed configuration from
-them, or names a file that holds one. Messages name the keys of the YAML, not those of the translation.
+Accelerate builds a DeepSpeed configuration from the keys of `deepspeed_config`, or reads a file that they name.
+Messages name the keys of the YAML, not those of the translation.
 """
 
 import base64
@@ -9,12 +9,12 @@ import os
 from pathlib import Path
 from typing import Any
 
-from shardwise.config import deepspeed
-from shardwise.config.deepspeed_keys import switched_on
-from shardwise.config.draft import Draft, Note, Origin
+from shardwise.config.dialects import deepspeed
+from shardwise.config.dialects.deepspeed_keys import switched_on
+from shardwise.config.draft import ConfigDraft, KeyNote, ValueOrigin
 from shardwise.config.files import read_file, read_text
 from shardwise.config.sections import Batch
-from shardwise.config.values import Where, choice, flag, nearest, shown, text
+from shardwise.config.values import KeyLocation, choice, flag, nearest, shown, text
 from shardwise.errors import ConfigError
 from shardwise.sizes import whole
 
@@ -54,9 +54,9 @@ _FEATURES = {
 }
 _READ = {"deepspeed_config", "distributed_type", "mixed_precision", "num_processes", "parallelism_config", "use_cpu"}
 KEYS = _LAUNCHER | set(_FEATURES) | _READ
-LEGACY_KEYS = {"fp16"}  # a flag in old files; as a section it is DeepSpeed's
+LEGACY_KEYS = {"fp16"}  # a flag in old Accelerate files; a section of this name is DeepSpeed's
 
-# Keys of deepspeed_config and the DeepSpeed key each one stands for.
+# Keys of deepspeed_config, with their DeepSpeed keys.
 _TRANSLATED = {
     "zero_stage": "zero_optimization.stage",
     "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
@@ -70,13 +70,13 @@ _DEEPSPEED_LAUNCHER = {
     "deepspeed_inclusion_filter": _LAUNCH,
     "deepspeed_exclusion_filter": _LAUNCH,
     "deepspeed_multinode_launcher": _LAUNCH,
-    "deepspeed_moe_layer_cls_names": "no effect: whole blocks are units, experts inside never matter",
+    "deepspeed_moe_layer_cls_names": "no effect: whole blocks are units, so experts inside do not matter",
     "zero3_init_flag": "no effect: see shardwise.deferred_init() for models larger than memory",
 }
 
 
-def translate(data: dict[str, Any], draft: Draft, folder: Path) -> None:
-    """Write an Accelerate configuration into the draft. `folder` is where the file lies."""
+def translate(data: dict[str, Any], draft: ConfigDraft, folder: Path) -> None:
+    """Write an Accelerate configuration into the draft. `folder` is the folder of its file."""
     where = draft.where()
     for key in data:
         if key not in KEYS | LEGACY_KEYS:
@@ -93,15 +93,15 @@ def translate(data: dict[str, Any], draft: Draft, folder: Path) -> None:
     _processes(data, draft, where)
 
 
-def _check_type(data: dict[str, Any], where: Where) -> None:
+def _check_type(data: dict[str, Any], where: KeyLocation) -> None:
     kind = data.get("distributed_type")
     if kind is None and "deepspeed_config" in data:
         return
     if not isinstance(kind, str) or kind.upper() != "DEEPSPEED":
-        raise where.at("distributed_type").error(kind, "expected DEEPSPEED, the only type that stands for ZeRO")
+        raise where.at("distributed_type").error(kind, "expected DEEPSPEED, the only type that is ZeRO")
 
 
-def _refuse(data: dict[str, Any], draft: Draft) -> None:
+def _refuse(data: dict[str, Any], draft: ConfigDraft) -> None:
     for key, feature in _FEATURES.items():
         if key in data and switched_on(data[key]):
             raise draft.where(key).error(data[key], f"asks for {feature}, which shardwise does not do; remove it")
@@ -117,11 +117,11 @@ def _refuse(data: dict[str, Any], draft: Draft) -> None:
                 parallelism[key], f"asks for {feature}, which shardwise does not do; remove it"
             )
     if parallelism:
-        draft.note("parallelism_config", parallelism, "no effect: all sizes are 1 but that of the data-parallel axis")
+        draft.note("parallelism_config", parallelism, "no effect: only the data-parallel axis is larger than 1")
 
 
-def _from_file(section: dict[str, Any], draft: Draft, folder: Path) -> dict[str, Any]:
-    """The DeepSpeed configuration that the YAML names: a path, or (as Accelerate allows) JSON or base64 of JSON."""
+def _from_file(section: dict[str, Any], draft: ConfigDraft, folder: Path) -> dict[str, Any]:
+    """The DeepSpeed configuration that the YAML names: a path or, as in Accelerate, JSON or base64 of JSON."""
     where = draft.where("deepspeed_config.deepspeed_config_file")
     named = where.read(text, section["deepspeed_config_file"])
     source = f"{draft.source}: deepspeed_config_file"
@@ -134,34 +134,34 @@ def _from_file(section: dict[str, Any], draft: Draft, folder: Path) -> dict[str,
             return read_file(path)
     try:
         return read_text(base64.b64decode(named, validate=True).decode(), source)
-    except ValueError:  # no base64, no UTF-8 in it, or a ConfigError
-        message = "no such file, looked up from the YAML's folder and from the working one; it holds the configuration"
+    except ValueError:  # not base64, not UTF-8, or a ConfigError
+        message = "no such file in the YAML's folder or the working directory; it holds the configuration"
         raise where.error(named, message) from None
 
 
-def _merge_keys(section: dict[str, Any], config: dict[str, Any], draft: Draft) -> None:
-    """The other keys of deepspeed_config, beside or on top of the file's."""
+def _merge_keys(section: dict[str, Any], config: dict[str, Any], draft: ConfigDraft) -> None:
+    """Merge the other keys of deepspeed_config into the file's."""
     in_file = draft.prefix
     for key, value in section.items():
         path = f"deepspeed_config.{key}"
         if key in _DEEPSPEED_LAUNCHER:
             draft.notes.append(_note(path, value, _DEEPSPEED_LAUNCHER[key]))
-        elif key in _TRANSLATED or deepspeed.is_key(key):
+        elif key in _TRANSLATED or key in deepspeed.KEYS:
             _merge(config, _TRANSLATED.get(key, key), value, path, draft)
         elif key != "deepspeed_config_file":
             known = [*_TRANSLATED, *_DEEPSPEED_LAUNCHER, *deepspeed.KEYS, "deepspeed_config_file"]
-            raise Where(draft.source, path).error(value, f"unknown key of deepspeed_config{nearest(key, known)}")
+            raise KeyLocation(draft.source, path).error(value, f"unknown key of deepspeed_config{nearest(key, known)}")
     if not in_file:
         draft.prefix = "deepspeed_config."
 
 
-def _note(key: str, value: object, effect: str) -> Note:
-    """A note on a key of the YAML itself, whatever the prefix of translated keys is."""
-    return Note(key, shown(value), effect)
+def _note(key: str, value: object, effect: str) -> KeyNote:
+    """A note on a key of the YAML itself, without the prefix of translated keys."""
+    return KeyNote(key, shown(value), effect)
 
 
-def _merge(config: dict[str, Any], target: str, value: Any, path: str, draft: Draft) -> None:
-    """Set `target` ("zero_optimization.stage") unless it is there already, where it must agree."""
+def _merge(config: dict[str, Any], target: str, value: Any, path: str, draft: ConfigDraft) -> None:
+    """Set `target` (such as "zero_optimization.stage"); a value that is already there must be equal."""
     if isinstance(value, dict) and isinstance(config.get(target), dict):
         for key, inner in value.items():
             _merge(config, f"{target}.{key}", inner, f"{path}.{key}", draft)
@@ -170,34 +170,32 @@ def _merge(config: dict[str, Any], target: str, value: Any, path: str, draft: Dr
     node = config
     for parent in parents:
         child = node.setdefault(parent, {})
-        node[parent] = child = dict(Where(draft.source, target).section(child))
+        node[parent] = child = dict(KeyLocation(draft.source, target).section(child))
         node = child
     present = node.get(leaf)
     if present not in (None, "auto", value):
-        raise Where(draft.source, path).error(value, f"contradicts {target} = {present!r}; keep one of the two")
+        raise KeyLocation(draft.source, path).error(value, f"contradicts {target} = {present!r}; keep one of the two")
     node[leaf] = value
     draft.aliases[target] = path
 
 
-def _mixed_precision(data: dict[str, Any], config: dict[str, Any], draft: Draft) -> None:
-    """mixed_precision fills what the DeepSpeed configuration leaves open, and must not contradict it."""
+def _mixed_precision(data: dict[str, Any], config: dict[str, Any], draft: ConfigDraft) -> None:
+    """Apply mixed_precision where the DeepSpeed configuration leaves it open; a contradiction is an error."""
     legacy = "fp16" if switched_on(data.get("fp16")) else None
     value = data.get("mixed_precision", legacy)
     if value is None:
         return
-    where = draft.where() if "mixed_precision" not in data else Where(draft.source, "mixed_precision")
+    where = draft.where() if "mixed_precision" not in data else KeyLocation(draft.source, "mixed_precision")
     if value is False:  # YAML 1.1 reads a bare `no` as false
         value = "no"
     chosen = where.read(choice("no", "fp16", "bf16", "fp8"), value)
     if chosen == "fp8":
         raise where.error(value, "asks for fp8, which shardwise does not do; use bf16 or fp16")
     if chosen == "no":
-        draft.notes.append(
-            _note("mixed_precision", value, "nothing of its own: fp32 unless deepspeed_config says more")
-        )
+        draft.notes.append(_note("mixed_precision", value, "fp32, unless deepspeed_config sets a precision"))
         return
     for name in ("fp16", "bf16"):
-        section = dict(Where(draft.source, name).section(config.get(name)))
+        section = dict(KeyLocation(draft.source, name).section(config.get(name)))
         present = section.get("enabled")
         wanted = name == chosen
         if present not in (None, "auto") and where.read(flag, present) != wanted and (wanted or present):
@@ -209,15 +207,15 @@ def _mixed_precision(data: dict[str, Any], config: dict[str, Any], draft: Draft)
             draft.aliases[f"{name}.enabled"] = "mixed_precision"
 
 
-def _processes(data: dict[str, Any], draft: Draft, where: Where) -> None:
-    """use_cpu and num_processes; with the latter the batch triple can be checked now."""
+def _processes(data: dict[str, Any], draft: ConfigDraft, where: KeyLocation) -> None:
+    """Read use_cpu and num_processes, and check the batch triple for that number of ranks."""
     if data.get("use_cpu") is not None:
         use_cpu = where.at("use_cpu").read(flag, data["use_cpu"])
-        draft.set("runtime.use_cpu", use_cpu, Origin("file", "use_cpu"))
+        draft.set("runtime.use_cpu", use_cpu, ValueOrigin("file", "use_cpu"))
     given = data.get("num_processes")
     if given is None or given == -1:
         return
-    place = Where(draft.source, "num_processes")
+    place = KeyLocation(draft.source, "num_processes")
     world_size = place.read(whole, given)
     if world_size < 1:
         raise place.error(given, "expected a whole number >= 1")
@@ -230,10 +228,10 @@ def _processes(data: dict[str, Any], draft: Draft, where: Where) -> None:
         _check_batch(batch, world_size, place)
 
 
-def _check_batch(batch: dict[str, int], world_size: int, where: Where) -> None:
+def _check_batch(batch: dict[str, int], world_size: int, where: KeyLocation) -> None:
     try:
         Batch(**batch).resolve(world_size)
     except ConfigError as error:
         raise where.error(world_size, str(error)) from None
     except ValueError:
-        return  # the models report it, with the key's name
+        return  # validation of the sections reports it with the key

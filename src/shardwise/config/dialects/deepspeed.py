@@ -1,21 +1,19 @@
-"""DeepSpeed's JSON, accepted as it is.
+"""DeepSpeed's JSON, translated unchanged.
 
-Section by section, keys are looked up in the tables of `deepspeed_keys.py`. What a key does here, or why it does
-nothing, is noted for `explain()`. A key that no table knows is a warning at the top level, because DeepSpeed
-ignores it and real files have them, and an error inside a section, where it is a slip.
+Each key is looked up in the tables of `deepspeed_keys.py`. Its effect, or why it has none, is noted for `explain()`.
+An unknown key is a warning at the top level, because DeepSpeed ignores it and real files have some. Inside a section
+it is an error, because there it is usually a typing mistake.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-from shardwise.config import deepspeed_keys as ds
-from shardwise.config.deepspeed_keys import Rule, switched_on
-from shardwise.config.deepspeed_optim import translate_optimizer, translate_scheduler
-from shardwise.config.draft import Draft, Origin
-from shardwise.config.native import set_placement
+from shardwise.config.dialects import deepspeed_keys as ds
+from shardwise.config.dialects.deepspeed_keys import KeyRule, switched_on
+from shardwise.config.draft import ConfigDraft, ValueOrigin
 from shardwise.config.presets import STAGES, offloaded
 from shardwise.config.sections import Tier
-from shardwise.config.values import choice, flag, nearest, real, text
+from shardwise.config.values import choice, flag, left_open_out, nearest, one_of, real, text
 from shardwise.errors import ConfigError
 from shardwise.sizes import whole
 
@@ -24,12 +22,7 @@ KEYS = frozenset(ds.TOP) | set(ds.TOP_ALIASES) | set(ds.FEATURES) | set(ds.MONIT
 _TIERS: dict[str, Tier] = {"none": "device", "cpu": "host", "nvme": "disk"}
 
 
-def is_key(key: str) -> bool:
-    """Whether a top-level key is DeepSpeed's."""
-    return key in KEYS
-
-
-def translate(data: Mapping[str, Any], draft: Draft) -> None:
+def translate(data: Mapping[str, Any], draft: ConfigDraft) -> None:
     """Write a DeepSpeed configuration into the draft."""
     config = _canonical(data, ds.TOP_ALIASES, "", draft)
     _warn_of_unknown(config, draft)
@@ -39,20 +32,20 @@ def translate(data: Mapping[str, Any], draft: Draft) -> None:
     element_bytes = _precision(config, draft)
     _apply({key: value for key, value in config.items() if key in ds.TOP}, ds.TOP, "", draft)
     _zero(config, element_bytes, draft)
-    translate_optimizer(config.get("optimizer"), draft)
-    translate_scheduler(config.get("scheduler"), draft)
+    _optimizer(config.get("optimizer"), draft)
+    _scheduler(config.get("scheduler"), draft)
     _other_sections(config, draft)
 
 
 def _canonical(
-    section: Mapping[str, Any], aliases: Mapping[str, tuple[str, bool]], prefix: str, draft: Draft
+    section: Mapping[str, Any], aliases: Mapping[str, tuple[str, bool]], prefix: str, draft: ConfigDraft
 ) -> dict[str, Any]:
-    """The section under today's spellings; a deprecated one warns, two that contradict each other are an error."""
+    """The section under current key names. A deprecated name warns; two names with different values are an error."""
     result: dict[str, Any] = {}
     for key, value in section.items():
         name, deprecated = aliases.get(key, (key, False))
         if deprecated:
-            draft.warn(prefix + key, value, f"is deprecated, {name} is the spelling of today")
+            draft.warn(prefix + key, value, f"is deprecated, use {name}")
         if name in result and result[name] != value:
             raise draft.where(prefix + key).error(value, f"contradicts {name} = {result[name]!r}; keep one of the two")
         if name != key:
@@ -62,9 +55,9 @@ def _canonical(
 
 
 def _apply(
-    section: Mapping[str, Any], rules: Mapping[str, Rule], prefix: str, draft: Draft, element_bytes: int = 1
+    section: Mapping[str, Any], rules: Mapping[str, KeyRule], prefix: str, draft: ConfigDraft, element_bytes: int = 1
 ) -> None:
-    """Read every key of a section by its rule."""
+    """Read each key of a section by its rule."""
     for key, value in section.items():
         path = prefix + key
         rule = rules.get(key)
@@ -79,23 +72,23 @@ def _apply(
         if rule.keep_larger and rule.target in draft.values:
             result = max(result, draft.values[rule.target])
         if rule.target:
-            draft.set(rule.target, result, Origin("file", draft.where(path).path))
+            draft.set(rule.target, result, ValueOrigin("file", draft.where(path).path))
         draft.note(path, value, f"{rule.target}: {rule.effect}" if rule.target else rule.effect)
 
 
-def _unknown_key(prefix: str, key: str, value: object, rules: Mapping[str, Rule], draft: Draft) -> ConfigError:
+def _unknown_key(prefix: str, key: str, value: object, rules: Mapping[str, KeyRule], draft: ConfigDraft) -> ConfigError:
     known = [*rules, *ds.READ_BY_CODE.get(prefix.rstrip("."), ())]
     return draft.where(prefix + key).error(value, f"unknown key{nearest(key, known)}")
 
 
-def _leave_open(rule: Rule, path: str, value: object, draft: Draft) -> None:
+def _leave_open(rule: KeyRule, path: str, value: object, draft: ConfigDraft) -> None:
     draft.note(path, value, "the library's own default" if value == "auto" else "as if it were absent")
     if rule.target and value == "auto":
-        draft.origins.setdefault(rule.target, Origin("auto", f"auto {draft.where(path).path}"))
+        draft.origins.setdefault(rule.target, ValueOrigin("auto", f"auto {draft.where(path).path}"))
 
 
-def _refuse(section: Mapping[str, Any], features: Mapping[str, str], prefix: str, draft: Draft) -> None:
-    """Features outside ZeRO: an error where they are on, a note where they are off."""
+def _refuse(section: Mapping[str, Any], features: Mapping[str, str], prefix: str, draft: ConfigDraft) -> None:
+    """Raise for features outside ZeRO that are on; note those that are off."""
     for key, feature in features.items():
         if key not in section:
             continue
@@ -109,21 +102,21 @@ def _without(section: Mapping[str, Any], *keys: str) -> dict[str, Any]:
     return {key: value for key, value in section.items() if key not in keys}
 
 
-def _warn_of_unknown(config: Mapping[str, Any], draft: Draft) -> None:
+def _warn_of_unknown(config: Mapping[str, Any], draft: ConfigDraft) -> None:
     for key in config:
         if key not in KEYS:
             draft.warn(key, config[key], f"unknown key, ignored as DeepSpeed does{nearest(key, KEYS)}")
 
 
-def _monitor(config: Mapping[str, Any], key: str, draft: Draft) -> None:
+def _monitor(config: Mapping[str, Any], key: str, draft: ConfigDraft) -> None:
     if key in config and switched_on(config[key]):
-        draft.warn(key, config[key], "no effect: shardwise writes no logs of this kind; see engine.report()")
+        draft.warn(key, config[key], "no effect: shardwise writes no such logs; see engine.report()")
     elif key in config:
         draft.note(key, config[key], "off")
 
 
-def _precision(config: Mapping[str, Any], draft: Draft) -> int:
-    """fp16, bf16, torch_autocast and data_types. Returns the bytes of an element that computes."""
+def _precision(config: Mapping[str, Any], draft: ConfigDraft) -> int:
+    """Read fp16, bf16, torch_autocast and data_types. Returns the bytes of a weight."""
     on = {
         "fp16": _half(config, "fp16", ds.FP16, ds.FP16_FEATURES, draft),
         "bf16": _half(config, "bf16", ds.BF16, ds.BF16_FEATURES, draft),
@@ -138,7 +131,7 @@ def _precision(config: Mapping[str, Any], draft: Draft) -> int:
 
 
 def _half(
-    config: Mapping[str, Any], name: str, rules: Mapping[str, Rule], features: Mapping[str, str], draft: Draft
+    config: Mapping[str, Any], name: str, rules: Mapping[str, KeyRule], features: Mapping[str, str], draft: ConfigDraft
 ) -> bool:
     section = draft.where(name).section(config.get(name))
     prefix = f"{name}."
@@ -146,7 +139,7 @@ def _half(
     rest = _without(section, "enabled", *features)
     enabled = _enabled(section, prefix, draft)
     if enabled:
-        draft.set("precision.compute", name, Origin("file", draft.where(f"{name}.enabled").path))
+        draft.set("precision.compute", name, ValueOrigin("file", draft.where(f"{name}.enabled").path))
         if name == "fp16":
             _loss_scale(rest, draft)
         _apply(_without(rest, "loss_scale") if name == "fp16" else rest, rules, prefix, draft)
@@ -158,21 +151,22 @@ def _half(
     return False
 
 
-def _enabled(section: Mapping[str, Any], prefix: str, draft: Draft) -> bool:
+def _enabled(section: Mapping[str, Any], prefix: str, draft: ConfigDraft) -> bool:
     value = section.get("enabled")
     if "enabled" not in section:
         return False
     if value is None or value == "auto":
         draft.note(f"{prefix}enabled", value, "the library's own default (off)")
-        draft.origins.setdefault("precision.compute", Origin("auto", f"auto {draft.where(prefix + 'enabled').path}"))
+        origin = ValueOrigin("auto", f"auto {draft.where(prefix + 'enabled').path}")
+        draft.origins.setdefault("precision.compute", origin)
         return False
     enabled = draft.where(f"{prefix}enabled").read(flag, value)
     draft.note(f"{prefix}enabled", value, f"computes in {prefix[:-1]}" if enabled else "off")
     return enabled
 
 
-def _loss_scale(section: dict[str, Any], draft: Draft) -> None:
-    """loss_scale 0 is a dynamic scale, anything else a constant one, which leaves the rest without effect."""
+def _loss_scale(section: dict[str, Any], draft: ConfigDraft) -> None:
+    """Read loss_scale: 0 is a dynamic scale, any other value a constant one, under which other keys have no effect."""
     value = section.get("loss_scale")
     if value is None or value == "auto":
         return
@@ -180,7 +174,7 @@ def _loss_scale(section: dict[str, Any], draft: Draft) -> None:
     if scale == 0:
         draft.note("fp16.loss_scale", value, "the scale is dynamic")
         return
-    origin = Origin("file", draft.where("fp16.loss_scale").path)
+    origin = ValueOrigin("file", draft.where("fp16.loss_scale").path)
     draft.set("precision.loss_scale.dynamic", False, origin)
     draft.set("precision.loss_scale.initial", scale, origin)
     draft.note("fp16.loss_scale", value, "the scale is constant")
@@ -189,24 +183,24 @@ def _loss_scale(section: dict[str, Any], draft: Draft) -> None:
         draft.note("fp16.initial_scale_power", power, "no effect: the scale is constant")
 
 
-def _autocast(config: Mapping[str, Any], draft: Draft) -> bool:
+def _autocast(config: Mapping[str, Any], draft: ConfigDraft) -> bool:
     section = draft.where("torch_autocast").section(config.get("torch_autocast"))
     enabled = draft.where("torch_autocast.enabled").read(flag, section.get("enabled", False) or False)
     compute = section.get("dtype")
     chosen = draft.where("torch_autocast.dtype").read(ds.dtype, "bf16" if compute in (None, "auto") else compute)
     _apply(_without(section, "enabled", "dtype"), ds.TORCH_AUTOCAST, "torch_autocast.", draft)
     if enabled:
-        draft.set("precision.autocast", True, Origin("file", draft.where("torch_autocast.enabled").path))
-        draft.set("precision.compute", chosen, Origin("file", draft.where("torch_autocast.dtype").path))
+        draft.set("precision.autocast", True, ValueOrigin("file", draft.where("torch_autocast.enabled").path))
+        draft.set("precision.compute", chosen, ValueOrigin("file", draft.where("torch_autocast.dtype").path))
     if section:
         draft.note("torch_autocast", section, "fp32 weights, torch.autocast per operation" if enabled else "off")
     return enabled
 
 
-def _zero(config: Mapping[str, Any], element_bytes: int, draft: Draft) -> None:
+def _zero(config: Mapping[str, Any], element_bytes: int, draft: ConfigDraft) -> None:
     value = config.get("zero_optimization")
     if isinstance(value, bool):
-        draft.warn("zero_optimization", value, "is deprecated as a flag, give a section with its stage")
+        draft.warn("zero_optimization", value, "is deprecated as a flag, use a section with a stage")
         value = {"stage": int(value)}
     given = draft.where("zero_optimization").section(value)
     section = _canonical(given, ds.ZERO_ALIASES, "zero_optimization.", draft)
@@ -222,8 +216,8 @@ def _zero(config: Mapping[str, Any], element_bytes: int, draft: Draft) -> None:
     _apply(rest, ds.ZERO, "zero_optimization.", draft, element_bytes)
 
 
-def _legacy_offload(section: dict[str, Any], draft: Draft) -> dict[str, Any]:
-    """cpu_offload and its kin, from before there were sections for it."""
+def _legacy_offload(section: dict[str, Any], draft: ConfigDraft) -> dict[str, Any]:
+    """Rewrite cpu_offload and similar keys, which preceded the offload sections."""
     section = dict(section)
     legacy = {
         "cpu_offload": "offload_optimizer",
@@ -236,19 +230,17 @@ def _legacy_offload(section: dict[str, Any], draft: Draft) -> dict[str, Any]:
             continue
         path = f"zero_optimization.{key}"
         value = section.pop(key)
-        draft.warn(path, value, f"is deprecated, {name}: {{device: cpu}} is the spelling of today")
+        draft.warn(path, value, f"is deprecated, use {name}: {{device: cpu}}")
         if value not in (None, "auto") and draft.where(path).read(flag, value):
             draft.aliases.setdefault(f"zero_optimization.{name}.device", draft.where(path).path)
             section.setdefault(name, {"device": "cpu"} | ({} if pin is None else {"pin_memory": pin}))
     if pin is not None:
-        draft.warn(
-            "zero_optimization.cpu_offload_use_pin_memory", pin, "is deprecated, pin_memory is the spelling of today"
-        )
+        draft.warn("zero_optimization.cpu_offload_use_pin_memory", pin, "is deprecated, use pin_memory")
     return section
 
 
-def _offload(value: object, name: str, element_bytes: int, draft: Draft) -> Tier:
-    """One of the two offload sections; returns the tier it asks for."""
+def _offload(value: object, name: str, element_bytes: int, draft: ConfigDraft) -> Tier:
+    """Read one of the two offload sections; returns its tier."""
     path = f"zero_optimization.{name}"
     section = draft.where(path).section(value)
     _refuse(section, ds.OFFLOAD_FEATURES, f"{path}.", draft)
@@ -265,7 +257,7 @@ def _offload(value: object, name: str, element_bytes: int, draft: Draft) -> Tier
     if tier == "device":
         _apply(
             rest,
-            {key: Rule(rule.read, "no effect: nothing is offloaded") for key, rule in rules.items()},
+            {key: KeyRule(rule.read, "no effect: nothing is offloaded") for key, rule in rules.items()},
             f"{path}.",
             draft,
         )
@@ -274,7 +266,7 @@ def _offload(value: object, name: str, element_bytes: int, draft: Draft) -> Tier
     return tier
 
 
-def _nvme_path(section: Mapping[str, Any], path: str, tier: Tier, draft: Draft) -> None:
+def _nvme_path(section: Mapping[str, Any], path: str, tier: Tier, draft: ConfigDraft) -> None:
     folder = section.get("nvme_path")
     where = draft.where(f"{path}.nvme_path")
     given = None if folder is None or folder in ("none", "auto") else where.read(text, folder)
@@ -285,11 +277,11 @@ def _nvme_path(section: Mapping[str, Any], path: str, tier: Tier, draft: Draft) 
     if given is None:
         raise where.error(folder, "device nvme needs the path of a folder on the NVMe disk")
     target = "offload.weights_nvme_path" if path.endswith("offload_param") else "offload.nvme_path"
-    draft.set(target, given, Origin("file", where.path))
-    draft.note(f"{path}.nvme_path", folder, "folder for what rests on disk")
+    draft.set(target, given, ValueOrigin("file", where.path))
+    draft.note(f"{path}.nvme_path", folder, "folder for states on disk")
 
 
-def _place(section: Mapping[str, Any], tiers: Mapping[str, Tier], draft: Draft) -> None:
+def _place(section: Mapping[str, Any], tiers: Mapping[str, Tier], draft: ConfigDraft) -> None:
     stage, where = section.get("stage", 0), draft.where("zero_optimization.stage")
     if stage is None or stage == "auto":
         draft.note("zero_optimization.stage", stage, "the library's own default (0)")
@@ -302,30 +294,30 @@ def _place(section: Mapping[str, Any], tiers: Mapping[str, Tier], draft: Draft) 
         if tiers[name] != "device" and kind.sharding == "replicated":
             raise draft.where(f"zero_optimization.{name}.device").error(
                 section[name]["device"],
-                f"what is replicated cannot be offloaded, and stage {number} replicates it; "
+                f"only sharded states can be offloaded, and stage {number} replicates these; "
                 + (
                     "offloaded weights need stage 3"
                     if name == "offload_param"
                     else "an offloaded optimizer needs stage 1"
                 ),
             )
-    origin = Origin("file", where.path) if "stage" in section else Origin("default")
-    set_placement(offloaded(row, weights=tiers["offload_param"], optim=tiers["offload_optimizer"]), draft, origin)
+    origin = ValueOrigin("file", where.path) if "stage" in section else ValueOrigin("default")
+    draft.set_placement(offloaded(row, weights=tiers["offload_param"], optim=tiers["offload_optimizer"]), origin)
     for name, path in (("offload_param", "placement.weights.tier"), ("offload_optimizer", "placement.optim.tier")):
         if name in section:
-            draft.origins[path] = Origin("file", draft.where(f"zero_optimization.{name}.device").path)
+            draft.origins[path] = ValueOrigin("file", draft.where(f"zero_optimization.{name}.device").path)
     if draft.values["placement.grads.tier"] != "device":
-        draft.origins["placement.grads.tier"] = Origin("derived", "from optim")
+        draft.origins["placement.grads.tier"] = ValueOrigin("derived", "from optim")
     draft.note("zero_optimization.stage", section.get("stage", 0), f"the placements of zero{number}")
 
 
-def _aio(value: object, path: str, draft: Draft) -> None:
+def _aio(value: object, path: str, draft: ConfigDraft) -> None:
     section = draft.where(path).section(value)
     _refuse(section, ds.AIO_FEATURES, f"{path}.", draft)
     _apply(_without(section, *ds.AIO_FEATURES), ds.AIO, f"{path}.", draft)
 
 
-def _other_sections(config: Mapping[str, Any], draft: Draft) -> None:
+def _other_sections(config: Mapping[str, Any], draft: ConfigDraft) -> None:
     if "aio" in config:
         _aio(config["aio"], "aio", draft)
     for name, rules in (
@@ -336,10 +328,81 @@ def _other_sections(config: Mapping[str, Any], draft: Draft) -> None:
         section = draft.where(name).section(config.get(name))
         local = section.get("use_node_local_storage") if name == "checkpoint" else None
         if local is not None:
-            effect = "no effect: all ranks write into one folder, which all nodes must see"
+            effect = "no effect: all ranks write into one folder, which all nodes must reach"
             (draft.warn if switched_on(local) else draft.note)(f"{name}.use_node_local_storage", local, effect)
         _apply(_without(section, "use_node_local_storage"), rules, f"{name}.", draft)
     compiled = draft.where("compile").section(config.get("compile"))
     _refuse(compiled, ds.COMPILE_FEATURES, "compile.", draft)
     for key, value in _without(compiled, *ds.COMPILE_FEATURES).items():
         draft.note(f"compile.{key}", value, "no effect: call torch.compile on the model instead")
+
+
+def _optimizer(value: object, draft: ConfigDraft) -> None:
+    """Translate the optimizer section."""
+    if value is None:
+        return
+    section = draft.where("optimizer").section(value)
+    _only(section, ("type", "params", "legacy_fusion"), "optimizer", draft)
+    where = draft.where("optimizer.type")
+    given = where.read(text, section.get("type"))
+    if given.lower() in ds.OPTIMIZER_FEATURES:
+        message = f"asks for {ds.OPTIMIZER_FEATURES[given.lower()]}, which shardwise does not do; use AdamW"
+        raise where.error(given, message)
+    raw = draft.where("optimizer.params").section(section.get("params"))
+    params = _given(raw, "optimizer.params", draft)
+    name = _adam(given, params, draft)
+    for key in ds.OPTIMIZER_NO_EFFECT.keys() & params.keys():
+        draft.note(f"optimizer.params.{key}", params.pop(key), ds.OPTIMIZER_NO_EFFECT[key])
+    if "legacy_fusion" in section:
+        draft.note("optimizer.legacy_fusion", section["legacy_fusion"], "no effect: a setting of Apex")
+    draft.set("optimizer.name", name, ValueOrigin("file", where.path))
+    draft.set("optimizer.params", params, ValueOrigin("file", draft.where("optimizer.params").path))
+
+
+def _adam(given: str, params: dict[str, Any], draft: ConfigDraft) -> str:
+    """The name of DeepSpeed's Adam in torch: AdamW unless adam_w_mode is false. Its default weight decay is 0."""
+    name = ds.OPTIMIZER_NAMES.get(given.lower(), given)
+    if name not in ("Adam", "AdamW"):
+        return name
+    params.setdefault("weight_decay", 0.0)
+    where = draft.where("optimizer.params.adam_w_mode")
+    decoupled = name == "AdamW" or where.read(flag, params.get("adam_w_mode", True))
+    if name == "Adam" and decoupled:
+        draft.note(
+            "optimizer.type", given, "AdamW: DeepSpeed's Adam decouples the weight decay unless adam_w_mode is false"
+        )
+    return "AdamW" if decoupled else "Adam"
+
+
+def _scheduler(value: object, draft: ConfigDraft) -> None:
+    """Translate the scheduler section."""
+    if value is None:
+        return
+    section = draft.where("scheduler").section(value)
+    _only(section, ("type", "params"), "scheduler", draft)
+    if section.get("type") is None:
+        return
+    raw = draft.where("scheduler.params").section(section.get("params"))
+    params = _given(raw, "scheduler.params", draft)
+    peak = draft.values.get("optimizer.params", {}).get("lr")
+    if raw.get("warmup_max_lr") == "auto" and peak is not None:
+        params["warmup_max_lr"] = peak
+        draft.note("scheduler.params.warmup_max_lr", peak, "from optimizer.params.lr")
+    where = draft.where("scheduler.type")
+    draft.set("scheduler.name", where.read(text, section["type"]), ValueOrigin("file", where.path))
+    draft.set("scheduler.params", params, ValueOrigin("file", draft.where("scheduler.params").path))
+
+
+def _given(params: dict[str, Any], path: str, draft: ConfigDraft) -> dict[str, Any]:
+    """The params that are neither auto nor null."""
+    for key, value in params.items():
+        if value is None or value == "auto":
+            draft.note(f"{path}.{key}", value, "left open: an argument or the default decides")
+    return left_open_out(params)
+
+
+def _only(section: dict[str, Any], allowed: tuple[str, ...], path: str, draft: ConfigDraft) -> None:
+    for key in section:
+        if key not in allowed:
+            message = f"unknown key, expected {one_of(allowed)}{nearest(key, allowed)}"
+            raise draft.where(f"{path}.{key}").error(section[key], message)

@@ -44,7 +44,7 @@ def gathered(
     """
     units = _units_of(params)
     for unit in units:
-        unit.weights.pin()
+        unit.weights.lock()
     try:
         yield
         if write:
@@ -52,7 +52,7 @@ def gathered(
                 unit.weights.take_back(source)
     finally:
         for unit in units:
-            unit.weights.unpin()
+            unit.weights.unlock()
 
 
 def full_param(units: Sequence[Unit], name: str) -> torch.Tensor:
@@ -152,10 +152,10 @@ class _LoadHook:
             )
         for unit in self._units:
             if self._begins:
-                unit.weights.pin()
+                unit.weights.lock()
             else:
                 unit.weights.take_back()
-                unit.weights.unpin()
+                unit.weights.unlock()
 
 
 def _aliases(module: nn.Module) -> dict[str, list[str]]:

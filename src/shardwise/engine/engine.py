@@ -471,7 +471,7 @@ class Engine(nn.Module):
     def _reduce_and_clip(self, units: list[Unit]) -> Clip:
         """Reduce what is left, and find what the gradients are multiplied with."""
         self._schedule.reduce_all()
-        self._schedule.unpin_all()
+        self._schedule.unlock_all()
         self._schedule.release_all()
         for hook in self._grad_hooks:
             for unit in units:

@@ -1,4 +1,4 @@
-"""Methods of the model's modules that would go round the engine: what copies, pickles or converts them.
+"""Replacements for methods of the model's modules that would bypass the engine: copying, pickling, conversion.
 
 - A copy (`copy.deepcopy`, `pickle`, `torch.save`) is a plain module: whole values, and nothing of the engine. Where
   weights are sharded it is made from gathered values, so all ranks make it.
@@ -20,7 +20,7 @@ from shardwise.schedule.hooks import is_ours
 
 
 class ModuleGuard:
-    """Stands in for methods of every module of a model, on the instances, until removed."""
+    """Replaces methods of every module of a model, on the instances, until removed."""
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = list(model.modules())
@@ -52,7 +52,7 @@ def _strip(attributes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_hooks(state: dict[str, Any]) -> dict[str, Any]:
-    """The same attributes, the tables of hooks without the engine's. A hook has one number in all of them."""
+    """The same attributes, without the engine's hooks. A hook has one number in all tables of a module."""
     tables = {name: table for name, table in state.items() if "hooks" in name and isinstance(table, dict)}
     numbers = {key for table in tables.values() for key, hook in table.items() if is_ours(hook)}
     cleared = {
@@ -63,7 +63,7 @@ def _without_hooks(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _apply(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-    """As torch's own, for buffers and for the modules inside; parameters stay."""
+    """As torch's own for buffers and submodules; parameters must stay as they are."""
     if recurse:
         for child in module.children():
             child._apply(fn)

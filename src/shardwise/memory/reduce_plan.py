@@ -5,8 +5,8 @@ Sharded gradients travel in one of two ways:
 - *whole*: a unit's gradients are packed into one buffer and sent, while the next unit's gradients arrive.
 - *in parts*: they are packed and sent in small parts, one after the other, before the next unit's arrive.
 
-Whole is quicker. In parts is for models that are one unit, or mostly one: there the buffers and the held shards
-would together take more than replicated gradients do, and the stages would be upside down.
+Whole is faster. Parts are for models that are one unit, or mostly one: there the buffers and the shards would together
+take more memory than replicated gradients do, and a higher stage would need more than a lower one.
 
 Small units are updated several at a time: a call of an optimizer costs the host the same for one as for many.
 """
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ReducePlan:
-    """How gradients travel: in how many `parts` a unit is exchanged, and whether the next unit may `overlap` it."""
+    """How gradients are reduced: in how many `parts` a unit is sent, and whether it overlaps the next unit's backward."""
 
     parts: int = 1
     overlap: bool = True
@@ -40,10 +40,17 @@ def sum_block_numel(numel: int, kernels: str) -> int:
 
 @dataclass(frozen=True)
 class GradSizes:
-    """Bytes of one unit: its full gradients, what they would rest in if they were replicated (fp32 where several
-    micro-batches are added up), its largest parameter's, the shard held after the reduction; what is sent
-    for it (the same in the wire's dtype) and received (the parts of all ranks, or of all others, where our own is taken
-    from what we send). Elements of its shard, and of the fp32 block in which 16-bit parts are added up."""
+    """What the gradients of one unit take, in bytes unless it says otherwise.
+
+    full         the unit's full gradients
+    rested       the same where they would rest if replicated (fp32 where several micro-batches are added up)
+    largest      those of its largest parameter
+    held         the shard after the reduction
+    sent         what is sent, in the dtype of the wire
+    received     what is received: the rows of all ranks, or of all others where a rank's own is taken from `sent`
+    shard_numel  elements of a shard
+    block_numel  elements of the fp32 block in which 16-bit rows are added up
+    """
 
     full: int
     rested: int
@@ -71,7 +78,7 @@ class UpdateSizes:
 _WHOLE = (ReducePlan(1, overlap=True), ReducePlan(1, overlap=False))
 _IN_PARTS = tuple(ReducePlan(2**power, overlap=False) for power in range(2, 11))
 _SMALL_BYTES = 8 << 10
-"""Pieces are not made smaller than this for memory's sake: activations take more, and messages cost time each."""
+"""Parts are not made smaller than this to save memory: activations take more, and each message costs time."""
 
 
 def choose_reduce_plan(
@@ -94,10 +101,10 @@ def choose_reduce_plan(
 
 
 def update_batches(units: Sequence[UpdateSizes]) -> list[range]:
-    """How many of the `units`, in this order, are updated together.
+    """Which of the `units`, in this order, are updated together.
 
-    Not so many that they took more than one of them alone does, or more than twice as long: the first of their new
-    weights are awaited.
+    A batch takes no more memory than the largest unit alone, and at most twice as long: the next forward waits for the
+    first of its new weights.
     """
     longest = 2 * max((unit.numel for unit in units), default=0)
     widest = max((unit.preparing for unit in units), default=0)
@@ -147,7 +154,7 @@ def sharded_peak(units: Sequence[GradSizes], accumulates: bool, reduce_plan: Red
 def _reducing_peak(unit: GradSizes, accumulates: bool, reduce_plan: ReducePlan) -> int:
     """An exchange, and the gradients from which it is made."""
     exchange = _exchange_peak(unit, accumulates, reduce_plan)
-    # What is packed as a whole is let go when it is, before the receive buffer is there.
+    # Gradients that are packed as a whole are dropped then, before the receive buffer is allocated.
     return max(exchange, unit.full + unit.sent) if reduce_plan.is_whole else exchange + unit.full
 
 

@@ -27,7 +27,7 @@ class StateStorage(Protocol):
     """The values of one state, zeros at first.
 
     `read`, `write` and `free` act at once, so the caller waits for pending copies before it calls them
-    (`UnitStates.quiet`). `to_device` and `from_device` are asynchronous.
+    (`UnitStates.synchronize`). `to_device` and `from_device` are asynchronous.
     """
 
     @property

@@ -18,7 +18,7 @@ from shardwise.unit.param_guard import PLAINLY
 
 
 def check_none_thawed(units: Sequence[Unit]) -> None:
-    """Refuse to go on where a parameter that was frozen when the engine was made has become trainable."""
+    """Refuse a parameter that was frozen when the engine was made and is trainable now."""
     with PLAINLY():
         thawed = [
             name
@@ -36,7 +36,7 @@ def check_none_thawed(units: Sequence[Unit]) -> None:
 
 
 def has_frozen(unit: Unit) -> bool:
-    """Whether a parameter of a trainable unit was frozen meanwhile."""
+    """Whether a parameter of a trainable unit was frozen since."""
     with PLAINLY():
         return not all(param.requires_grad for param in unit.params)
 
@@ -53,16 +53,16 @@ def check_none_frozen(unit: Unit) -> None:
 
 
 class Frozen:
-    """The elements of a unit's frozen parameters as they are now, state included, which its update shall not change."""
+    """The elements of a unit's frozen parameters before its update, state included, to be restored after it."""
 
     def __init__(self, unit: Unit, optimizer: torch.optim.Optimizer) -> None:
-        _pass_over_whole(unit)
+        _skip_frozen_pieces(unit)
         self._unit, self._optimizer = unit, optimizer
         self._spans = [span for span, is_frozen in _owned_spans(unit) if is_frozen]
         self._before = [(place, place.clone()) for place in _places(unit, optimizer, self._spans)]
         self._had_state = any(optimizer.state.get(piece.param) for piece in unit.weights.pieces)
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """After the update."""
         if not self._had_state:  # made just now: a frozen parameter begins with none
             for place in _places(self._unit, self._optimizer, self._spans)[len(self._before) :]:
@@ -82,8 +82,8 @@ def _owned_spans(unit: Unit) -> list[tuple[Span, bool]]:
     return [(span.shift(-owned.start), not is_trained) for span, is_trained in slots if span]
 
 
-def _pass_over_whole(unit: Unit) -> None:
-    """Take the gradient from pieces that only hold frozen parameters."""
+def _skip_frozen_pieces(unit: Unit) -> None:
+    """Take the gradient off pieces that hold only frozen parameters, so that the optimizer skips them."""
     spans = _owned_spans(unit)
     for piece in unit.weights.pieces:
         if all(is_frozen for span, is_frozen in spans if span.intersect(piece.span)):

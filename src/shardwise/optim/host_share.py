@@ -1,6 +1,6 @@
-"""How much of an update the host takes where both work: such a part that both are done at the same time.
+"""The share of an update that the host makes while the device makes the rest, so that both end at the same time.
 
-Measured at the start with both at work, because they share the host's memory.
+It is measured at the start with both busy, because they share the bandwidth of the host's memory.
 """
 
 from __future__ import annotations
@@ -23,10 +23,7 @@ _STREAMED_BYTES = 14
 
 
 def host_share(comm: Comm) -> float:
-    """The host's part, the same on all ranks.
-
-    On the CPU host and device are one, and the halves equal.
-    """
+    """The host's share, the same on all ranks. On the CPU, host and device are one: a half each."""
     if comm.device.type != "cuda":
         return 0.5
     shares: list[float] = comm.share_object(_measured(comm.device), "the host's share of updates")
@@ -34,7 +31,7 @@ def host_share(comm: Comm) -> float:
 
 
 def balanced(host_rate: float, device_rate: float) -> float:
-    """The part of the one who does `host_rate` elements in a second.
+    """The share of a host that updates `host_rate` elements in a second.
 
     >>> balanced(1e9, 3e9)
     0.25
@@ -43,7 +40,7 @@ def balanced(host_rate: float, device_rate: float) -> float:
 
 
 def use_cores() -> None:
-    """This rank's share of the cores, whatever was set for threads that only issue; one is left for those."""
+    """Let torch use this rank's share of the cores, except one for the thread that issues work."""
     cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     torch.set_num_threads(max(1, cores - 1))
 
@@ -65,7 +62,7 @@ def _measured(device: torch.device) -> float:
 
 
 def _rate(work: Callable[[], None]) -> float:
-    """Elements in a second; the first turn, which starts threads, apart."""
+    """Elements in a second, without the first turn, which starts threads."""
     work()
     started, turns = time.perf_counter(), 0
     while (passed_s := time.perf_counter() - started) < _MEASURED_S:

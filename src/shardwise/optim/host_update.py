@@ -39,7 +39,7 @@ class HostWorker:
 
     def __init__(self, optimizer: PieceOptimizer, device: torch.device) -> None:
         self.optimizer = optimizer
-        self.twin = optimizer.beside()
+        self.twin = optimizer.for_thread()
         self.stream = Stream(device)
         self.issuing = threading.Lock()
         """Both this thread and the main one may issue transfers."""

@@ -4,7 +4,7 @@ The loss is multiplied with the scale before the backward, the reduced gradients
 their norm is not finite, a gradient overflowed: all ranks see the same norm, so all skip the same step and no state
 changes. A dynamic scale halves after `hysteresis` overflows and doubles after `window` good steps in a row.
 
-What the host learns of a step (`was_skipped`) is a copy on its way; asking for it waits.
+What the host learns of a step (`was_skipped`) is copied asynchronously; asking for it waits.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class Scaler:
         return {"scale": self.scale, "good_steps": self._good_steps, "patience": self._patience}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Go on from what `state_dict` gave."""
+        """Continue from what `state_dict` gave."""
         device = self.scale.device
         self.scale, self._good_steps = state["scale"].to(device), state["good_steps"].to(device)
         self._patience = state["patience"].to(device)
 
     def update(self, overflow: torch.Tensor) -> torch.Tensor:
-        """Take notice of one step; says whether the scale would have to fall below its minimum."""
+        """Adjust the scale after one step; returns whether it would have to fall below its minimum."""
         if not self._settings.dynamic:
             return torch.zeros_like(overflow)
         settings, patience = self._settings, self._patience
@@ -60,7 +60,7 @@ class Scaler:
 
 
 class Outcome:
-    """What became of one step: known on the device at once, on the host when the copy has arrived."""
+    """How one step ended: known on the device at once, on the host when the copy has arrived."""
 
     def __init__(self, overflow: torch.Tensor, at_minimum: torch.Tensor) -> None:
         flags = torch.stack([overflow, at_minimum])

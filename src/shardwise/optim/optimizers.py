@@ -1,4 +1,4 @@
-"""The user's optimizers: one, or several that share the model's parameters between them, as one torch optimizer."""
+"""The user's optimizers: one, or several that share the model's parameters, as one torch optimizer."""
 
 from __future__ import annotations
 
@@ -130,7 +130,8 @@ def groups_of(
 
 
 def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
-    """The optimizer's step without what torch wraps around it, hooks and a profiler's mark: once a step, not a unit."""
+    """The optimizer's step without the hooks and the profiler's mark that torch wraps around it: those run once a step,
+    not once a unit."""
     own = optimizer.__dict__.get("step")
     if own is not None and not getattr(own, "_wrapped_by_lr_sched", False):
         return cast(Callable[[], Any], own)
@@ -140,7 +141,7 @@ def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
 
 
 def twin(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Another optimizer of the same kind, without states, which can be stepped while this one is."""
+    """Another optimizer of the same kind, without states, which can be stepped at the same time."""
     other = _alike(optimizer)
     if isinstance(other, Joint):
         other.members = tuple(_alike(member) for member in other.members)
@@ -153,7 +154,7 @@ def twin(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 def _alike(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     other = object.__new__(type(optimizer))
-    # What was told it for one step is not: it would hold for all that follow.
+    # Not what was set for one step: it would apply to all later ones.
     passing = ("step", "found_inf", "grad_scale")
     other.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key not in passing})
     return other

@@ -52,7 +52,7 @@ class PieceOptimizer:
         """Whether a step was taken, so that the optimizer has its state."""
         return bool(self._accounted)
 
-    def beside(self) -> PieceOptimizer:
+    def for_thread(self) -> PieceOptimizer:
         """The same with a twin of the optimizer, which another thread may step."""
         other = copy.copy(self)
         other.optimizer = twin(self.optimizer)

@@ -103,9 +103,9 @@ class Updater:
                         frozen.append(Frozen(unit, self.optimizer))
                 self._pieces.step(params, self.optimizer.param_groups)
                 for unit in units:
-                    self._pieces.account_for(unit)  # while the gradients are there: the first step makes states beside
+                    self._pieces.account_for(unit)  # while the gradients exist: the first step makes states
                 for each in frozen:
-                    each.put_back()
+                    each.restore()
             finally:
                 for own in params:
                     for param in own:

@@ -162,9 +162,9 @@ class GatherOrder:
         """Gather what any rank needs; returns whether there was anything."""
         mine = self._units.index(wanted) if wanted is not None else _NOTHING
         number = torch.tensor([mine], device=self._comm.device)
-        told = self._comm.share(number, f"what the {self._name} gathers next", channel="gather")
+        shared = self._comm.share(number, f"what the {self._name} gathers next", channel="gather")
         numbers = sorted(
-            {number for number in told.flatten().tolist() if number != _NOTHING}, reverse=self._is_backward
+            {number for number in shared.flatten().tolist() if number != _NOTHING}, reverse=self._is_backward
         )
         for index in numbers:
             self._recorded.append(self._units[index])
@@ -175,7 +175,7 @@ class GatherOrder:
         return bool(numbers)
 
     def _with_siblings(self, recorded: list[Unit]) -> list[Unit]:
-        """`recorded`, and beside them the members of their containers that no rank entered."""
+        """`recorded`, and next to them the members of their containers that no rank entered."""
         agreed = list(recorded)
         used = {self._container(unit) for unit in recorded} - {None}
         absent = [unit for unit in self._units if unit not in agreed and self._container(unit) in used]

@@ -15,9 +15,9 @@ from shardwise.unit.unit import Unit
 class HookedModule:
     """A module with hooks, the units its forward uses, and those among them whose run ends with it.
 
-    `depth` counts calls under way: a module may call itself, and only the outermost exit releases. `borrowed_units`
-    are units that the call under way uses without holding them. `inside` are the module and those in it
-    that no other hooked module has, torch's own apart.
+    depth           calls in progress: a module may call itself, and only the outermost exit releases
+    borrowed_units  units that the call in progress uses without holding them
+    inside          the module and those inside it that no other hooked module has, except torch's own
     """
 
     is_root: bool
@@ -29,18 +29,18 @@ class HookedModule:
 
 
 def hooked_modules(model: nn.Module, units: Sequence[Unit]) -> dict[str, HookedModule]:
-    """By path; the root is one in any case."""
-    sites = {"": HookedModule(is_root=True)}
+    """The modules that get hooks, by path; the root always does."""
+    modules = {"": HookedModule(is_root=True)}
     for unit in units:
         for run in unit.spec.runs:
             for path in run:
-                sites.setdefault(path, HookedModule(is_root=False)).units.append(unit)
-            sites[run[-1]].ends.add(unit.name)
+                modules.setdefault(path, HookedModule(is_root=False)).units.append(unit)
+            modules[run[-1]].ends.add(unit.name)
     for path, module in model.named_modules():
-        # torch's own keep nothing, and looking takes its time: 7 % of a profiled step of 400 tiny layers.
+        # torch's own modules keep no tensors aside, and looking costs time: 7 % of a profiled step of 400 tiny layers.
         if not type(module).__module__.startswith("torch.nn."):
-            sites[_enclosing(path, sites)].inside.append(module)
-    return sites
+            modules[_enclosing(path, modules)].inside.append(module)
+    return modules
 
 
 def containers(model: nn.Module) -> set[str]:
@@ -49,9 +49,9 @@ def containers(model: nn.Module) -> set[str]:
     return {path for path, module in model.named_modules() if isinstance(module, kinds)}
 
 
-def _enclosing(path: str, sites: Collection[str]) -> str:
-    """The innermost site at or above a module."""
-    while path not in sites:
+def _enclosing(path: str, modules: Collection[str]) -> str:
+    """The innermost hooked module at or above a module."""
+    while path not in modules:
         path = path.rpartition(".")[0]
     return path
 

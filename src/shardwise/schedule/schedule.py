@@ -99,7 +99,7 @@ class Schedule:
         self._clock = clock
         self._end_callback: BackwardEndCallback | None = None
         self._forward_has_grad = False
-        self._pinned: list[Unit] = []
+        self._locked: list[Unit] = []
         self._used_before: list[Unit] = []
         self._entered: list[Unit] = []
         self._place = -1
@@ -139,7 +139,7 @@ class Schedule:
 
     def abandon(self) -> None:
         """Wait for what is in flight, drop the gradients of this step, and rest."""
-        self.unpin_all()
+        self.unlock_all()
         self._finish_updates()  # the last step's update may still have to read the gradients
         for unit in self._trainable:
             unit.grads.clear()
@@ -148,7 +148,7 @@ class Schedule:
 
     def remove(self) -> None:
         """Take the hooks off the model."""
-        self.unpin_all()
+        self.unlock_all()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -318,10 +318,10 @@ class Schedule:
         """Whether an exception ended a backward without word to the schedule."""
         return self.phase is _BACKWARD and not inside_backward()
 
-    def unpin_all(self) -> None:
+    def unlock_all(self) -> None:
         """Release what a backward with `create_graph` left gathered for the backward through its graph."""
-        while self._pinned:
-            self._pinned.pop().weights.unpin()
+        while self._locked:
+            self._locked.pop().weights.unlock()
 
     def reach(self, units: Sequence[Unit], generations: Sequence[int]) -> None:
         """The backward reaches a module: its units' weights are needed, and their gradients will arrive."""
@@ -334,7 +334,7 @@ class Schedule:
                 )
             self.gather(unit, self._order.before(unit))
             if torch.is_grad_enabled():
-                self._pin(unit)
+                self._lock(unit)
             if unit.is_trainable and self.phase is _BACKWARD:
                 unit.grads.open()
         self._reduce_done()
@@ -373,12 +373,12 @@ class Schedule:
             if unit.weights.policy.weights_sharded and unit not in used:
                 unit.weights.release()
 
-    def _pin(self, unit: Unit) -> None:
+    def _lock(self, unit: Unit) -> None:
         """Keep the weights for the backward through the graph that this backward makes: nothing tells where it
         begins."""
-        if unit.weights.policy.weights_sharded and unit not in self._pinned:
-            self._pinned.append(unit)
-            unit.weights.pin()
+        if unit.weights.policy.weights_sharded and unit not in self._locked:
+            self._locked.append(unit)
+            unit.weights.lock()
 
     def _leave(self, closing: Sequence[Unit]) -> None:
         if self.phase is _AUTOGRAD_GRAD:

@@ -1,4 +1,4 @@
-"""Where the values of a parameter come from that was built without any; see `deferred`."""
+"""The origin of a parameter that was built without values: what computes or reads them; see `deferred`."""
 
 from __future__ import annotations
 

@@ -2,11 +2,11 @@
 
 Both ways start from the reduced shards, which every placement has, and never wait for the device.
 
-- Ordinary: each shard's sum of squares, added up in fp64, over units and ranks in one fixed order. Depends on
-  where shards are cut, so on W and on the division into units, but not on the stage.
-- Exact: depends on the values alone. Squares of fp32 values are exact in fp64, and each is split at fixed bit
-  positions below the largest square of all, so coarse that every sum of equal parts is exact: the order of addition
-  then cannot matter. Parts of 16 bits leave room for 2^36 elements; four keep a relative error below 2^-27.
+- Ordinary: each shard's sum of squares, added up in fp64, over units and ranks in one fixed order. It depends on where
+  shards are cut, so on W and on the division into units, but not on the stage.
+- Exact: it depends on the values alone. Squares of fp32 values are exact in fp64. Each is split at fixed bit positions
+  below the largest square of all, so coarsely that every sum of equal parts is exact, and the order of addition cannot
+  matter. Parts of 16 bits leave room for 2^36 elements; four keep a relative error below 2^-27.
 """
 
 from __future__ import annotations

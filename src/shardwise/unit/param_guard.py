@@ -1,10 +1,10 @@
-"""Parameters that react: those whose values are on their way, and those that are released.
+"""Guards on parameters that are not gathered: the first use of one waits for its values.
 
-`step()` returns while updated weights are still being gathered. A unit's own modules wait for it in their hooks, but
-a model is looked at in many other ways: a parameter read by hand, `state_dict`, an optimizer of the user's. So while
-a gather is in flight the unit's parameters are of a subclass that torch's own dispatch asks before any operation;
-the first one settles the unit, and the parameters are plain again. Released parameters are watched the same way, to
-refuse writes, which would go nowhere. Parameters that are ready are plain and cost nothing.
+`step()` returns while updated weights are still being gathered. The hooks on a unit's own modules wait for them, but
+there are many other ways to use a parameter: reading it by hand, `state_dict`, another optimizer. So while a gather is
+in flight, the unit's parameters are of a subclass that torch's dispatch asks before any operation; the first operation
+waits for the gather, and the parameters are plain again. Released parameters are guarded the same way, to refuse
+writes, which would be lost. Gathered parameters are plain and cost nothing.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from torch.utils import _pytree as pytree
 
 
 class Owner(Protocol):
-    """Who answers for the values of watched parameters."""
+    """The object that is asked before the values of guarded parameters are used."""
 
     def react(self, func: Callable[..., Any]) -> None:
         """The torch function `func` is about to use the values."""
 
-    def pin(self) -> None:
-        """The values are needed whole, from now on."""
+    def lock(self) -> None:
+        """Gather the values, and keep them until `unlock`."""
 
-    def unpin(self) -> None:
-        """They are not any more."""
+    def unlock(self) -> None:
+        """Allow the release again."""
 
 
 PLAINLY = torch._C.DisableTorchFunctionSubclass
@@ -37,8 +37,8 @@ def _functions(kind: str, *names: str) -> set[Any]:
     return {getattr(getattr(torch.Tensor, name), kind) for name in names}
 
 
-# Questions about a parameter that its values have no part in: answered without waiting. `model.zero_grad()` right
-# after `step()` asks for `grad` of every parameter and would otherwise wait for the whole gather.
+# Functions that do not read the values do not wait. `model.zero_grad()` right after `step()` reads `grad` of every
+# parameter and would otherwise wait for the whole gather.
 _METADATA = {
     *_functions("__get__", "shape", "dtype", "device", "requires_grad", "ndim", "grad", "is_leaf", "grad_fn", "layout"),
     *_functions("__set__", "grad", "requires_grad"),
@@ -50,28 +50,28 @@ _OPERATORS = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__",
 
 
 def writes(func: Callable[..., Any]) -> bool:
-    """Whether a torch function works in place."""
+    """Whether a torch function writes in place."""
     name = getattr(func, "__name__", "")
     in_place = name.endswith("_") and not name.endswith("__")
     return in_place or name in _OPERATORS
 
 
 class ParamGuard:
-    """The parameters of one owner, and the classes they are of while it reacts for them."""
+    """The parameters of one owner, each with its own class and its guarded subclass."""
 
     def __init__(self, params: Iterable[torch.Tensor], owner: Owner) -> None:
         params = list(params)
         kinds = {type(param) for param in params}
-        watched = {kind: _watched_class(kind, owner) for kind in kinds}
-        self._classes = [(param, type(param), watched[type(param)]) for param in params]
+        guarded = {kind: _watched_class(kind, owner) for kind in kinds}
+        self._classes = [(param, type(param), guarded[type(param)]) for param in params]
 
     def begin(self) -> None:
-        """From now on, the owner reacts before any torch function uses the values of one of the parameters."""
-        for param, _, watched in self._classes:
-            param.__class__ = watched
+        """From now on, the owner is asked before any torch function uses the values of a parameter."""
+        for param, _, guarded in self._classes:
+            param.__class__ = guarded
 
     def end(self) -> None:
-        """Make the parameters plain again. Those of a gather that could not be issued are so already."""
+        """Make the parameters plain again."""
         for param, plain, _ in self._classes:
             param.__class__ = plain
 
@@ -97,7 +97,7 @@ def _react(cls: type, func: Callable[..., Any], types: Any, args: Any = (), kwar
 
 
 def _reduce_ex(self: torch.Tensor, protocol: int) -> Any:
-    """Pickle the values alone: neither the class, which only exists here, nor what ties it to an engine."""
+    """Pickle the values alone: neither the class, which exists only here, nor its link to an engine."""
     return _plain_copy(self).__reduce_ex__(protocol)
 
 
@@ -109,10 +109,10 @@ def _deepcopy(self: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
 
 
 def _plain_copy(param: torch.Tensor) -> torch.nn.Parameter:
-    """A parameter of its own with the whole values. Where they are sharded, a collective."""
+    """A separate parameter with the whole values. A collective where they are sharded."""
     owner: Owner = param._shardwise_owner  # type: ignore[attr-defined]  # of our class
-    owner.pin()
+    owner.lock()
     try:
         return torch.nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
     finally:
-        owner.unpin()
+        owner.unlock()

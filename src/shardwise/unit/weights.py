@@ -81,7 +81,7 @@ class Weights:
         self._ledger = ledger
         self._on_read = on_read
         self._guard = ParamGuard(self.params, self)
-        self._pins = 0
+        self._locks = 0
         self._handle: Handle = DONE
         self._passing: tuple[Buffer, Handle] | None = None
         entry = Entry(Kind.WEIGHTS, plan.name, Tier.DEVICE)
@@ -171,7 +171,7 @@ class Weights:
             return
         with mark("gather", self.name):
             self.wait_gather()
-            if not self._pins:
+            if not self._locks:
                 self._publish()
             elif not self.is_whole:
                 self._gather_aside()
@@ -202,10 +202,10 @@ class Weights:
         self._master.wait()
 
     def release(self) -> None:
-        """Free `full`; the parameters become stand-ins. Not while they are pinned, nor where it would free nothing:
+        """Free `full`; the parameters become stand-ins. Not while they are locked, nor where it would free nothing:
         one rank in one dtype holds in `full` just what would rest."""
         frees_nothing = self.is_whole and self._master.frees_nothing
-        if self.state is _RELEASED or self.state is _FREED or self._pins or frees_nothing:
+        if self.state is _RELEASED or self.state is _FREED or self._locks or frees_nothing:
             return
         self.wait_gather()
         with mark("release", self.name):
@@ -214,15 +214,15 @@ class Weights:
             self._full.free()
             self._enter(_RELEASED)
 
-    def pin(self) -> None:
+    def lock(self) -> None:
         """Gather the values and keep them until `unpin`."""
-        self._pins += 1
+        self._locks += 1
         self._on_read()
         self.gather()
         self.wait_gather()
 
-    def unpin(self) -> None:
-        self._pins -= 1
+    def unlock(self) -> None:
+        self._locks -= 1
         self._drop_passing()
         if self.policy.weights_sharded:
             self.release()
@@ -285,7 +285,7 @@ class Weights:
             self._enter(_GATHERED)
 
     def _gather_aside(self) -> None:
-        """Take part in a gather beside the pinned values, into which the user may have written."""
+        """Take part in a gather beside the locked values, into which the user may have written."""
         self._drop_passing()
         entry = Entry(Kind.WORK, self.name, Tier.DEVICE)
         full = self._full.tensor

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ReducePlan:
-    """How gradients are reduced: in how many `parts` a unit is sent, and whether it overlaps the next unit's backward."""
+    """How gradients are reduced: in how many `parts` a unit is sent, and whether the next unit's backward overlaps it."""
 
     parts: int = 1
     overlap: bool = True
@@ -84,7 +84,7 @@ _SMALL_BYTES = 8 << 10
 def choose_reduce_plan(
     units: Sequence[GradSizes], is_sharded: bool, accumulates: bool, bound_bytes: int | None = None
 ) -> ReducePlan:
-    """The quickest reduce_plan with which sharded gradients take no more memory than replicated ones would.
+    """The fastest plan with which sharded gradients take no more memory than replicated ones would.
 
     `units` are in forward order; `accumulates` says that shards are held from one micro-batch to the next.
     `bound_bytes` is the user's upper bound on the buffers of one exchange.

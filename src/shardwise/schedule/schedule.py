@@ -6,8 +6,8 @@ tells when the backward has left it. Autograd runs nodes in the reverse order of
 inputs of a unit's first use, everything that came after is done.
 
 The order in which units are entered is recorded in a forward, and agreed on by all ranks; it decides what is prefetched
-and the order of the reduce-scatters (see `order`). Gathers keep one order on all ranks too, whichever units a rank
-enters (see `gather_order`).
+and the order of the reduce-scatters. Gathers keep one order on all ranks too, whichever units a rank enters (see
+`order`).
 
 A parameter may also be used by a module that does not hold it. Released parameters notice (see `param_guard`): the unit
 is then gathered at once and borrowed by the innermost hooked module that is running, until that returns.
@@ -37,9 +37,8 @@ from shardwise.schedule.autograd import (
     mark_inputs,
     refuse_transforms,
 )
-from shardwise.schedule.gather_order import GatherOrders
 from shardwise.schedule.hooks import HookedModule, containers, hooked_modules, ours
-from shardwise.schedule.order import Order, Prefetch
+from shardwise.schedule.order import GatherOrders, Order, Prefetch
 from shardwise.schedule.reduce_queue import ReduceQueue
 from shardwise.tensors import kept_by, outputs_in
 from shardwise.unit import Unit

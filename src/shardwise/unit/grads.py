@@ -1,7 +1,7 @@
 """The gradients of a unit: where autograd leaves them, how they are reduced, and what is held of them.
 
 Names, used throughout:
-- *local*: gradients as autograd makes them, in `p.grad` (see `packing`).
+- *local*: gradients as autograd makes them, in `p.grad` (see `reduce_scatter`).
 - *full*: where gradients are replicated, the unit's flat gradients of this rank. Local gradients are moved there when
   the backward has left the unit, and `p.grad` is then a view of it, to which later micro-batches add in place, until
   the reduce-scatter.
@@ -36,10 +36,9 @@ from shardwise.memory import Buffer, Entry, Kind, Ledger, Tier
 from shardwise.memory.reduce_plan import UpdateSizes
 from shardwise.offload.unit_states import GRADS, OffloadedStates, UnitStates
 from shardwise.profiling import mark
-from shardwise.unit.packing import AutogradGrads, FlatGrads, GradSource, Packing
 from shardwise.unit.param_guard import PLAINLY
 from shardwise.unit.plan import UnitPlan
-from shardwise.unit.reduce_scatter import ReduceScatter
+from shardwise.unit.reduce_scatter import AutogradGrads, FlatGrads, GradSource, Packing, ReduceScatter
 from shardwise.unit.reduced_shard import HeldShard, OffloadedShard, ReducedShard, SlotShard
 
 

@@ -273,16 +273,17 @@ class Weights:
     def _publish(self) -> None:
         """Fill the slot, and gather the other ranks' parts."""
         arrival = self._master.fill_slot()
-        if not self.is_whole:
-            with arrival.following():
-                gathering = self._comm.gather(self._full.tensor, "gather", self.name)
-            self._handle = gathering if arrival is HERE else _Both(arrival, gathering)
-            self._enter(_GATHERING)
-        elif arrival is not HERE:
+        if arrival is HERE:
+            self._handle = self._gather_full()
+        elif self.is_whole:
             self._handle = arrival
-            self._enter(_GATHERING)
         else:
-            self._enter(_GATHERED)
+            with arrival.following():
+                self._handle = _Both(arrival, self._gather_full())
+        self._enter(_GATHERED if self._handle is DONE else _GATHERING)
+
+    def _gather_full(self) -> Handle:
+        return DONE if self.is_whole else self._comm.gather(self._full.tensor, "gather", self.name)
 
     def _gather_aside(self) -> None:
         """Take part in a gather beside the locked values, into which the user may have written."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ReducePlan:
-    """How gradients are reduced: in how many `parts` a unit is sent, and whether the next unit's backward overlaps it."""
+    """How gradients are reduced: in how many `parts` a unit is sent, and whether the next backward overlaps it."""
 
     parts: int = 1
     overlap: bool = True

@@ -356,8 +356,8 @@ class CollectsLate(Chain):
 @conduct(
     "losses in a list of your own, or stored by a hook on an inner module",
     "works",
-    "if the first training step stores them too; if a later step is the first to do so, their backward does not gather "
-    "units under `zero3`: return them, or store them in an attribute of the module",
+    "if the first training step has such a loss; for one that first appears in a later step, `zero3` does not gather "
+    "units: return it, or store it in an attribute of the module",
 )
 @ranks(2)
 @pytest.mark.parametrize("make", [Catches, CollectsLate])
@@ -432,8 +432,8 @@ def test_gathered_inside_a_forward(rank, world_size):
         assert_same(seen[0], other)
 
 
-def looks(engine, x):
-    """Gradients on the inputs, a second-order penalty through a plain backward, and what torch makes of the same."""
+def penalise_gradients(engine, x):
+    """A penalty on the gradients of the inputs, through a plain second-order backward."""
     x = x.requires_grad_()
     (grad,) = torch.autograd.grad(engine(x).square().mean(), x, create_graph=True)
     (grad.square().sum() - 1).square().backward()
@@ -442,12 +442,12 @@ def looks(engine, x):
 @ranks(2)
 @pytest.mark.parametrize("make", [Chain, linear])
 def test_a_plain_second_order_backward_alone(rank, world_size, make):
-    """Of a linear model, no node of the first graph is in the second backward, which has to be noticed all the same."""
+    """In a linear model, the second backward has no node of the first graph; the engine must detect it all the same."""
     seen = []
     for preset in STAGES:
         engine = begin(preset, make, **SHARDED)
         for step in range(2):
-            looks(engine, data(rank, step))
+            penalise_gradients(engine, data(rank, step))
             engine.step()
         assert engine.steps == 2
         seen.append(weights(engine))
@@ -457,7 +457,7 @@ def test_a_plain_second_order_backward_alone(rank, world_size, make):
 
 
 @ranks(2)
-def test_weights_are_released_after_looks_and_after_the_step_of_a_double_backward(rank, world_size):
+def test_weights_are_released_after_autograd_grad_and_after_the_step_of_a_double_backward(rank, world_size):
     engine = begin("zero3")
     x = data(rank).requires_grad_()
     output = engine(x)
@@ -487,7 +487,7 @@ def test_a_second_order_backward_after_the_step_is_refused(rank, world_size):
 @ranks(1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_an_update_that_breaks_off_leaves_no_gradients_behind(rank, world_size, precision):
-    """Some units are updated, so stepping on what is left of the gradients would be half a step."""
+    """Some units are already updated, so a step on the remaining gradients would be half a step."""
     engine = start("gpt", {"preset": "zero2", "precision": {"compute": precision}})
     train_step(engine, rank, 0)
     engine.backward(engine(make_batch(engine.module, rank, 1)))

@@ -348,7 +348,7 @@ class Forces(Chain):
         return force
 
 
-def after_looks(model: nn.Module, output: Any, x: torch.Tensor) -> torch.Tensor:
+def after_autograd_grad(model: nn.Module, output: Any, x: torch.Tensor) -> torch.Tensor:
     for _ in range(2):
         (grad,) = torch.autograd.grad(output.sum(), x, retain_graph=True)
         assert not grad.isnan().any()
@@ -360,9 +360,9 @@ def after_looks(model: nn.Module, output: Any, x: torch.Tensor) -> torch.Tensor:
 @case(
     "`torch.autograd.grad` on inputs, activations or parameters",
     "returns this rank's gradients and does not change the accumulated ones",
-    after_looks,
+    after_autograd_grad,
 )
-class LookedAt(Chain):
+class AutogradGrad(Chain):
     pass
 
 

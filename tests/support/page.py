@@ -1,4 +1,4 @@
-"""The tables of docs/models.md, from the registries of the tests and the newest result. `make models-page` writes them."""
+"""The tables of docs/models.md, from the registries of the tests and the newest result (`make models-page`)."""
 
 import json
 import re

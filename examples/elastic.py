@@ -1,16 +1,16 @@
-"""Training that goes on by itself: after a crash, and with another number of processes.
+"""Training that continues by itself after a crash, and with another number of processes.
 
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 torchrun --standalone --nproc-per-node 3 --max-restarts 3 examples/elastic.py
-torchrun --standalone --nproc-per-node 2 examples/elastic.py        # later: goes on where that one ended
+torchrun --standalone --nproc-per-node 2 examples/elastic.py        # later: continues where that one ended
 torchrun --nnodes 1:4 --nproc-per-node 8 --max-restarts 3 --rdzv-backend c10d --rdzv-endpoint HOST:PORT ...
-                                                                    # on each machine: they may come and go
+                                                                    # on each machine; machines may join and leave
 
-The variable gives each restart a store of its own. In the one that torchrun keeps otherwise, Gloo finds the addresses
-of processes that are gone.
+The variable gives each restart a new store. Without it torchrun reuses one store, in which Gloo finds the addresses of
+processes that have ended.
 
-Every start loads the newest whole checkpoint, whatever number of processes wrote it. The data is a function of the
-step, and each process takes its share of it, so any number of them sees the same global batches.
+Every start loads the newest complete checkpoint, written by any number of processes. The data is a function of the
+step, and each process uses its share of it, so the global batches are the same for any number of processes.
 """
 
 import argparse

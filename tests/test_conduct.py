@@ -1,4 +1,4 @@
-"""What people do with a model under an engine works as in plain torch, or stops with an error that says what to do."""
+"""Operations on a model under an engine work as in plain torch, or raise an error that says what to do."""
 
 import copy
 import io
@@ -62,7 +62,7 @@ def reload(model):
 @conduct(
     "`copy.deepcopy(model)`, `pickle`, `torch.save(model)`",
     "works",
-    "a plain model with whole values and nothing of the engine; under `zero3` on all ranks together",
+    "gives a plain model with whole values and without the engine; under `zero3` a collective, called on all ranks",
 )
 @ranks(2)
 @pytest.mark.parametrize("preset", ["zero1", "zero3"])
@@ -97,7 +97,7 @@ def test_an_engine_cannot_be_copied():
 @conduct(
     "`model.to(...)`, `half()`, `float()`, `cuda()` after `initialize`",
     "refused",
-    "unless nothing changes: convert before, or set `precision.compute`",
+    "unless the call changes nothing: convert before `initialize`, or set `precision.compute`",
 )
 @ranks(2)
 @pytest.mark.parametrize("preset", ["zero1", "zero3"])
@@ -127,7 +127,7 @@ def test_recurrent_networks_do_not_move_their_weights():
     assert calls
 
 
-@conduct("`nn.Embedding(sparse=True)`", "refused", "at `initialize`: build it with `sparse=False`")
+@conduct("`nn.Embedding(sparse=True)`", "refused", "by `initialize`: build it with `sparse=False`")
 def test_sparse_embeddings_are_refused():
     model = nn.Sequential(nn.Embedding(4, 4, sparse=True), nn.Linear(4, 4))
     with pytest.raises(shardwise.ConfigError, match=r"'0' makes sparse gradients.*sparse=False"):
@@ -137,7 +137,7 @@ def test_sparse_embeddings_are_refused():
 @conduct(
     "`requires_grad_(False)` between steps",
     "works",
-    "the parameter keeps its value and its state, as in torch; step counts go on with the unit's",
+    "the parameter keeps its value and its state, as in torch; its step count advances with that of the unit",
 )
 @ranks(2)
 @pytest.mark.parametrize("optimizer", [make_sgd, make_optimizer])
@@ -181,9 +181,9 @@ def with_frozen_last():
 
 
 @conduct(
-    "`requires_grad_(True)` on what was frozen at `initialize`",
+    "`requires_grad_(True)` on a parameter that was frozen at `initialize`",
     "refused",
-    "by `step()`: initialize with it trainable and freeze it afterwards",
+    "by `step()`: make it trainable before `initialize` and freeze it afterwards",
 )
 @ranks(2)
 @pytest.mark.parametrize("preset", ["zero1", "zero3"])
@@ -216,7 +216,7 @@ class Breaks(Chain):
 @conduct(
     "an exception in a plain `loss.backward()`, then another backward",
     "works",
-    "the gradients of the step so far are dropped, and the accumulation starts anew",
+    "the engine drops the gradients accumulated so far, and the accumulation starts again",
 )
 @ranks(2)
 @pytest.mark.parametrize("preset", STAGES)
@@ -255,7 +255,7 @@ def test_several_forwards_before_a_backward(rank, world_size):
 @conduct(
     "several backwards before `step()`, or of one graph (`retain_graph=True`)",
     "works",
-    "where gradients are replicated, all but the last inside `engine.no_sync()`",
+    "where gradients are replicated, run all but the last backward inside `engine.no_sync()`",
 )
 @ranks(2)
 @pytest.mark.parametrize("preset", STAGES)
@@ -274,7 +274,7 @@ def test_several_backwards_before_a_step(rank, world_size, preset):
     reference.destroy()
 
 
-@conduct("a loss that comes from two engines", "works", "call `backward` of either, once; then `step()` of both")
+@conduct("a loss that comes from two engines", "works", "call `backward` of one of them, once; then `step()` of both")
 @ranks(2)
 def test_a_loss_from_two_engines(rank, world_size):
     seen = []
@@ -295,7 +295,7 @@ def test_a_loss_from_two_engines(rank, world_size):
 @conduct(
     "evaluation and generation between steps, under `no_grad` or not",
     "works",
-    "on all ranks under `zero3`; where weights are replicated, on some ranks only if you like",
+    "under `zero3` on all ranks; where weights are replicated, some ranks may do it alone",
 )
 @ranks(2)
 @pytest.mark.parametrize("preset", STAGES)
@@ -322,7 +322,7 @@ def test_evaluation_between_steps_changes_nothing(rank, world_size, preset):
 @conduct(
     "a parameter read between steps",
     "limit",
-    "NaN under `zero3`: read it inside `with shardwise.gathered(params):`, or `engine.full_param(name)`",
+    "it is NaN under `zero3`: read it inside `with shardwise.gathered(params):`, or with `engine.full_param(name)`",
 )
 @ranks(2)
 def test_a_released_parameter_reads_as_nan(rank, world_size):
@@ -334,7 +334,7 @@ def test_a_released_parameter_reads_as_nan(rank, world_size):
 
 
 class Catches(Chain):
-    """A hook on an inner module catches what it returns, for a loss that nobody else sees."""
+    """A hook on an inner module stores a loss of its output, which no module returns or holds."""
 
     def __init__(self):
         super().__init__(Gated)
@@ -354,10 +354,10 @@ class CollectsLate(Chain):
 
 
 @conduct(
-    "losses in a list of your own, or caught by a hook on an inner module",
+    "losses in a list of your own, or stored by a hook on an inner module",
     "works",
-    "from the first training step on; what is hidden for the first time in a later step is not gathered for under "
-    "`zero3`: return it, or keep it on the module",
+    "if the first training step has such a loss; for one that first appears in a later step, `zero3` does not gather "
+    "units: return it, or store it in an attribute of the module",
 )
 @ranks(2)
 @pytest.mark.parametrize("make", [Catches, CollectsLate])
@@ -396,7 +396,9 @@ class Transforms(Chain):
         return torch.func.grad(lambda x: super(Transforms, self).forward(x).sum())(x)
 
 
-@conduct("`torch.func.grad` and its like over modules", "refused", "use `torch.autograd.grad`, or transform a copy")
+@conduct(
+    "`torch.func.grad` and similar transforms of modules", "refused", "use `torch.autograd.grad`, or transform a copy"
+)
 @pytest.mark.parametrize("preset", ["zero1", "zero3"])
 def test_transforms_are_refused(preset):
     engine = begin(preset, Transforms, precision={"compute": "bf16"})
@@ -417,7 +419,7 @@ class Gathers(Chain):
         return x @ weight.t() @ self.layers[1][0].weight.t()
 
 
-@conduct("`shardwise.gathered` inside a forward", "works", "what is gathered there is also there in the backward")
+@conduct("`shardwise.gathered` inside a forward", "works", "its units are also gathered in the backward")
 @ranks(2)
 def test_gathered_inside_a_forward(rank, world_size):
     seen = []
@@ -430,8 +432,8 @@ def test_gathered_inside_a_forward(rank, world_size):
         assert_same(seen[0], other)
 
 
-def looks(engine, x):
-    """Gradients on the inputs, a second-order penalty through a plain backward, and what torch makes of the same."""
+def penalise_gradients(engine, x):
+    """A penalty on the gradients of the inputs, through a plain second-order backward."""
     x = x.requires_grad_()
     (grad,) = torch.autograd.grad(engine(x).square().mean(), x, create_graph=True)
     (grad.square().sum() - 1).square().backward()
@@ -440,12 +442,12 @@ def looks(engine, x):
 @ranks(2)
 @pytest.mark.parametrize("make", [Chain, linear])
 def test_a_plain_second_order_backward_alone(rank, world_size, make):
-    """Of a linear model, no node of the first graph is in the second backward, which has to be noticed all the same."""
+    """In a linear model, the second backward has no node of the first graph; the engine must detect it all the same."""
     seen = []
     for preset in STAGES:
         engine = begin(preset, make, **SHARDED)
         for step in range(2):
-            looks(engine, data(rank, step))
+            penalise_gradients(engine, data(rank, step))
             engine.step()
         assert engine.steps == 2
         seen.append(weights(engine))
@@ -455,7 +457,7 @@ def test_a_plain_second_order_backward_alone(rank, world_size, make):
 
 
 @ranks(2)
-def test_weights_are_released_after_looks_and_after_the_step_of_a_double_backward(rank, world_size):
+def test_weights_are_released_after_autograd_grad_and_after_the_step_of_a_double_backward(rank, world_size):
     engine = begin("zero3")
     x = data(rank).requires_grad_()
     output = engine(x)
@@ -485,7 +487,7 @@ def test_a_second_order_backward_after_the_step_is_refused(rank, world_size):
 @ranks(1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_an_update_that_breaks_off_leaves_no_gradients_behind(rank, world_size, precision):
-    """Some units are updated, so stepping on what is left of the gradients would be half a step."""
+    """Some units are already updated, so a step on the remaining gradients would be half a step."""
     engine = start("gpt", {"preset": "zero2", "precision": {"compute": precision}})
     train_step(engine, rank, 0)
     engine.backward(engine(make_batch(engine.module, rank, 1)))

@@ -1,4 +1,4 @@
-"""docs/models.md says what the tests hold."""
+"""docs/models.md lists what the tests hold."""
 
 import importlib
 

@@ -231,7 +231,7 @@ def train_ddp(name: str, rank: int) -> list[float]:
 
 
 def measure(rank: int, world_size: int, name: str) -> dict[str, Any]:
-    """Train an architecture under the stages and DDP; what the table of docs/models.md says of it."""
+    """Train an architecture under the stages and DDP; returns its row of the table in docs/models.md."""
     runs = {preset: train_engine(name, preset, rank) for preset in STAGES}
     losses = {preset: run[0] for preset, run in runs.items()}
     ddp = train_ddp(name, rank)

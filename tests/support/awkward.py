@@ -1,4 +1,4 @@
-"""Models that engines stumble over, as data: the tests train each of them, and docs/models.md lists them."""
+"""Models with unusual structure, as data: the tests train each of them, and docs/models.md lists them."""
 
 import dataclasses
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 WIDTH = 8
 COLLECTED: list[torch.Tensor] = []
-"""Where models put losses aside that nobody told anybody about."""
+"""Losses that a model stores outside of its modules and outputs, where the engine cannot find them."""
 
 Loss = Callable[[nn.Module, Any, torch.Tensor], torch.Tensor]
 
@@ -23,7 +23,7 @@ def square(model: nn.Module, output: Any, x: torch.Tensor) -> torch.Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A model that trains as in plain torch: what it is, in the words of the docs, and what the engine makes of it."""
+    """A model that trains as in plain torch: its description in the docs, and how the engine treats it."""
 
     what: str
     how: str
@@ -51,7 +51,7 @@ def block() -> nn.Sequential:
 
 
 class Chain(nn.Module):
-    """Blocks in a row: what most cases start from."""
+    """Blocks in a row: the base of most cases."""
 
     def __init__(self, make: Callable[[], nn.Module] = block, count: int = 3) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Chain(nn.Module):
         return self.last(x)
 
 
-@case("tied weights, across units", "one unit owns them and is gathered for every module that holds them")
+@case("tied weights, across units", "one unit owns them, and is gathered for every module that holds them")
 class Tied(Chain):
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,10 @@ class Tied(Chain):
         return super().forward(self.first(x))
 
 
-@case("a module called several times, another never", "reduced once, after the first call's backward; unused: zeros")
+@case(
+    "a module called several times, another never",
+    "the first is reduced once, after the backward of its first call; the other is reduced as zeros",
+)
 class Shared(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +91,7 @@ class Shared(nn.Module):
         return x
 
 
-@case("a module that calls itself", "only the outermost call releases")
+@case("a module that calls itself", "the outermost call releases the unit when it returns")
 class Recursive(Chain):
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -103,7 +106,9 @@ class Recursive(Chain):
         super().__init__(self.Block)
 
 
-@case("modules skipped in some steps", "the order is learned from each forward; what is skipped is reduced as zeros")
+@case(
+    "modules skipped in some steps", "each forward records the order of its units; skipped units are reduced as zeros"
+)
 class Skips(Chain):
     calls = 0
 
@@ -114,7 +119,7 @@ class Skips(Chain):
         return self.last(x)
 
 
-@case("blocks inside blocks", "the outermost repetition makes the units")
+@case("blocks inside blocks", "the outermost repeated blocks become units")
 class Nested(Chain):
     def __init__(self) -> None:
         super().__init__(lambda: nn.Sequential(block(), block(), linear()))
@@ -122,7 +127,7 @@ class Nested(Chain):
 
 @case(
     "`F.linear(x, other.weight)`, `other.weight.t()`",
-    "gathered when it is used, and kept for the backward of the module that used it",
+    "the unit is gathered when its weight is used, and again for the backward of the module that used it",
 )
 class External(Chain):
     def __init__(self) -> None:
@@ -137,8 +142,8 @@ class External(Chain):
 
 
 @case(
-    "blocks that use the weights of a module they do not hold, before it does",
-    "the same; reduced at the end of the backward",
+    "blocks that use the weights of a module outside of them, before that module runs",
+    "the same; the unit is reduced at the end of the backward",
 )
 class Borrows(Chain):
     class Block(nn.Module):
@@ -156,7 +161,7 @@ class Borrows(Chain):
             layer.lender.append(self.last)
 
 
-@case("a parameter among the outputs", "works; read it inside the model, or `shardwise.gathered`")
+@case("a parameter among the outputs", "works; read it inside the model, or inside `shardwise.gathered`")
 class ReturnsParameter(Chain):
     def __init__(self) -> None:
         super().__init__()
@@ -167,7 +172,7 @@ class ReturnsParameter(Chain):
         return super().forward(x) * self.scale
 
 
-@case("parameters without elements, partly frozen blocks", "nothing is sent for what is empty or frozen")
+@case("parameters without elements, partly frozen blocks", "empty parameters and gradients of frozen ones are not sent")
 class Empty(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -220,7 +225,7 @@ class Packed:
 
 
 class Envelope:
-    """An object of a class that nobody knows."""
+    """An object of a class that the engine does not know."""
 
     __slots__ = ("content",)
 
@@ -254,13 +259,13 @@ class Returns(Chain):
         return self.last(x)
 
 
-@case("outputs in dicts, lists and dataclasses", "tensors are found")
+@case("outputs in dicts, lists and dataclasses", "the engine finds the tensors")
 class ReturnsPacked(Returns):
     def __init__(self) -> None:
         super().__init__(lambda x: Packed({"x": [x]}), lambda packed: packed.parts["x"][0])
 
 
-@case("outputs in objects of any class", "tensors are found through attributes and slots")
+@case("outputs in objects of any class", "the engine finds the tensors in attributes and slots")
 class ReturnsObjects(Returns):
     def __init__(self) -> None:
         super().__init__(Carrier, lambda carrier: carrier.envelope.content[0])
@@ -294,8 +299,8 @@ def with_collected(model: nn.Module, output: Any, x: torch.Tensor) -> torch.Tens
 
 
 @case(
-    "auxiliary losses kept on a module (`self.aux_loss = ...`)",
-    "modules' attributes are looked at, and short lists, tuples and dicts in them",
+    "auxiliary losses in attributes of a module (`self.aux_loss = ...`)",
+    "the engine searches the attributes of modules, and short lists, tuples and dicts in them",
     with_kept,
 )
 class KeepsLosses(Chain):
@@ -305,7 +310,7 @@ class KeepsLosses(Chain):
 
 @case(
     "auxiliary losses in a list of your own, made before the module's output",
-    "reached after the output is",
+    "the backward reaches them after the output, when the unit is gathered",
     with_collected,
 )
 class CollectsLosses(Chain):
@@ -326,7 +331,7 @@ def with_penalty(model: nn.Module, output: Any, x: torch.Tensor) -> torch.Tensor
 
 @case(
     "double backward: gradient penalties, `create_graph=True`",
-    "units stay gathered from the first backward to `step()`; use `engine.backward(loss)`",
+    "units stay gathered from the first backward until `step()`; use `engine.backward(loss)`",
     with_penalty,
 )
 class Penalised(Chain):
@@ -335,7 +340,7 @@ class Penalised(Chain):
 
 @case(
     "models that differentiate themselves: forces from an energy",
-    "`torch.autograd.grad` inside a forward works as outside of it",
+    "`torch.autograd.grad` works inside a forward as it does outside",
 )
 class Forces(Chain):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -343,7 +348,7 @@ class Forces(Chain):
         return force
 
 
-def after_looks(model: nn.Module, output: Any, x: torch.Tensor) -> torch.Tensor:
+def after_autograd_grad(model: nn.Module, output: Any, x: torch.Tensor) -> torch.Tensor:
     for _ in range(2):
         (grad,) = torch.autograd.grad(output.sum(), x, retain_graph=True)
         assert not grad.isnan().any()
@@ -354,21 +359,21 @@ def after_looks(model: nn.Module, output: Any, x: torch.Tensor) -> torch.Tensor:
 
 @case(
     "`torch.autograd.grad` on inputs, activations or parameters",
-    "returns this rank's gradients and leaves the accumulation alone",
-    after_looks,
+    "returns this rank's gradients and does not change the accumulated ones",
+    after_autograd_grad,
 )
-class LookedAt(Chain):
+class AutogradGrad(Chain):
     pass
 
 
-@case("`torch.nn.utils.parametrizations` (weight norm, orthogonal)", "the originals are parameters like any other")
+@case("`torch.nn.utils.parametrizations` (weight norm, orthogonal)", "the original weights are ordinary parameters")
 class Parametrized(Chain):
     def __init__(self) -> None:
         super().__init__(lambda: parametrizations.weight_norm(linear()))
         self.last = parametrizations.orthogonal(self.last)
 
 
-@case("the older `torch.nn.utils.weight_norm`", "its hook runs before ours: gathered when it reads")
+@case("the older `torch.nn.utils.weight_norm`", "its hook runs before the engine's, and its read gathers the unit")
 class WeightNormed(Chain):
     def __init__(self) -> None:
         super().__init__()
@@ -388,7 +393,10 @@ class Lists(nn.Module):
         return x * self.named["scale"] + self.named["shift"]
 
 
-@case("convolutions, BatchNorm, buffers", "buffers are rank 0's at the start and each rank's own afterwards")
+@case(
+    "convolutions, BatchNorm, buffers",
+    "all ranks start with the buffers of rank 0; afterwards each rank updates its own",
+)
 class Convolutional(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -403,7 +411,7 @@ class Convolutional(nn.Module):
         return x
 
 
-@case("recurrent networks", "works; `flatten_parameters` does nothing under an engine")
+@case("recurrent networks", "works; `flatten_parameters` has no effect under an engine")
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -429,7 +437,7 @@ class Encoder(nn.Module):
 
 @case(
     "LoRA: frozen weights and trainable adapters of another dtype in one block",
-    "a unit each; frozen ones are gathered and never reduced",
+    "separate units; the frozen one is gathered and never reduced",
 )
 class Adapted(Chain):
     class Block(nn.Module):
@@ -448,7 +456,7 @@ class Adapted(Chain):
 
 @case(
     "mixtures of experts, some of which get no token",
-    "a block is never cut, so no rank gathers what another does not; experts without tokens are reduced as zeros",
+    "a block is never divided, so all ranks gather the same units; experts without tokens are reduced as zeros",
 )
 class Experts(Chain):
     class Block(nn.Module):
@@ -479,7 +487,9 @@ class Checkpointed(Chain):
         return self.last(x)
 
 
-@case("activation checkpointing, re-entrant or not", "a unit is gathered once for recomputation and backward together")
+@case(
+    "activation checkpointing, re-entrant or not", "a unit is gathered once for its recomputation and backward together"
+)
 class CheckpointedAgain(Checkpointed):
     reentrant = True
 

@@ -1,4 +1,4 @@
-"""What people do with a model under an engine, as rows of docs/models.md: each names the test that holds it."""
+"""Operations on a model under an engine, as rows of docs/models.md: each names the test that holds it."""
 
 import dataclasses
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Conduct:
-    """`works`, `refused` with an error that says what to do, or a `limit`: fails, and here is the way round."""
+    """`works`; `refused` with an error that says what to do; or a `limit`: it fails, and `how` gives a workaround."""
 
     what: str
     outcome: str

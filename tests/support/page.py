@@ -1,4 +1,4 @@
-"""The tables of docs/models.md, from the registries of the tests and the newest result; `make models-page` writes."""
+"""The tables of docs/models.md, from the registries of the tests and the newest result (`make models-page`)."""
 
 import json
 import re
@@ -49,7 +49,7 @@ TABLES = {"models": models, "conduct": conduct, "architectures": architectures}
 
 
 def current(page: str) -> str:
-    """The page with every table as it should be."""
+    """The page with every table generated anew."""
     return BLOCK.sub(lambda match: match[1] + "\n".join(TABLES[match[2]]()) + "\n" + match[3], page)
 
 

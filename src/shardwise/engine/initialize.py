@@ -100,7 +100,7 @@ def _check_device(config: Config, device: torch.device) -> None:
 
 
 def _let_segments_grow() -> None:
-    """Have torch's allocator map memory as it is needed, unless the user has settings of his own.
+    """Have torch's allocator map memory as it is needed, unless the user has configured it.
 
     Units are a little larger than round numbers, and the allocator's fixed segments leave the rest of each unused: 15
     to 25 % of what a 0.5 B MLP held. test_gpu bounds it.

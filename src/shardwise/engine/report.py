@@ -71,7 +71,7 @@ class Report:
             lines.append(f"  {kind:<24}{_mib(now)}  {_mib(peak)}")
         predicted, measured = self.predicted_peak_bytes, self.measured_peak_bytes
         lines.append(
-            f"  {'everything, predicted':<24}{'':>14}  {_mib(predicted) if predicted is not None else _UNTOLD}"
+            f"  {'everything, predicted':<24}{'':>14}  {_mib(predicted) if predicted is not None else _UNKNOWN}"
         )
         if measured is not None:
             lines.append(f"  {'everything, measured':<24}{'':>14}  {_mib(measured)}")
@@ -85,7 +85,7 @@ class Report:
         return "\n".join(lines)
 
 
-_UNTOLD = "not told: engine.expect(shardwise.foresee(build, config).peak_bytes)"
+_UNKNOWN = "unknown: call engine.expect(shardwise.foresee(build, config).peak_bytes)"
 
 
 def _mib(size_bytes: float) -> str:

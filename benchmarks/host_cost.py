@@ -112,7 +112,7 @@ def main() -> None:
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     data = torch.randint(64, (1, 9), device=args.device)
     meter = Meter()
-    meter.watch(Schedule, "_enter", "_exit", "begin_backward", "end_backward")
+    meter.watch(Schedule, "_before_forward", "_after_forward", "begin_backward", "end_backward")
     meter.watch(OncePerBackward, "__call__")
     meter.watch(Engine, "step")
     made = {"plain": plain(args.device, data, args.precision)}

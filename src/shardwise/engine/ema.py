@@ -114,7 +114,7 @@ class Ema:
 
     @torch.no_grad()
     def _swap(self) -> None:
-        """ReduceScatter averages and master copies, a unit at a time, and bring the weights up to date."""
+        """Exchange averages and masters, a unit at a time, and bring the weights up to date."""
         for unit, average in zip(self._units, self._averages, strict=True):
             unit.weights.wait_gather()
             master = state_views(unit, None)[0]

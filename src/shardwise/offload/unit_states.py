@@ -71,7 +71,7 @@ class Arrival(Protocol):
         """Order the compute stream after the arrival."""
 
 
-class HostUpdate(Protocol):
+class PendingHostUpdate(Protocol):
     """A pending update that is made on the host, see `optim.host_update`."""
 
     def transfer(self, target: torch.Tensor | None) -> Arrival:
@@ -158,7 +158,7 @@ class OffloadedStates(UnitStates):
         self.buckets: list[Bucket] = []
         self.holds_moments = policy.trainable and policy.optim_tier != "device"
         self.is_streamed = self.holds_moments or (policy.trainable and policy.master_tier != "device")
-        self.host_update: HostUpdate | None = None
+        self.host_update: PendingHostUpdate | None = None
         self._offload = offload
         self._moments_tier = policy.optim_tier
         self._stored: Event = PAST

@@ -155,7 +155,7 @@ class HostedUpdate:
             if state:
                 optimizer.optimizer.state[piece.param] = state
         offload_moments(optimizer.optimizer, self._unit)
-        optimizer.account_for(self._unit)
+        self._worker.twin.account_for(self._unit)  # nothing of it is on the device: step counts are kept on the host
 
     @torch.no_grad()
     def _work(self) -> None:

@@ -174,7 +174,7 @@ class Schedule:
 
     # Forward
 
-    def _enter(self, module: HookedModule, _: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _before_forward(self, module: HookedModule, _: nn.Module, args: Any, kwargs: Any) -> Any:
         refuse_transforms()
         recompute = inside_backward()
         if not recompute:
@@ -210,7 +210,7 @@ class Schedule:
                 unit.uses.with_grad += 1
         return closing
 
-    def _exit(self, module: HookedModule, _: nn.Module, args: Any, output: Any) -> None:
+    def _after_forward(self, module: HookedModule, _: nn.Module, args: Any, output: Any) -> None:
         units = [*module.units, *module.borrowed_units] if module.borrowed_units else module.units
         if not inside_backward():
             self._end_call(module, units)
@@ -440,7 +440,9 @@ class Schedule:
         untraced: Callable[..., Any] = torch._dynamo.disable  # hooks break no compiled graph: test_compiled_models
         for path, hooked in modules.items():
             module = model.get_submodule(path)
-            enter, leave = (ours(untraced(partial(hook, hooked))) for hook in (self._enter, self._exit))
+            enter, leave = (
+                ours(untraced(partial(hook, hooked))) for hook in (self._before_forward, self._after_forward)
+            )
             handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
             handles.append(module.register_forward_hook(leave))
         return handles

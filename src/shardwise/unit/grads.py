@@ -39,7 +39,7 @@ from shardwise.profiling import mark
 from shardwise.unit.param_guard import PLAINLY
 from shardwise.unit.plan import UnitPlan
 from shardwise.unit.reduce_scatter import AutogradGrads, FlatGrads, GradSource, Packing, ReduceScatter
-from shardwise.unit.reduced_shard import HeldShard, OffloadedShard, ReducedShard, SlotShard
+from shardwise.unit.reduced_shard import HeldShard, OffloadedShard, ReducedShard, SegmentShard
 
 
 class GradsState(enum.Enum):
@@ -102,7 +102,7 @@ class Grads:
 
     def _shard_in(self, states: UnitStates) -> ReducedShard:
         if self._full is not None:
-            return SlotShard(self._full.view(self._plan.layout.shard(self._comm.rank)))
+            return SegmentShard(self._full.view(self._plan.layout.shard(self._comm.rank)))
         if isinstance(states, OffloadedStates) and GRADS in states:
             return OffloadedShard(self._held, states, self._comm)
         return HeldShard(self._held)
@@ -165,9 +165,14 @@ class Grads:
         """Move the local gradients of this micro-batch into `full`, where gradients are replicated."""
         if self._full is None:
             return
+        self._check_not_final()
+        views, params = self._packing.views, self._local.params
+        # A unit that no backward has reached stays EMPTY, also while `full` holds zeros for it.
+        has_arrived = self.has_gradients or any(
+            param.grad is not None and param.grad is not view for param, view in zip(params, views, strict=True)
+        )
         if not self._full.live:
             self._full.allocate()
-        views, params = self._packing.views, self._local.params
         if not any(param.grad is view for param, view in zip(params, views, strict=True)):
             self._packing.fill(self._local.read())
         else:
@@ -177,12 +182,12 @@ class Grads:
                 elif param.grad is not view:
                     view.copy_(param.grad.detach())
         self._local.replace(views)
-        self._enter(_LOCAL)
+        if has_arrived:
+            self._enter(_LOCAL)
 
     def start_reduce(self) -> None:
         """Send every rank its part. `finish_reduce` waits for this rank's part and adds it up."""
         with mark("reduce", self.name):
-            self._check_not_final()
             self.collect()
             if self._is_alone:
                 self._reduce_alone()

@@ -1,14 +1,14 @@
 """The master: the elements of a unit that this rank updates, in the dtype that is updated, wherever they rest.
 
-`Weights` fills the part of the unit's full buffer that this rank owns (the *slot*) from the master, through one
+`Weights` fills the part of the unit's full buffer that this rank owns (the *segment*) from the master, through one
 interface. The optimizer's parameters are *master pieces*: one flat tensor for each parameter group, or each tensor in
 its own shape where the optimizer needs whole ones (`Layout.updates`).
 
-    SharedMaster     on the device; weights and master have one dtype. It lies in the slot while the full buffer is
+    SharedMaster     on the device; weights and master have one dtype. It lies in the segment while the full buffer is
                      allocated and moves to a buffer of its own when that is released: no element is held twice
-    SeparateMaster   on the device, in a buffer of its own; the slot gets a cast of it
-    OffloadedMaster  on the host or a disk; the slot is filled from there
-    CachedMaster     on the host or a disk, with a copy of the weights of this rank's shard on the device
+    SeparateMaster   on the device, in a buffer of its own; the segment gets a cast of it
+    OffloadedMaster  on the host or a disk; the segment is filled from there
+    MirroredMaster     on the host or a disk, with a copy of the weights of this rank's shard on the device
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ def pieces_of(runs: Sequence[GroupRun]) -> list[MasterPiece]:
 
 
 class Master(ABC):
-    """The master of one unit; `slot` is the place of its elements in the full buffer."""
+    """The master of one unit; `segment` is the place of its elements in the full buffer."""
 
     frees_nothing = False
     """Whether releasing the full buffer of a unit that one rank owns alone would free nothing."""
 
-    def __init__(self, pieces: list[MasterPiece], slot: torch.Tensor) -> None:
+    def __init__(self, pieces: list[MasterPiece], segment: torch.Tensor) -> None:
         self.pieces = pieces
-        self._slot = slot
+        self._segment = segment
 
     @property
     @abstractmethod
@@ -60,24 +60,21 @@ class Master(ABC):
         """The current values. Off the device, this blocks the host until they are there."""
 
     @abstractmethod
-    def adopt(self, values: torch.Tensor, in_slot: bool) -> None:
-        """Take the first values; `in_slot` says that the slot holds them as well."""
+    def adopt(self, values: torch.Tensor, in_segment: bool) -> None:
+        """Take the first values; `in_segment` says that the segment holds them as well."""
 
     @abstractmethod
-    def fill_slot(self) -> Arrival:
-        """Bring the values into the slot, after a pending update."""
+    def fill_segment(self) -> Arrival:
+        """Bring the values into the segment, after a pending update."""
 
     @abstractmethod
     def write_back(self) -> None:
-        """Make what was written into the slot the master's value. Unchanged elements keep every bit of theirs."""
+        """Make what was written into the segment the master's value. Unchanged elements keep every bit of theirs."""
 
-    def take_over(self, before: Master, in_slot: bool) -> None:
-        """Adopt the values of the master that this one replaces, and drop that."""
-        values = before.values if isinstance(before, OffloadedMaster) else before.values.clone()
-        before.free()
-        self.adopt(values, in_slot)
+    def rest_in(self, states: UnitStates) -> None:
+        """The moments rest elsewhere from now on."""
 
-    def leave_slot(self) -> None:
+    def leave_segment(self) -> None:
         """The full buffer is about to be freed."""
 
     def refresh(self, is_released: bool) -> None:
@@ -109,24 +106,24 @@ class Master(ABC):
 class SeparateMaster(Master):
     """A master beside weights of another dtype."""
 
-    def __init__(self, pieces: list[MasterPiece], slot: torch.Tensor, buffer: Buffer) -> None:
-        super().__init__(pieces, slot)
+    def __init__(self, pieces: list[MasterPiece], segment: torch.Tensor, buffer: Buffer) -> None:
+        super().__init__(pieces, segment)
         self._buffer = buffer
 
     @property
     def values(self) -> torch.Tensor:
         return self._buffer.tensor
 
-    def adopt(self, values: torch.Tensor, in_slot: bool) -> None:
+    def adopt(self, values: torch.Tensor, in_segment: bool) -> None:
         self._buffer.allocate().copy_(values)
         self.bind()
 
-    def fill_slot(self) -> Arrival:
-        self._slot.copy_(self._buffer.tensor)
+    def fill_segment(self) -> Arrival:
+        self._segment.copy_(self._buffer.tensor)
         return HERE
 
     def write_back(self) -> None:
-        self._buffer.tensor.copy_(_rewritten(self._buffer.tensor, self._slot))
+        self._buffer.tensor.copy_(_rewritten(self._buffer.tensor, self._segment))
 
     def free(self) -> None:
         super().free()
@@ -138,31 +135,31 @@ class SharedMaster(Master):
 
     frees_nothing = True
 
-    def __init__(self, pieces: list[MasterPiece], slot: torch.Tensor, buffer: Buffer, states: UnitStates) -> None:
-        super().__init__(pieces, slot)
+    def __init__(self, pieces: list[MasterPiece], segment: torch.Tensor, buffer: Buffer, states: UnitStates) -> None:
+        super().__init__(pieces, segment)
         self._buffer = buffer
         self._states = states
         self._updating: Handle = DONE
 
     @property
     def values(self) -> torch.Tensor:
-        return self._buffer.tensor if self._buffer.live else self._slot
+        return self._buffer.tensor if self._buffer.live else self._segment
 
-    def adopt(self, values: torch.Tensor, in_slot: bool) -> None:
-        if not in_slot:
+    def adopt(self, values: torch.Tensor, in_segment: bool) -> None:
+        if not in_segment:
             self._buffer.allocate().copy_(values)
         self.bind()
 
-    def fill_slot(self) -> Arrival:
+    def fill_segment(self) -> Arrival:
         if self._buffer.live:
             self.wait()
-            self._slot.copy_(self._buffer.tensor)
+            self._segment.copy_(self._buffer.tensor)
             self._buffer.free()
             self.bind()
         return self._update()
 
-    def leave_slot(self) -> None:
-        self._buffer.allocate().copy_(self._slot)
+    def leave_segment(self) -> None:
+        self._buffer.allocate().copy_(self._segment)
         self.bind()
 
     def refresh(self, is_released: bool) -> None:
@@ -179,6 +176,9 @@ class SharedMaster(Master):
     def write_back(self) -> None:
         pass  # what was written is the master
 
+    def rest_in(self, states: UnitStates) -> None:
+        self._states = states
+
     def wait(self) -> None:
         self._updating.wait()
         self._updating = DONE
@@ -191,23 +191,23 @@ class SharedMaster(Master):
 class OffloadedMaster(Master):
     """A master that rests on the host or on a disk."""
 
-    def __init__(self, pieces: list[MasterPiece], slot: torch.Tensor, states: OffloadedStates) -> None:
-        super().__init__(pieces, slot)
+    def __init__(self, pieces: list[MasterPiece], segment: torch.Tensor, states: OffloadedStates) -> None:
+        super().__init__(pieces, segment)
         self._states = states
 
     @property
     def values(self) -> torch.Tensor:
         return self._states.read(MASTER, self._states.everything)
 
-    def adopt(self, values: torch.Tensor, in_slot: bool) -> None:
+    def adopt(self, values: torch.Tensor, in_segment: bool) -> None:
         self._states.write(MASTER, self._states.everything, values)
         self.bind()
 
-    def fill_slot(self) -> Arrival:
-        return self._states.transfer(self._slot)
+    def fill_segment(self) -> Arrival:
+        return self._states.transfer(self._segment)
 
     def write_back(self) -> None:
-        written = _rewritten(self.values.to(self._slot.device), self._slot)
+        written = _rewritten(self.values.to(self._segment.device), self._segment)
         self._states.write(MASTER, self._states.everything, written)
 
     def bind(self) -> None:
@@ -215,21 +215,23 @@ class OffloadedMaster(Master):
         self._bind([storage.at_rest(piece.span, torch.Size(piece.shape)) for piece in self.pieces])
 
 
-class CachedMaster(OffloadedMaster):
-    """An offloaded master, and on the device the weights of this rank's shard, which the slot is filled from."""
+class MirroredMaster(OffloadedMaster):
+    """An offloaded master, and on the device the weights of this rank's shard, which the segment is filled from."""
 
-    def __init__(self, pieces: list[MasterPiece], slot: torch.Tensor, states: OffloadedStates, weights: Buffer) -> None:
-        super().__init__(pieces, slot, states)
+    def __init__(
+        self, pieces: list[MasterPiece], segment: torch.Tensor, states: OffloadedStates, weights: Buffer
+    ) -> None:
+        super().__init__(pieces, segment, states)
         self._weights = weights
         self._renewing: Handle = DONE
 
-    def adopt(self, values: torch.Tensor, in_slot: bool) -> None:
-        super().adopt(values, in_slot)
+    def adopt(self, values: torch.Tensor, in_segment: bool) -> None:
+        super().adopt(values, in_segment)
         self._weights.allocate().copy_(values)
 
-    def fill_slot(self) -> Arrival:
+    def fill_segment(self) -> Arrival:
         self.wait()
-        self._slot.copy_(self._weights.tensor)
+        self._segment.copy_(self._weights.tensor)
         return HERE
 
     def refresh(self, is_released: bool) -> None:
@@ -238,7 +240,7 @@ class CachedMaster(OffloadedMaster):
 
     def write_back(self) -> None:
         super().write_back()
-        self._weights.tensor.copy_(self._slot)
+        self._weights.tensor.copy_(self._segment)
 
     def wait(self) -> None:
         self._renewing.wait()
@@ -250,21 +252,21 @@ class CachedMaster(OffloadedMaster):
 
 
 def make_master(
-    plan: UnitPlan, pieces: list[MasterPiece], slot: torch.Tensor, states: UnitStates, ledger: Ledger
+    plan: UnitPlan, pieces: list[MasterPiece], segment: torch.Tensor, states: UnitStates, ledger: Ledger
 ) -> Master:
     """The master of a unit whose states rest in `states`."""
     policy = plan.policy
 
     def buffer(kind: Kind, dtype: torch.dtype) -> Buffer:
-        return Buffer(ledger, Entry(kind, plan.name, Tier.DEVICE), plan.owned_numel, dtype, slot.device)
+        return Buffer(ledger, Entry(kind, plan.name, Tier.DEVICE), plan.owned_numel, dtype, segment.device)
 
     if isinstance(states, OffloadedStates) and MASTER in states:
         if policy.weights_sharded and policy.weights_tier == "device":
-            return CachedMaster(pieces, slot, states, buffer(Kind.WEIGHTS, policy.weight_dtype))
-        return OffloadedMaster(pieces, slot, states)
+            return MirroredMaster(pieces, segment, states, buffer(Kind.WEIGHTS, policy.weight_dtype))
+        return OffloadedMaster(pieces, segment, states)
     if policy.weight_dtype == policy.master_dtype:
-        return SharedMaster(pieces, slot, buffer(Kind.WEIGHTS, policy.master_dtype), states)
-    return SeparateMaster(pieces, slot, buffer(Kind.OPTIM, policy.master_dtype))
+        return SharedMaster(pieces, segment, buffer(Kind.WEIGHTS, policy.master_dtype), states)
+    return SeparateMaster(pieces, segment, buffer(Kind.OPTIM, policy.master_dtype))
 
 
 def _rewritten(master: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

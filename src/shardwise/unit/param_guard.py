@@ -62,7 +62,7 @@ class ParamGuard:
     def __init__(self, params: Iterable[torch.Tensor], owner: Owner) -> None:
         params = list(params)
         kinds = {type(param) for param in params}
-        guarded = {kind: _watched_class(kind, owner) for kind in kinds}
+        guarded = {kind: _guarded_class(kind, owner) for kind in kinds}
         self._classes = [(param, type(param), guarded[type(param)]) for param in params]
 
     def begin(self) -> None:
@@ -76,7 +76,7 @@ class ParamGuard:
             param.__class__ = plain
 
 
-def _watched_class(plain: type[torch.Tensor], owner: Owner) -> type[torch.Tensor]:
+def _guarded_class(plain: type[torch.Tensor], owner: Owner) -> type[torch.Tensor]:
     members = {
         "_shardwise_owner": owner,
         "__torch_function__": classmethod(_react),

@@ -228,8 +228,9 @@ class AutogradGrads:
 
     def replace(self, views: Sequence[torch.Tensor]) -> None:
         """Make each `grad` a view, to which autograd adds in place."""
-        for param, view in zip(self.params, views, strict=True):
-            param.grad = view
+        with PLAINLY():
+            for param, view in zip(self.params, views, strict=True):
+                param.grad = view
         self.expect(0)
 
     def drop(self) -> None:

@@ -1,6 +1,6 @@
 """This rank's shard of the reduced gradients: where a reduce-scatter adds its mean, and where it rests meanwhile.
 
-SlotShard       a slot of the unit's full gradients, where gradients are replicated
+SegmentShard    a segment of the unit's full gradients, where gradients are replicated
 HeldShard       a buffer of its own on the device, to which later micro-batches add
 OffloadedShard  host memory; it leaves the device when it is made, and comes back to add the next micro-batch
 """
@@ -54,18 +54,18 @@ class ReducedShard(ABC):
         """Free the memory, after all that is in flight."""
 
 
-class SlotShard(ReducedShard):
-    """A slot of the full gradients, which are freed with them."""
+class SegmentShard(ReducedShard):
+    """A segment of the full gradients, which is freed with them."""
 
-    def __init__(self, slot: torch.Tensor) -> None:
-        self._slot = slot
+    def __init__(self, segment: torch.Tensor) -> None:
+        self._segment = segment
 
     @property
     def tensor(self) -> torch.Tensor:
-        return self._slot
+        return self._segment
 
     def target(self) -> tuple[torch.Tensor, bool]:
-        return self._slot, False
+        return self._segment, False
 
 
 class HeldShard(ReducedShard):

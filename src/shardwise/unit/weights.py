@@ -2,8 +2,8 @@
 
 Names, used throughout:
 - *full*: the unit's flat buffer in the dtype that computes; the parameters of the model are views of it.
-- *slot*: this rank's part of `full`, the elements it owns. It is filled from the *master* (see `master`), and the other
-  ranks' parts by a gather.
+- *segment*: this rank's part of `full`, the elements it owns. It is filled from the *master* (see `master`), the other
+  ranks' segments by a gather.
 - *stand-in*: what a parameter points to while released: NaN expanded to its shape. Reads give NaN, writes raise.
 
 The states, and what makes the transitions:
@@ -32,7 +32,7 @@ from shardwise.offload.unit_states import HERE, Arrival, UnitStates
 from shardwise.partition import Span
 from shardwise.profiling import mark
 from shardwise.unit.deferred_value import origin_of, set_origin
-from shardwise.unit.master import MasterPiece, make_master, pieces_of
+from shardwise.unit.master import MasterPiece, OffloadedMaster, make_master, pieces_of
 from shardwise.unit.param_guard import PLAINLY, ParamGuard, writes
 from shardwise.unit.plan import UnitPlan
 
@@ -83,15 +83,15 @@ class Weights:
         self._guard = ParamGuard(self.params, self)
         self._locks = 0
         self._handle: Handle = DONE
-        self._passing: tuple[Buffer, Handle] | None = None
+        self._aside: tuple[Buffer, Handle] | None = None
         entry = Entry(Kind.WEIGHTS, plan.name, Tier.DEVICE)
         self._full = Buffer(ledger, entry, layout.numel, policy.weight_dtype, comm.device)
         self._views = self._full.views(layout)
-        self._slot = self._full.view(self.owned)
+        self._segment = self._full.view(self.owned)
         blank = _blank(policy.weight_dtype, comm.device)
         self._stand_ins = [blank.expand(slot.spec.shape) for slot in layout.slots]
         runs = layout.updates(comm.rank if policy.optim_sharded else None) if policy.trainable else ()
-        self._master = make_master(plan, pieces_of(states.split(runs)), self._slot, states, ledger)
+        self._master = make_master(plan, pieces_of(states.split(runs)), self._segment, states, ledger)
 
     @property
     def master(self) -> torch.Tensor:
@@ -136,7 +136,7 @@ class Weights:
         self._read_origins(exact)
         if is_shared:
             self._comm.broadcast(exact, unit=self.name)
-        self._master.adopt(exact[self.owned.slice], in_slot=True)
+        self._master.adopt(exact[self.owned.slice], in_segment=True)
         if not is_exact:
             self._full.allocate().copy_(exact)
         self._bind(self._views)
@@ -158,6 +158,8 @@ class Weights:
 
     def gather(self) -> None:
         """Start to bring the current values into `full`; `wait_gather` waits for them."""
+        if self.state is _FREED:
+            raise RuntimeError(f"the weights of {self.name} are gone: its engine was destroyed")
         if self.state is _RELEASED:
             with mark("gather", self.name):
                 self._full.allocate()
@@ -198,7 +200,7 @@ class Weights:
     def wait_streams(self) -> None:
         """Order the compute stream after everything in flight."""
         self.wait_gather()
-        self._drop_passing()
+        self._drop_aside()
         self._master.wait()
 
     def release(self) -> None:
@@ -210,12 +212,12 @@ class Weights:
         self.wait_gather()
         with mark("release", self.name):
             self._bind(self._stand_ins)
-            self._master.leave_slot()
+            self._master.leave_segment()
             self._full.free()
             self._enter(_RELEASED)
 
     def lock(self) -> None:
-        """Gather the values and keep them until `unpin`."""
+        """Gather the values and keep them until `unlock`."""
         self._locks += 1
         self._on_read()
         self.gather()
@@ -223,7 +225,7 @@ class Weights:
 
     def unlock(self) -> None:
         self._locks -= 1
-        self._drop_passing()
+        self._drop_aside()
         if self.policy.weights_sharded:
             self.release()
 
@@ -241,12 +243,19 @@ class Weights:
         """Move the master to the device, where all states rest from now on."""
         self.wait_streams()
         before = self._master
-        self._master = make_master(self._plan, self.pieces, self._slot, states, self._ledger)
-        self._master.take_over(before, in_slot=self.state is not _RELEASED)
+        if not isinstance(before, OffloadedMaster):
+            before.rest_in(states)
+            return
+        self._master = make_master(self._plan, self.pieces, self._segment, states, self._ledger)
+        values = before.values
+        before.free()
+        self._master.adopt(values, in_segment=self.state is not _RELEASED)
 
     def take_back(self, source: int | None = None) -> None:
         """Make what was written into `full` the master's value; `source` is the rank whose values all take."""
         self.wait_gather()
+        if self.state is not _GATHERED:
+            raise RuntimeError(f"the weights of {self.name} are {self.state.value}: what was written into them is lost")
         if source is not None:
             self._comm.broadcast(self._full.tensor, source, self.name)
         self._master.write_back()
@@ -271,8 +280,8 @@ class Weights:
         self.wait_gather()
 
     def _publish(self) -> None:
-        """Fill the slot, and gather the other ranks' parts."""
-        arrival = self._master.fill_slot()
+        """Fill this rank's segment, and gather the others'."""
+        arrival = self._master.fill_segment()
         if arrival is HERE:
             self._handle = self._gather_full()
         elif self.is_whole:
@@ -287,16 +296,16 @@ class Weights:
 
     def _gather_aside(self) -> None:
         """Take part in a gather beside the locked values, into which the user may have written."""
-        self._drop_passing()
+        self._drop_aside()
         entry = Entry(Kind.WORK, self.name, Tier.DEVICE)
         full = self._full.tensor
         buffer = Buffer(self._ledger, entry, full.numel(), full.dtype, full.device)
-        buffer.allocate()[self.owned.slice] = self._slot
-        self._passing = buffer, self._comm.gather(buffer.tensor, "gather", self.name)
+        buffer.allocate()[self.owned.slice] = self._segment
+        self._aside = buffer, self._comm.gather(buffer.tensor, "gather", self.name)
 
-    def _drop_passing(self) -> None:
-        if self._passing is not None:
-            (buffer, gathering), self._passing = self._passing, None
+    def _drop_aside(self) -> None:
+        if self._aside is not None:
+            (buffer, gathering), self._aside = self._aside, None
             gathering.wait()
             buffer.free()
 

@@ -117,16 +117,10 @@ def plan(
     debug: Debug = False,
 ) -> None:
     """Predict what every rank will hold, whether it fits, and which preset to take."""
-    from shardwise.planning import Workload, command
+    values = locals()  # every parameter by name
+    from shardwise.planning import command
 
-    rates = command.rates(tflops, gpu_link, node_link, host_link, disk_rate)
-    machine = command.hardware(gpus, gpu_memory, host_memory, disk, nodes, here, rates)
-    adapters = command.lora(lora, lora_targets)
-    work = Workload(seq, micro_batch, accumulate, precision, optimizer, checkpointing, adapters)
-    if global_batch is not None:
-        work = work.for_global_batch(global_batch, machine.gpus)
-    output = command.Output(json, explain, search, accounting, emit, plot)
-    command.run(model, params, machine, work, presets, detailed, output)
+    command.run(values)
 
 
 @app.command()

@@ -8,7 +8,7 @@ import shardwise
 from shardwise.models.catalog import find
 from shardwise.models.dimensions import Dimensions
 from shardwise.planning import Hardware, Workload
-from shardwise.planning.cost import moved_bytes, operations, wire_s
+from shardwise.planning.arithmetic import moved_bytes, operations, wire_s
 from shardwise.planning.dry_run import foresee_workload
 from shardwise.planning.hardware import Rates
 from shardwise.planning.search import search

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -128,47 +129,42 @@ class BuiltIn:
 
 def vectors(batch: int, width: int) -> MakeBatch:
     """Random vectors."""
-
-    def make_batch(rank: int, step: int) -> Batch:
-        return {"x": torch.randn(batch, width, generator=_generator(rank, step))}
-
-    return make_batch
+    return lambda rank, step: {"x": torch.randn(batch, width, generator=_generator(rank, step))}
 
 
 def tokens(batch: int, length: int, vocabulary: int) -> MakeBatch:
     """Random texts of `length` + 1 tokens: the loss covers `length` of them."""
-
-    def make_batch(rank: int, step: int) -> Batch:
-        return {"tokens": torch.randint(vocabulary, (batch, length + 1), generator=_generator(rank, step))}
-
-    return make_batch
+    shape = batch, length + 1
+    return lambda rank, step: {"tokens": torch.randint(vocabulary, shape, generator=_generator(rank, step))}
 
 
 def _generator(rank: int, step: int) -> torch.Generator:
     return torch.Generator().manual_seed(1_000_003 * step + rank)
 
 
+def _mlp(width: int, depth: int, batch: int) -> BuiltIn:
+    summary = f"{depth} x [Linear {width}, ReLU], batch {batch}"
+    return BuiltIn(summary, partial(MLP, width, depth), vectors(batch, width))
+
+
+def _gpt(
+    hidden: int, layers: int, heads: int, vocabulary: int, batch: int, length: int, recompute: bool = False
+) -> BuiltIn:
+    summary = f"hidden {hidden}, {layers} layers, {batch} x {length} tokens"
+    return BuiltIn(
+        summary + ", activation checkpointing" * recompute,
+        partial(GPT, hidden, layers, heads, vocabulary, length, recompute=recompute),
+        tokens(batch, length, vocabulary),
+    )
+
+
 BUILT_IN: dict[str, BuiltIn] = {
-    "mlp-100k": BuiltIn("6 x [Linear 128, ReLU], batch 4", lambda: MLP(128, 6), vectors(4, 128)),
-    "mlp-33m": BuiltIn("8 x [Linear 2048, ReLU], batch 32", lambda: MLP(2048, 8), vectors(32, 2048)),
-    "mlp-0.5b": BuiltIn("32 x [Linear 4096, ReLU], batch 16", lambda: MLP(4096, 32), vectors(16, 4096)),
-    "gpt-1m": BuiltIn(
-        "hidden 128, 4 layers, 4 x 64 tokens", lambda: GPT(128, 4, 4, vocabulary=512, length=64), tokens(4, 64, 512)
-    ),
-    "gpt-26m": BuiltIn(
-        "hidden 512, 8 layers, 4 x 128 tokens",
-        lambda: GPT(512, 8, 8, vocabulary=1000, length=128),
-        tokens(4, 128, 1000),
-    ),
-    "gpt-1.3b": BuiltIn(
-        "hidden 2048, 24 layers, 4 x 2048 tokens, activation checkpointing",
-        lambda: GPT(2048, 24, 16, vocabulary=32000, length=2048, recompute=True),
-        tokens(4, 2048, 32000),
-    ),
-    "gpt-2.7b": BuiltIn(
-        "hidden 2560, 32 layers, 8 x 1024 tokens, activation checkpointing",
-        lambda: GPT(2560, 32, 20, vocabulary=32000, length=1024, recompute=True),
-        tokens(8, 1024, 32000),
-    ),
-    "small-2000": BuiltIn("2000 vectors of 1024, batch 4", lambda: ManySmall(1024, 200, 10), vectors(4, 1024)),
+    "mlp-100k": _mlp(128, 6, batch=4),
+    "mlp-33m": _mlp(2048, 8, batch=32),
+    "mlp-0.5b": _mlp(4096, 32, batch=16),
+    "gpt-1m": _gpt(128, 4, 4, 512, batch=4, length=64),
+    "gpt-26m": _gpt(512, 8, 8, 1000, batch=4, length=128),
+    "gpt-1.3b": _gpt(2048, 24, 16, 32000, batch=4, length=2048, recompute=True),
+    "gpt-2.7b": _gpt(2560, 32, 20, 32000, batch=8, length=1024, recompute=True),
+    "small-2000": BuiltIn("2000 vectors of 1024, batch 4", partial(ManySmall, 1024, 200, 10), vectors(4, 1024)),
 }

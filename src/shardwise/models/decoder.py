@@ -23,26 +23,8 @@ ROTARY_BASE = 10_000.0
 NORM_EPSILON = 1e-5
 
 
-class FusedNorm(nn.Module):
-    """RMSNorm, or LayerNorm if it has a bias, in one kernel."""
-
-    def __init__(self, width: int, has_bias: bool = False) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.bias = nn.Parameter(torch.zeros(width)) if has_bias else None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.bias is not None:
-            return F.layer_norm(x, self.weight.shape, self.weight, self.bias)
-        return F.rms_norm(x, self.weight.shape, self.weight, NORM_EPSILON)
-
-
-class LlamaNorm(nn.Module):
+class LlamaNorm(nn.RMSNorm):
     """RMSNorm in fp32, rounded before it is multiplied by the weight: the bits of Hugging Face's Llama."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.weight * F.rms_norm(x.float(), (x.shape[-1],), eps=NORM_EPSILON).to(x.dtype)
@@ -50,7 +32,9 @@ class LlamaNorm(nn.Module):
 
 def make_norm(of: Dimensions, fused: bool) -> nn.Module:
     """A norm over the hidden size. Only RMSNorm has a form that is not fused."""
-    return FusedNorm(of.hidden, of.norm_biases) if fused or of.norm_biases else LlamaNorm(of.hidden)
+    if of.norm_biases:
+        return nn.LayerNorm(of.hidden)
+    return nn.RMSNorm(of.hidden, NORM_EPSILON) if fused else LlamaNorm(of.hidden)
 
 
 def rotation(length: int, head_dim: int, like: torch.Tensor) -> torch.Tensor:
@@ -79,23 +63,20 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(of.hidden, keys, of.qkv_bias)
         self.v_proj = nn.Linear(of.hidden, keys, of.qkv_bias)
         self.o_proj = nn.Linear(query, of.hidden, of.out_bias)
-        self.q_norm = FusedNorm(of.head_dim) if of.qk_norm else nn.Identity()
-        self.k_norm = FusedNorm(of.head_dim) if of.qk_norm else nn.Identity()
+        self.q_norm = nn.RMSNorm(of.head_dim, NORM_EPSILON) if of.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(of.head_dim, NORM_EPSILON) if of.qk_norm else nn.Identity()
 
     def forward(self, x: torch.Tensor, tables: torch.Tensor | None) -> torch.Tensor:
-        of = self.of
-        q = self.q_norm(self._heads(self.q_proj(x))).transpose(1, 2)
-        k = self.k_norm(self._heads(self.k_proj(x))).transpose(1, 2)
-        v = self._heads(self.v_proj(x)).transpose(1, 2)
+        of, heads = self.of, (-1, self.of.head_dim)
+        q = self.q_norm(self.q_proj(x).unflatten(-1, heads)).transpose(1, 2)
+        k = self.k_norm(self.k_proj(x).unflatten(-1, heads)).transpose(1, 2)
+        v = self.v_proj(x).unflatten(-1, heads).transpose(1, 2)
         if not of.positions:
             q, k = rotate(q, tables), rotate(k, tables)
         grouped = of.kv_heads != of.heads
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
         out: torch.Tensor = self.o_proj(attended.transpose(1, 2).flatten(2))
         return out
-
-    def _heads(self, x: torch.Tensor) -> torch.Tensor:
-        return x.view(*x.shape[:-1], -1, self.of.head_dim)
 
 
 class LatentAttention(nn.Module):
@@ -107,12 +88,12 @@ class LatentAttention(nn.Module):
         query = of.heads * (latent.nope_dim + latent.rope_dim)
         if latent.query_rank:
             self.q_a_proj = nn.Linear(of.hidden, latent.query_rank, False)
-            self.q_a_layernorm = FusedNorm(latent.query_rank)
+            self.q_a_layernorm = nn.RMSNorm(latent.query_rank, NORM_EPSILON)
             self.q_b_proj = nn.Linear(latent.query_rank, query, False)
         else:
             self.q_proj = nn.Linear(of.hidden, query, False)
         self.kv_a_proj_with_mqa = nn.Linear(of.hidden, latent.key_rank + latent.rope_dim, False)
-        self.kv_a_layernorm = FusedNorm(latent.key_rank)
+        self.kv_a_layernorm = nn.RMSNorm(latent.key_rank, NORM_EPSILON)
         self.kv_b_proj = nn.Linear(latent.key_rank, of.heads * (latent.nope_dim + latent.value_dim), False)
         self.o_proj = nn.Linear(of.heads * latent.value_dim, of.hidden, False)
 

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 
 from shardwise.errors import ConfigError
 
+Linears = dict[str, tuple[int, int]]
+"""Inputs and outputs of matrices, by name."""
+
 
 @dataclass(frozen=True)
 class Experts:
@@ -69,62 +72,45 @@ class Dimensions:
         object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
         object.__setattr__(self, "head_dim", self.head_dim or self.hidden // self.heads)
 
-    def linears(self) -> dict[str, tuple[int, int]]:
-        """Inputs and outputs of the matrices of a layer that can have adapters, by name. Experts cannot."""
-        query, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        if self.latent is not None:
-            attention = self._latent_linears(self.latent)
-        else:
-            attention = {
-                "q_proj": (self.hidden, query),
-                "k_proj": (self.hidden, keys),
-                "v_proj": (self.hidden, keys),
-                "o_proj": (query, self.hidden),
-            }
-        mlp = {"up_proj": (self.hidden, self.width), "down_proj": (self.width, self.hidden)}
-        if self.gated:
-            mlp["gate_proj"] = (self.hidden, self.width)
-        return attention | mlp
+    def linears(self) -> Linears:
+        """The matrices of a layer that can have adapters. Experts cannot."""
+        return self._attention() | self._mlp(self.width)
 
-    def _latent_linears(self, latent: Latent) -> dict[str, tuple[int, int]]:
-        query = self.heads * (latent.nope_dim + latent.rope_dim)
-        queries = {"q_proj": (self.hidden, query)}
+    def _attention(self) -> Linears:
+        hidden, latent = self.hidden, self.latent
+        if latent is None:
+            query, keys = (hidden, self.heads * self.head_dim), (hidden, self.kv_heads * self.head_dim)
+            return {"q_proj": query, "k_proj": keys, "v_proj": keys, "o_proj": query[::-1]}
+        query_size = self.heads * (latent.nope_dim + latent.rope_dim)
+        queries: Linears = {"q_proj": (hidden, query_size)}
         if latent.query_rank:
-            queries = {"q_a_proj": (self.hidden, latent.query_rank), "q_b_proj": (latent.query_rank, query)}
+            queries = {"q_a_proj": (hidden, latent.query_rank), "q_b_proj": (latent.query_rank, query_size)}
         return queries | {
-            "kv_a_proj_with_mqa": (self.hidden, latent.key_rank + latent.rope_dim),
+            "kv_a_proj_with_mqa": (hidden, latent.key_rank + latent.rope_dim),
             "kv_b_proj": (latent.key_rank, self.heads * (latent.nope_dim + latent.value_dim)),
-            "o_proj": (self.heads * latent.value_dim, self.hidden),
+            "o_proj": (self.heads * latent.value_dim, hidden),
         }
 
-    def _attention_numel(self) -> int:
-        mlp = ("up_proj", "down_proj", "gate_proj")
-        total = sum(inputs * outputs for name, (inputs, outputs) in self.linears().items() if name not in mlp)
-        if self.qkv_bias:
-            total += (self.heads + 2 * self.kv_heads) * self.head_dim
-        if self.out_bias:
-            total += self.hidden
-        if self.qk_norm:
-            total += 2 * self.head_dim
-        if self.latent is not None:
-            total += self.latent.query_rank + self.latent.key_rank
-        return total
-
-    def _mlp_numel(self, width: int) -> int:
-        biases = width + self.hidden if self.out_bias else 0
-        return (3 if self.gated else 2) * self.hidden * width + biases
-
-    def _norm_numel(self) -> int:
-        return self.hidden * (2 if self.norm_biases else 1)
+    def _mlp(self, width: int) -> Linears:
+        up = dict.fromkeys(("up_proj", "gate_proj")[: 1 + self.gated], (self.hidden, width))
+        return up | {"down_proj": (width, self.hidden)}
 
     def layer_numel(self, index: int = -1) -> int:
         """Parameters of a layer, by default of the last."""
-        total = self._attention_numel() + self.norms * self._norm_numel()
+        total = _numel(self._attention()) + self.norms * self._norm_numel
+        total += self.qkv_bias * (self.heads + 2 * self.kv_heads) * self.head_dim + self.out_bias * self.hidden
+        total += self.qk_norm * 2 * self.head_dim
+        if self.latent is not None:
+            total += self.latent.query_rank + self.latent.key_rank
         experts = self.experts
         if experts is None or index in range(experts.dense_layers):
-            return total + self._mlp_numel(self.width)
-        routed = experts.count * (3 * self.hidden * experts.width + self.hidden)
-        return total + routed + 3 * self.hidden * experts.shared_width
+            return total + _numel(self._mlp(self.width)) + self.out_bias * (self.width + self.hidden)
+        routed = experts.count * (_numel(self._mlp(experts.width)) + self.hidden)
+        return total + routed + _numel(self._mlp(experts.shared_width))
+
+    @property
+    def _norm_numel(self) -> int:
+        return self.hidden * (1 + self.norm_biases)
 
     @property
     def embedding_numel(self) -> int:
@@ -133,7 +119,7 @@ class Dimensions:
     @property
     def parameters(self) -> int:
         """All parameters; tied weights count once."""
-        outside = self.embedding_numel * (1 if self.tied else 2) + self.positions * self.hidden + self._norm_numel()
+        outside = self.embedding_numel * (1 if self.tied else 2) + self.positions * self.hidden + self._norm_numel
         return outside + sum(self.layer_numel(index) for index in range(self.layers))
 
     @property
@@ -142,7 +128,7 @@ class Dimensions:
         experts = self.experts
         if experts is None:
             return self.parameters
-        idle = (experts.count - experts.used) * 3 * self.hidden * experts.width
+        idle = (experts.count - experts.used) * _numel(self._mlp(experts.width))
         return self.parameters - idle * (self.layers - experts.dense_layers)
 
     def lora_numel(self, rank: int, targets: tuple[str, ...]) -> int:
@@ -152,3 +138,7 @@ class Dimensions:
         if unknown:
             raise ConfigError(f"LoRA target {unknown[0]!r} is not known: choose from {', '.join(known)}")
         return self.layers * sum(rank * sum(known[name]) for name in targets)
+
+
+def _numel(linears: Linears) -> int:
+    return sum(inputs * outputs for inputs, outputs in linears.values())

@@ -44,10 +44,8 @@ def load(name: str, device: str) -> ModelAndData:
             model, make_batch = BUILT_IN[name].build(), BUILT_IN[name].make_batch
         else:
             model, make_batch = _call(name)
-    is_there = all(
-        tensor.device.type == torch.device(device).type for tensor in (*model.parameters(), *model.buffers())
-    )
-    return model if is_there else model.to(device), make_batch
+    devices = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())}
+    return model if devices <= {torch.device(device).type} else model.to(device), make_batch
 
 
 def arguments(make_batch: MakeBatch, rank: int, step: int) -> dict[str, Any]:
@@ -75,13 +73,13 @@ def _call(name: str) -> ModelAndData:
         raise
     except Exception as error:
         raise WorkloadError(f"model {name!r}: {function}() raised {type(error).__name__}: {error}") from error
-    if not (isinstance(result, tuple) and len(result) == 2):
-        raise WorkloadError(f"model {name!r}: {function}() returned {type(result).__name__}: return {SHAPE}")
-    model, make_batch = result
-    if not isinstance(model, nn.Module) or not callable(make_batch):
+    seen = type(result).__name__
+    if isinstance(result, tuple) and len(result) == 2:
+        model, make_batch = result
+        if isinstance(model, nn.Module) and callable(make_batch):
+            return model, make_batch
         seen = f"({type(model).__name__}, {type(make_batch).__name__})"
-        raise WorkloadError(f"model {name!r}: {function}() returned {seen}: return {SHAPE}")
-    return model, make_batch
+    raise WorkloadError(f"model {name!r}: {function}() returned {seen}: return {SHAPE}")
 
 
 def _function(path: Path, name: str) -> Callable[[], Any]:
@@ -95,11 +93,10 @@ def _function(path: Path, name: str) -> Callable[[], Any]:
         spec.loader.exec_module(module)
     except Exception as error:
         raise WorkloadError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
-    function = getattr(module, name, None)
+    function: Callable[[], Any] | None = getattr(module, name, None)
     if not callable(function):
         raise WorkloadError(f"{path} has no function {name!r}")
-    found: Callable[[], Any] = function
-    return found
+    return function
 
 
 def _split(name: str) -> tuple[Path, str]:

@@ -1,15 +1,13 @@
-"""The arithmetic that everyone knows ZeRO by: bytes of model states per rank, elements on the wire. Integers only.
+"""The arithmetic of a plan: bytes of model states per rank, elements on the wire, and what a step takes.
 
-Ψ parameters, W ranks, K micro-batches per step. An accounting says how many bytes each kind takes per parameter:
+Ψ parameters, W ranks, K micro-batches per step. An accounting says how many bytes each kind takes per parameter; these
+are the textbook's states. The engine holds less under zero3: the 16-bit weights are cast from the fp32 master when
+they are gathered, so that 14Ψ/W rest instead of 16Ψ/W.
 
-| accounting  | weights | grads | master | moments | in all |
-|-------------|---------|-------|--------|---------|--------|
-| `full`      | 2       | 2     | 4      | 8       | 16     |
-| `no-master` | 2       | 2     | 0      | 8       | 12     |
-| `fp32`      | 4       | 4     | 0      | 8       | 16     |
-
-These are the textbook's states. The engine holds less under zero3: the 16-bit weights are cast from the fp32 master
-when they are gathered, so that 14Ψ/W rest instead of 16Ψ/W.
+A rank computes, sends, and moves states to and from the host and the disk, all at once. The longest of these is what a
+step takes at least; of the others, a little shows. This model of time ranks configurations. Seconds are not printed:
+they were compared with measured steps on one machine only, and a step's time depends on kernels and links that no
+option describes. The shares that are printed are those of the rates that were given.
 """
 
 from __future__ import annotations
@@ -17,11 +15,15 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import NamedTuple
 
-from shardwise.config.costs import rank_share, sent, wire_times
+from shardwise.config import Config, costs
 from shardwise.config.presets import PRESETS
 from shardwise.errors import ConfigError
+from shardwise.planning.hardware import Hardware
+from shardwise.planning.workload import ModelSpec, Workload
 
 STAGES = ("zero0", "zero1", "zero2", "zero3")
+EXPOSED = 0.07
+"""What cannot hide under the longest: 3 to 7 % of the sending on an H200 (benchmarks/results, gpu-overlap)."""
 
 
 class Accounting(NamedTuple):
@@ -57,29 +59,95 @@ def state_bytes(preset: str, parameters: int, world_size: int, each: Accounting)
     >>> {kind: float(size) / 1e9 for kind, size in state_bytes("zero1", 8 * 10**9, 5, ACCOUNTINGS["no-master"]).items()}
     {'weights': 16.0, 'grads': 16.0, 'optim': 12.8}
     """
-    placement = PRESETS[preset]
-    return {kind: parameters * getattr(each, kind) * rank_share(own.sharding, world_size) for kind, own in placement}
+    own = {kind: (getattr(each, kind), placed.sharding) for kind, placed in PRESETS[preset]}
+    return {kind: parameters * size * costs.rank_share(cut, world_size) for kind, (size, cut) in own.items()}
 
 
 def total_bytes(preset: str, parameters: int, world_size: int, each: Accounting) -> Fraction:
-    """Model states of a rank.
-
-    >>> float(total_bytes("zero3", 130 * 10**9, 128, ACCOUNTINGS["full"]) / 10**9)
-    16.25
-    """
+    """Model states of a rank."""
     return sum(state_bytes(preset, parameters, world_size, each).values(), Fraction(0))
 
 
 def saving(preset: str, world_size: int, each: Accounting) -> Fraction:
-    """How many times less a rank holds than under zero0.
-
-    >>> float(saving("zero1", 10**9, ACCOUNTINGS["full"])) > 3.99
-    True
-    """
+    """How many times less a rank holds than under zero0."""
     return total_bytes("zero0", 1, world_size, each) / total_bytes(preset, 1, world_size, each)
 
 
 def wire_elements(preset: str, trainable: int, frozen: int, world_size: int, accumulation: int) -> int:
     """Elements that a rank sends per step, at most: contract C3."""
-    times = wire_times(PRESETS[preset], accumulation)
-    return sent(sum(times) * trainable + times.gathers * frozen, world_size)
+    times = costs.wire_times(PRESETS[preset], accumulation)
+    return costs.sent(sum(times) * trainable + times.gathers * frozen, world_size)
+
+
+class Moved(NamedTuple):
+    """Bytes that a rank brings to its device in a step, and takes back."""
+
+    up: int
+    down: int
+
+
+def operations(model: ModelSpec, workload: Workload) -> int:
+    """Of one rank's step: 2 a weight and token forward, twice that backward (once for what is frozen), attention."""
+    of = model.dimensions
+    active = of.active_parameters if of else model.parameters
+    passes = (3 if model.trainable > model.frozen else 2) + workload.checkpointing
+    attention = of.layers * of.heads * of.head_dim * workload.sequence if of else 0
+    return 2 * passes * (active + attention) * workload.tokens * workload.accumulation
+
+
+def sent_bytes(preset: str, model: ModelSpec, workload: Workload, world_size: int) -> int:
+    """By a rank in a step, at most."""
+    elements = wire_elements(preset, model.trainable, model.frozen, world_size, workload.accumulation)
+    return costs.DTYPE_BYTES[workload.precision] * elements
+
+
+def moved_bytes(config: Config, trainable: int, frozen: int, world_size: int) -> Moved:
+    """Between a rank's device and the tiers below it: `trainable` elements whose states rest there.
+
+    States come up for the update and go down again. Gradients go down as they are made; where several micro-batches are
+    added up, each but the first is preceded by what is there. Weights that rest elsewhere are brought for every gather,
+    of which one is the update's.
+    """
+    count, placement = config.batch.accumulation, config.placement
+    away = {part.kind: part.bytes_each for part in costs.resting(config) if part.tier != "device"}
+    # fp32 weights that rest off the device are the master, which the update brings and takes back.
+    states = sum(away.get(kind, 0) for kind in ("weights", "master", "moments"))
+    grads = costs.gradient_bytes(config) if placement.grads.tier != "device" else 0
+    up = down = states + grads * count
+    weights, frozen_each = 0, 0
+    if placement.weights.tier != "device":
+        weights = costs.MASTER_BYTES * (2 * count - 1)
+        frozen_each = 2 * count * costs.weight_bytes(config)
+    return Moved(((up + weights) * trainable + frozen_each * frozen) // world_size, down * trainable // world_size)
+
+
+def wire_s(sent: int, on: Hardware) -> float:
+    """Of what a rank sends, the same to every other: within its node, and through the link that the node shares."""
+    rates, each = on.rates.or_typical(), on.gpus // on.nodes
+    outside = sent * (on.gpus - each) / max(1, on.gpus - 1)
+    return max((sent - outside) / rates["gpu_link"], outside * each / rates["node_link"])
+
+
+def compute_s(model: ModelSpec, workload: Workload, on: Hardware) -> float:
+    return operations(model, workload) / on.rates.or_typical()["operations"]
+
+
+def wire_share(preset: str, model: ModelSpec, workload: Workload, on: Hardware) -> float | None:
+    """Time of sending over time of computing; None where the machine's rates were not given."""
+    rates = on.rates
+    link = rates.gpu_link if on.nodes == 1 else rates.gpu_link and rates.node_link
+    if rates.operations is None or link is None:
+        return None
+    return wire_s(sent_bytes(preset, model, workload, on.gpus), on) / compute_s(model, workload, on)
+
+
+def cost_s(preset: str, model: ModelSpec, workload: Workload, on: Hardware, moved: Moved) -> float:
+    """A step, about: for ranking alone."""
+    rates, each = on.rates.or_typical(), on.gpus // on.nodes
+    parts = [
+        compute_s(model, workload, on),
+        wire_s(sent_bytes(preset, model, workload, on.gpus), on),
+        max(moved.up, moved.down) / rates["host_link"],
+        (moved.up + moved.down) * each / rates["disk"] if "nvme" in preset else 0.0,
+    ]
+    return max(parts) + EXPOSED * (sum(parts) - max(parts))

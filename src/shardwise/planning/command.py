@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,105 +14,72 @@ import typer
 from rich.console import Console
 
 from shardwise.config import Config
-from shardwise.config.presets import NVME_FOLDER, PRESETS, STAGES
+from shardwise.config.presets import NVME_FOLDER, PRESETS, STAGES, offloaded
 from shardwise.errors import ConfigError
 from shardwise.planning import arithmetic, report, search
 from shardwise.planning import hardware as machines
-from shardwise.planning.hardware import Hardware, Rates
+from shardwise.planning.hardware import Hardware
 from shardwise.planning.planner import plan
 from shardwise.planning.report import Plan
-from shardwise.planning.workload import DEFAULT_TARGETS, Workload, find_model
+from shardwise.planning.workload import DEFAULT_TARGETS, ModelSpec, Workload, find_model
 from shardwise.sizes import parse_bytes, parse_count
 
+_SIZES = {"gpu_memory": "gpu_bytes", "host_memory": "host_bytes", "disk": "disk_bytes"}
+_RATES = {"gpu_link": "gpu_link", "node_link": "node_link", "host_link": "host_link", "disk_rate": "disk"}
 _DEEPSPEED_TIERS = {"host": "cpu", "disk": "nvme"}
 
 
-@dataclass(frozen=True)
-class Output:
-    """What to print or write besides the table."""
+def _read(options: Mapping[str, Any], names: Mapping[str, str], read: Callable[[Any], Any]) -> dict[str, Any]:
+    """The values of those options that are given, by the new name that `names` has for each.
 
-    as_json: bool = False
-    explains: bool = False
-    searches: bool = False
-    accounting: str | None = None
-    emit: Path | None = None
-    plot: Path | None = None
-
-
-def size(text: str | None, option: str) -> int | None:
-    """Bytes; a ConfigError names the option."""
-    if text is None:
-        return None
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise ConfigError(f"{option} {text}: {error}") from None
+    A ConfigError names the option that `read` refuses.
+    """
+    values = {}
+    for option, name in names.items():
+        if (given := options[option]) is not None:
+            try:
+                values[name] = read(given)
+            except ValueError as error:
+                raise ConfigError(f"--{option.replace('_', '-')} {given}: {error}") from None
+    return values
 
 
-def count(text: str | None, option: str) -> int | None:
-    """A number of parameters; a ConfigError names the option."""
-    if text is None:
-        return None
-    try:
-        return parse_count(text)
-    except ValueError as error:
-        raise ConfigError(f"{option} {text}: {error}") from None
+def _operations(tflops: float) -> float:
+    if not 0 < tflops < float("inf"):
+        raise ValueError("more than 0 is needed")
+    return tflops * 1e12
 
 
-def rate(text: str | None, option: str) -> float | None:
+def _rate(text: str) -> float:
     """Bytes per second: of 50GB/s, or of 400Gb/s, which are bits."""
-    if text is None:
-        return None
     amount = re.sub(r"(/s|ps)$", "", text.strip())
     bits = re.fullmatch(r"(.*[kKMGT])b(it)?", amount)
-    try:
-        found = parse_bytes(bits[1] + "B" if bits else amount)
-    except ValueError:
-        found = 0
-    if not found:
-        raise ConfigError(f"{option} {text}: expected bytes or bits a second, such as 50GB/s or 400Gb/s")
-    return found / 8 if bits else float(found)
+    with contextlib.suppress(ValueError):
+        if found := parse_bytes(bits[1] + "B" if bits else amount):
+            return found / 8 if bits else float(found)
+    raise ValueError("expected bytes or bits a second, such as 50GB/s or 400Gb/s")
 
 
-def rates(
-    tflops: float | None, gpu_link: str | None, node_link: str | None, host_link: str | None, disk_rate: str | None
-) -> Rates:
-    """The machine's rates, as far as they are given."""
-    if tflops is not None and not 0 < tflops < float("inf"):
-        raise ConfigError(f"--tflops {tflops}: more than 0 is needed")
-    return Rates(
-        operations=None if tflops is None else tflops * 1e12,
-        gpu_link=rate(gpu_link, "--gpu-link"),
-        node_link=rate(node_link, "--node-link"),
-        host_link=rate(host_link, "--host-link"),
-        disk=rate(disk_rate, "--disk-rate"),
-    )
-
-
-def hardware(
-    gpus: int | None,
-    gpu_memory: str | None,
-    host_memory: str | None,
-    disk: str | None,
-    nodes: int,
-    here: bool,
-    given_rates: Rates,
-) -> Hardware:
+def _hardware(options: Mapping[str, Any]) -> Hardware:
     """The machine that the options describe. With `here` it is this machine, except for what the options replace."""
-    base = machines.here() if here else Hardware()
-    known = {name: value for name, value in asdict(given_rates).items() if value is not None}
-    base = replace(base, rates=replace(base.rates, **known))
-    given: dict[str, Any] = {
-        "gpus": gpus,
-        "gpu_bytes": size(gpu_memory, "--gpu-memory"),
-        "host_bytes": size(host_memory, "--host-memory"),
-        "disk_bytes": size(disk, "--disk"),
-    }
-    return replace(base, nodes=nodes, **{name: value for name, value in given.items() if value is not None})
+    rates = _read(options, {"tflops": "operations"}, _operations) | _read(options, _RATES, _rate)
+    sizes = _read(options, _SIZES, parse_bytes) | _read(options, {"gpus": "gpus"}, int)
+    base = machines.here() if options["here"] else Hardware()
+    return replace(base, nodes=options["nodes"], rates=replace(base.rates, **rates), **sizes)
 
 
-def lora(rank: int | None, targets: str | None) -> tuple[int, tuple[str, ...]] | None:
-    """Rank and targets of adapters, if there are any."""
+def _workload(options: Mapping[str, Any], gpus: int) -> Workload:
+    workload = Workload(
+        sequence=options["seq"],
+        accumulation=options["accumulate"],
+        lora=_lora(options["lora"], options["lora_targets"]),
+        **{name: options[name] for name in ("micro_batch", "precision", "optimizer", "checkpointing")},
+    )
+    total = options["global_batch"]
+    return workload if total is None else workload.for_global_batch(total, gpus)
+
+
+def _lora(rank: int | None, targets: str | None) -> tuple[int, tuple[str, ...]] | None:
     if rank is None:
         if targets:
             raise ConfigError("--lora-targets needs --lora RANK")
@@ -123,36 +90,29 @@ def lora(rank: int | None, targets: str | None) -> tuple[int, tuple[str, ...]] |
     return rank, names
 
 
-def run(
-    model: str | None,
-    params: str | None,
-    on: Hardware,
-    workload: Workload,
-    presets: str | None,
-    detailed: bool | None,
-    output: Output,
-) -> None:
-    """Plan, print, and write the requested files."""
-    parameters = count(params, "--params")
-    if output.accounting is not None:
-        _show_states(model, parameters, on, workload, output)
+def run(options: Mapping[str, Any]) -> None:
+    """Plan, print, and write the requested files. `options` has the arguments of the command by name."""
+    on = _hardware(options)
+    workload = _workload(options, on.gpus)
+    model, params = options["model"], _read(options, {"params": "params"}, parse_count).get("params")
+    if options["accounting"] is not None:
+        _show_states(find_model(model, params, workload), on, options["accounting"], options["json"])
         return
-    named = {"presets": [name.strip() for name in presets.split(",")]} if presets else {}
-    made = plan(model, params=parameters, hardware=on, workload=workload, detailed=detailed, **named)
-    found = search.search(made.model, workload, on) if output.searches else None
-    if output.as_json:
+    presets = [name.strip() for name in options["presets"].split(",")] if options["presets"] else tuple(PRESETS)
+    detailed = options["detailed"]
+    made = plan(model, params=params, hardware=on, workload=workload, presets=presets, detailed=detailed)
+    found = search.search(made.model, workload, on) if options["search"] else None
+    if options["json"]:
         more = {} if found is None else {"search": [asdict(each) for each in found]}
         typer.echo(json.dumps({**made.to_dict(), **more}, indent=1))
     else:
-        _show(made, found, output)
-    if output.emit is not None:
-        for line in emit(made, output.emit, found):
-            typer.echo(f"{output.emit}: {line}", err=True)
-    if output.plot is not None:
-        from shardwise.planning.plot import draw
-
-        with _writing("--plot", output.plot):
-            draw(made, output.plot)
+        _show(made, found, options["explain"])
+    if (path := options["emit"]) is not None:
+        for line in emit(made, path, found):
+            typer.echo(f"{path}: {line}", err=True)
+    if (path := options["plot"]) is not None:
+        with _writing("--plot", path):
+            report.draw(made, path)
 
 
 def _console() -> Console:
@@ -160,27 +120,23 @@ def _console() -> Console:
     return console if console.is_terminal else Console(width=report.WIDTH)
 
 
-def _show(made: Plan, found: list[search.Candidate] | None, output: Output) -> None:
+def _show(made: Plan, found: list[search.Candidate] | None, explains: bool) -> None:
     console = _console()
     console.print(report.render(made))
     if found is not None:
         console.print(search.render(found))
-    if output.explains:
+    if explains:
         typer.echo("\n" + report.explain(made))
 
 
-def _show_states(model: str | None, parameters: int | None, on: Hardware, workload: Workload, output: Output) -> None:
-    assert output.accounting is not None
-    each = arithmetic.accounting(output.accounting)
-    known = find_model(model, parameters, workload)
-    if output.as_json:
-        states = {
-            preset: float(arithmetic.total_bytes(preset, known.parameters, on.gpus, each))
-            for preset in arithmetic.STAGES
-        }
-        typer.echo(json.dumps({"accounting": output.accounting, "state_bytes": states}, indent=1))
-        return
-    _console().print(report.states(known.parameters, on.gpus, each, output.accounting))
+def _show_states(model: ModelSpec, on: Hardware, name: str, as_json: bool) -> None:
+    each = arithmetic.accounting(name)
+    sizes = {preset: arithmetic.total_bytes(preset, model.parameters, on.gpus, each) for preset in arithmetic.STAGES}
+    if as_json:
+        states = {preset: float(size) for preset, size in sizes.items()}
+        typer.echo(json.dumps({"accounting": name, "state_bytes": states}, indent=1))
+    else:
+        _console().print(report.states(model.parameters, on.gpus, each, name, sizes))
 
 
 def emit(plan: Plan, path: Path, found: Sequence[search.Candidate] | None = None) -> list[str]:
@@ -190,13 +146,13 @@ def emit(plan: Plan, path: Path, found: Sequence[search.Candidate] | None = None
     """
     if not path.absolute().parent.is_dir():
         raise ConfigError(f"--emit {path}: there is no folder {path.absolute().parent}")
+    workload = plan.workload
     if found:
-        workload = found[0].workload(plan.workload)
+        workload = found[0].workload(workload)
         settings = deepspeed_settings(workload, found[0].preset, found[0].device_memory)
     elif plan.advice.preset is None or found is not None:
         raise ConfigError(f"--emit {path}: {plan.advice.reason}")
     else:
-        workload = plan.workload
         settings = deepspeed_settings(workload, plan.advice.preset)
     Config.load(settings)
     with _writing("--emit", path):
@@ -224,9 +180,7 @@ def _left_to_do(workload: Workload) -> Iterator[str]:
 def deepspeed_settings(workload: Workload, preset: str, device_memory: int | None = None) -> dict[str, Any]:
     """The settings of `preset` under DeepSpeed's keys."""
     placement = PRESETS[preset]
-    shardings = [(row.weights.sharding, row.grads.sharding, row.optim.sharding) for row in STAGES]
-    own = (placement.weights.sharding, placement.grads.sharding, placement.optim.sharding)
-    zero: dict[str, Any] = {"stage": shardings.index(own)}
+    zero: dict[str, Any] = {"stage": STAGES.index(offloaded(placement))}  # the row with all kinds on the device
     for key, kind in (("offload_optimizer", placement.optim), ("offload_param", placement.weights)):
         if kind.tier != "device":
             zero[key] = {"device": _DEEPSPEED_TIERS[kind.tier], "pin_memory": True}

@@ -8,6 +8,7 @@ a measurement would: every buffer of the engine, every activation that autograd 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -30,13 +31,11 @@ from shardwise.models.loading import arguments, loss_of
 from shardwise.observe import StorageObserver
 from shardwise.observe.labels import Labelling, by_kind
 from shardwise.offload.pinned import HostMemory
-from shardwise.planning.estimate import CATEGORIES
+from shardwise.planning.estimate import CATEGORIES, Estimate
 from shardwise.planning.fakes import Fakes
 from shardwise.planning.kernels import CPU, Kernels, cuda, replacing
 from shardwise.planning.workload import ModelSpec, Workload
 from shardwise.tensors import map_tensors
-
-LOGITS = "logits"
 
 
 class Untraceable(Exception):
@@ -59,19 +58,14 @@ class Scenario:
 
 
 @dataclass(frozen=True)
-class Foreseen:
-    """Memory and traffic of one rank.
+class Foreseen(Estimate):
+    """Memory and traffic of one rank; `peak_bytes` is the peak on the device in a step after the first.
 
-    peak_bytes     the peak on the device in a step after the first; `categories` add up to it
     startup_bytes  the peak while the whole model is built on the device, sharded, and takes its first steps
-    tiers          bytes on `host` and `disk`
-    moved_bytes    bytes of a step from and to these tiers
+    moved_bytes    bytes of a step from and to `tiers`
     """
 
-    peak_bytes: int
-    categories: dict[str, int]
     startup_bytes: int
-    tiers: dict[str, int]
     sent_bytes: dict[str, int]
     moved_bytes: dict[str, int]
     parameters: int
@@ -129,8 +123,7 @@ def _build_decoder(model: ModelSpec, workload: Workload) -> ModelAndData:
 
 def can_dry_run(config: Config) -> bool:
     """Whether all states are in memory: a dry run has no values to write to a file."""
-    placement = config.placement
-    return all(kind.tier != "disk" for kind in (placement.weights, placement.grads, placement.optim))
+    return all(kind.tier != "disk" for _, kind in config.placement)
 
 
 def dry_run(scenario: Scenario) -> Foreseen:
@@ -147,15 +140,17 @@ def dry_run(scenario: Scenario) -> Foreseen:
             _check_fake(model)
             engine = _engine(model, scenario, observer.host)
             labelling.attach_model(observer, engine, scenario.config)
-            train = _Step(engine, make_batch, mode, observer, scenario)
-            warm_steps = _warm_steps(scenario.config)
-            for number in range(warm_steps):
-                train.step(number)
+            batches = _batches(make_batch, mode, scenario.rank)
+            count = scenario.config.batch.accumulation
+            # Later steps are all alike: the first creates the states, and with offload the pool of device buffers
+            # reaches its full size in the second.
+            for _ in range(1 if scenario.config.placement.optim.tier == "device" else 2):
+                _step(engine, batches, observer, count)
             startup_bytes = observer.peak_bytes
             observer.reset_peak()
             engine.comm.sent_bytes.clear()
             engine._offload.streams.moved_bytes.clear()
-            train.step(warm_steps)
+            _step(engine, batches, observer, count)
         return _foreseen(observer, engine, kernels, max(startup_bytes, observer.peak_bytes))
 
 
@@ -291,55 +286,33 @@ class _LogitsLabelling(Labelling):
     def label_new(self, tensor: torch.Tensor) -> str:
         kind = super().label_new(tensor)
         is_wide = self._vocabulary is not None and tensor.ndim > 1 and tensor.shape[-1] == self._vocabulary
-        return LOGITS if is_wide and kind in ("activations", "in flight") else kind
+        return "logits" if is_wide and kind in ("activations", "in flight") else kind
 
 
-def _warm_steps(config: Config) -> int:
-    """Steps before all further ones are alike: the first creates the states, and with offload the pool of device
-    buffers reaches its full size in the second."""
-    return 1 if config.placement.optim.tier == "device" else 2
+def _step(engine: Engine, batches: Iterator[dict[str, Any]], observer: _DryObserver, count: int) -> None:
+    """A step of `count` micro-batches, in the training loop that `shardwise compare` measures."""
+    total = torch.zeros(())
+    for _ in range(count):
+        loss = loss_of(engine(**next(batches)))
+        engine.backward(loss)
+        total += loss.detach() / count
+        del loss
+        observer.is_updating = True
+        engine.step()
+        observer.is_updating = False
 
 
-class _Step:
-    """The training loop that `shardwise compare` measures."""
+def _batches(make_batch: MakeBatch, mode: FakeTensorMode, rank: int) -> Iterator[dict[str, Any]]:
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor)
 
-    def __init__(
-        self, engine: Engine, make_batch: MakeBatch, mode: FakeTensorMode, observer: _DryObserver, scenario: Scenario
-    ) -> None:
-        self._engine = engine
-        self._make_batch = make_batch
-        self._mode = mode
-        self._observer = observer
-        self._rank = scenario.rank
-        self._count = scenario.config.batch.accumulation
-
-    def step(self, number: int) -> None:
-        total = torch.zeros(())
-        for micro in range(self._count):
-            loss = loss_of(self._engine(**self._batch(number * self._count + micro)))
-            self._engine.backward(loss)
-            total += loss.detach() / self._count
-            del loss
-            self._update()
-
-    def _update(self) -> None:
-        self._observer.is_updating = True
-        self._engine.step()
-        self._observer.is_updating = False
-
-    def _batch(self, number: int) -> dict[str, Any]:
-        batch = arguments(self._make_batch, self._rank, number)
-        moved: dict[str, Any] = map_tensors(
-            batch, lambda tensor: tensor if isinstance(tensor, FakeTensor) else self._mode.from_tensor(tensor)
-        )
-        return moved
+    return (map_tensors(arguments(make_batch, rank, number), fake) for number in itertools.count())
 
 
 def _engine(model: nn.Module, scenario: Scenario, host: HostMemory) -> Engine:
     config = scenario.config
     params = [param for param in model.parameters() if param.requires_grad]
-    section = config.optimizer
-    optimizer = section.build(params) if section is not None else torch.optim.AdamW(params, lr=1e-3)
+    optimizer = config.optimizer.build(params) if config.optimizer else torch.optim.AdamW(params, lr=1e-3)
     comm = DryComm(scenario.rank, scenario.world_size, scenario.kernels.name)
     return Engine(model, optimizer, config, comm, host)
 
@@ -351,7 +324,6 @@ def _foreseen(observer: _DryObserver, engine: Engine, kernels: Kernels, startup_
     params = [*engine.module.parameters()]
     tier_bytes = engine.report().tier_peak_bytes
     return Foreseen(
-        peak_bytes=observer.peak_bytes + kernels.overhead_bytes,
         categories={name: split.get(name, 0) for name in CATEGORIES},
         startup_bytes=startup_bytes + kernels.overhead_bytes,
         tiers={tier: size for tier in ("host", "disk") if (size := tier_bytes.get(tier))},

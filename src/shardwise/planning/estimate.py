@@ -10,7 +10,7 @@ A peak falls on one of three moments, and the highest counts:
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 
 import torch
@@ -20,22 +20,22 @@ from shardwise.config.costs import offloaded_bytes_each, resting, resting_frozen
 from shardwise.memory.ledger import Ledger
 from shardwise.models.dimensions import Dimensions
 from shardwise.offload.context import OffloadContext
+from shardwise.planning.kernels import CUBLAS_BYTES
 from shardwise.planning.workload import ModelSpec, Workload
 
 UNKNOWN_LAYERS = 32
 """Into so many units a model is cut of which only the size is known."""
 LOGIT_BYTES = 12
 """Of each logit: in fp32, its log-softmax, and the gradient of that."""
-CUBLAS_BYTES = 64 << 20
 CATEGORIES = ("weights", "grads", "master", "moments", "in flight", "activations", "logits", "overhead")
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Device bytes of a rank at its peak by category; what rests on other tiers, of one rank."""
+    """Device bytes of a rank at its peak by category, and what rests on other tiers (host, disk)."""
 
     categories: dict[str, int]
-    tiers: dict[str, int] = field(default_factory=dict)
+    tiers: dict[str, int]
 
     @property
     def peak_bytes(self) -> int:
@@ -45,17 +45,10 @@ class Estimate:
 def estimate(model: ModelSpec, workload: Workload, config: Config, world_size: int) -> Estimate:
     """The peak of one rank under a configuration."""
     sizes = _Sizes(model, workload, config, world_size)
-    held: Counter[str] = Counter()
-    tiers: Counter[str] = Counter()
-    for (kind, tier), size in sizes.at_rest().items():
-        if tier == "device":
-            held[kind] += int(size)
-        else:
-            tiers[tier] += int(size)
-    moments = [sizes.backward_starts(held), sizes.backward_ends(held), sizes.update(held)]
-    highest = max(moments, key=lambda moment: sum(moment.values()))
+    highest = max(sizes.backward_starts(), sizes.backward_ends(), sizes.update(), key=Counter.total)
     highest["overhead"] = CUBLAS_BYTES
-    return Estimate({name: int(highest[name]) for name in CATEGORIES}, dict(tiers))
+    tiers = {tier: size for tier in ("host", "disk") if (size := sizes.at_rest(tier).total())}
+    return Estimate({name: highest[name] for name in CATEGORIES}, tiers)
 
 
 def away_bytes(model: ModelSpec, config: Config, world_size: int) -> list[int]:
@@ -80,46 +73,44 @@ class _Sizes:
         self.model, self.workload, self.config, self.world_size = model, workload, config, world_size
         of = model.dimensions
         self.unit = of.layer_numel() if of else model.parameters // UNKNOWN_LAYERS
-        self.largest = max(self.unit, of.embedding_numel) if of else self.unit
         self.head = of.embedding_numel if of else self.unit
-        if model.frozen:
-            self.trained_unit = model.trainable // (of.layers if of else UNKNOWN_LAYERS)
-        else:
-            self.trained_unit = self.largest
+        self.trained_unit = max(_trained_units(model))
         self._offload = OffloadContext(torch.device("cpu"), Ledger(), config.offload)
         self.item = weight_bytes(config)
         self.layer_bytes = layer_activation_bytes(of, workload, self.item) if of else 0
+        self.input_bytes = workload.tokens * of.hidden * self.item if of else 0
         self.logit_bytes = LOGIT_BYTES * workload.tokens * of.vocabulary if of else 0
 
-    def at_rest(self) -> dict[tuple[str, str], Fraction]:
-        """Bytes by kind and tier: all kinds of trainable parameters, and the weights of frozen ones."""
-        sizes: dict[tuple[str, str], Fraction] = defaultdict(Fraction)
-        for part in resting(self.config):
-            sizes[part.kind, part.tier] += part.rank_bytes(self.model.trainable, self.world_size)
-        for part in resting_frozen(self.config.placement, self.item):
-            sizes[part.kind, part.tier] += part.rank_bytes(self.model.frozen, self.world_size)
-        return sizes
+    def at_rest(self, tier: str = "device") -> Counter[str]:
+        """Bytes on a tier by kind: all kinds of trainable parameters, and the weights of frozen ones."""
+        parts = [(part, self.model.trainable) for part in resting(self.config)]
+        parts += [(part, self.model.frozen) for part in resting_frozen(self.config.placement, self.item)]
+        sizes: dict[str, Fraction] = defaultdict(Fraction)
+        for part, numel in parts:
+            if part.tier == tier:
+                sizes[part.kind] += part.rank_bytes(numel, self.world_size)
+        return Counter({kind: int(size) for kind, size in sizes.items()})
 
     def gathered(self, numel: int) -> int:
         """Weights that are whole beside what rests: two units, where they rest sharded."""
         is_sharded = self.config.placement.weights.sharding == "sharded"
         return (numel + self.unit) * self.item if is_sharded else 0
 
-    def backward_starts(self, held: Counter[str]) -> Counter[str]:
-        moment = Counter(held)
+    def backward_starts(self) -> Counter[str]:
+        moment = self.at_rest()
         moment["weights"] += self.gathered(self.head)
         if self.config.batch.accumulation == 1:
             moment["grads"] = 0
         layers = self.model.dimensions.layers if self.model.dimensions else 0
         if self.workload.checkpointing:
-            moment["activations"] = layers * self._saved_input() + self._saved_input()
+            moment["activations"] = (layers + 1) * self.input_bytes
         else:
-            moment["activations"] = layers * self.layer_bytes + 2 * self._saved_input()
+            moment["activations"] = layers * self.layer_bytes + 2 * self.input_bytes
         moment["logits"] = self.logit_bytes
         return moment
 
-    def backward_ends(self, held: Counter[str]) -> Counter[str]:
-        moment = Counter(held)
+    def backward_ends(self) -> Counter[str]:
+        moment = self.at_rest()
         slots, slot_bytes = self.pool()
         cuts_weights = self.config.placement.weights.sharding == "sharded"
         moment["weights"] += self.gathered(self.unit) + (self.unit * self.item if cuts_weights and slots else 0)
@@ -132,8 +123,8 @@ class _Sizes:
         moment["activations"] = self.layer_bytes
         return moment
 
-    def update(self, held: Counter[str]) -> Counter[str]:
-        moment = Counter(held)
+    def update(self) -> Counter[str]:
+        moment = self.at_rest()
         slots, slot_bytes = self.pool()
         moment["in flight"] = self.owned * (4 if self.item == 2 else 0) + slots * slot_bytes
         return moment
@@ -158,10 +149,6 @@ class _Sizes:
         largest = min(self.owned, self._offload.bucket_numel)
         self._offload.expect(-(-self.owned // self._offload.bucket_numel))
         return self._offload.pool.count, each * largest
-
-    def _saved_input(self) -> int:
-        of = self.model.dimensions
-        return self.workload.tokens * of.hidden * self.item if of else 0
 
 
 def layer_activation_bytes(of: Dimensions, workload: Workload, item: int) -> int:

@@ -8,9 +8,7 @@ it computes each form once; a remembered result is made again in a tenth of that
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
-from dataclasses import dataclass
-from enum import Enum, auto
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -25,28 +23,8 @@ class _NotReusable(Exception):
     """An argument has values that may decide the result, or the result cannot be made again."""
 
 
-@dataclass(frozen=True)
-class _NewTensor:
-    """A tensor with its own storage."""
-
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-
-class _WrittenArgument(Enum):
-    """The result is an argument that the operator writes to."""
-
-    FIRST = auto()
-    OUT = auto()
-
-
-@dataclass(frozen=True)
-class _ResultList:
-    """A list or tuple of results."""
-
-    kind: type
-    each: tuple[Any, ...]
+Remake = Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
+"""Makes the result of an operator again, from arguments of the same form."""
 
 
 class Fakes:
@@ -55,7 +33,7 @@ class Fakes:
     def __init__(self, mode: FakeTensorMode, device: torch.device) -> None:
         self._mode = mode
         self._device = device
-        self._answers: dict[Any, Any] = {}
+        self._remakes: dict[Any, Remake] = {}
         self._attributes: dict[str, Any] = {}
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -68,12 +46,12 @@ class Fakes:
             form = _form(func, args, kwargs)
         except _NotReusable:
             return func(*args, **kwargs)
-        if form in self._answers:
-            return self._remake(self._answers[form], args, kwargs)
+        if form in self._remakes:
+            return self._remakes[form](args, kwargs)
         result = func(*args, **kwargs)
         with contextlib.suppress(_NotReusable):
             if _form(func, args, kwargs) == form:  # otherwise an argument was resized
-                self._answers[form] = self._answer(result, args, kwargs)
+                self._remakes[form] = self._remake(result, args, kwargs)
         return result
 
     def _view(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -86,38 +64,29 @@ class Fakes:
             return self._fake(made)
         return type(made)(self._fake(each) for each in made)
 
-    def _answer(self, result: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """How to make `result` again."""
+    def _remake(self, result: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Remake:
         if isinstance(result, torch.Tensor):
             if args and result is args[0]:
-                return _WrittenArgument.FIRST
+                return lambda args, kwargs: args[0]
             if result is kwargs.get("out"):
-                return _WrittenArgument.OUT
-            return self._fresh(result, (args, kwargs))
+                return lambda args, kwargs: kwargs["out"]
+            return self._remake_storage(result, (args, kwargs))
         if isinstance(result, (list, tuple)):
-            return _ResultList(type(result), tuple(self._answer(each, args, kwargs) for each in result))
+            kind, parts = type(result), [self._remake(each, args, kwargs) for each in result]
+            return lambda args, kwargs: kind(part(args, kwargs) for part in parts)
         if result is None or isinstance(result, int):
-            return result
+            return lambda args, kwargs: result
         raise _NotReusable
 
-    def _fresh(self, result: torch.Tensor, arguments: Any) -> _NewTensor:
+    def _remake_storage(self, result: torch.Tensor, arguments: Any) -> Remake:
         is_plain = result.__class__ is FakeTensor and result.constant is None and result.layout == torch.strided
         is_shared = _address(result) in {_address(leaf) for leaf in tree_leaves(arguments) if torch.is_tensor(leaf)}
         if not is_plain or is_shared or result.device != self._device:
             raise _NotReusable
-        answer = _NewTensor(result.shape, result.stride(), result.dtype)
-        if result.untyped_storage().nbytes() != _empty(answer).untyped_storage().nbytes():
+        form = result.shape, result.stride(), result.dtype
+        if result.untyped_storage().nbytes() != _empty(*form).untyped_storage().nbytes():
             raise _NotReusable
-        return answer
-
-    def _remake(self, answer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if isinstance(answer, _NewTensor):
-            return self._fake(_empty(answer))
-        if isinstance(answer, _ResultList):
-            return answer.kind(self._remake(each, args, kwargs) for each in answer.each)
-        if answer is _WrittenArgument.FIRST:
-            return args[0]
-        return kwargs["out"] if answer is _WrittenArgument.OUT else answer
+        return lambda args, kwargs: self._fake(_empty(*form))
 
     def _fake(self, meta: torch.Tensor) -> FakeTensor:
         """What the constructor of FakeTensor makes, without its checks, which take longer than most operators."""
@@ -159,9 +128,9 @@ def _form_of(value: Any) -> Any:
     return value.__class__, value  # 1 and 1.0 are equal, but give different dtypes
 
 
-def _empty(of: _NewTensor) -> torch.Tensor:
+def _empty(shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     with torch._C._DisableTorchDispatch():
-        return torch.empty_strided(of.shape, of.stride, dtype=of.dtype, device="meta")
+        return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import asdict, dataclass
-from typing import NamedTuple
+
+import torch
 
 from shardwise.errors import ConfigError
+from shardwise.machine import bandwidth, env
 from shardwise.memory.ledger import PAGE_BYTES
 from shardwise.sizes import format_bytes
 
@@ -40,19 +43,9 @@ class Rates:
             if rate is not None and not rate > 0:
                 raise ConfigError(f"the rate {name} is {rate}: more than 0 is needed")
 
-    def or_typical(self) -> KnownRates:
+    def or_typical(self) -> dict[str, float]:
         """These rates, and typical ones for those that are not known: good enough to rank configurations."""
-        return KnownRates(**{**TYPICAL, **{name: rate for name, rate in asdict(self).items() if rate is not None}})
-
-
-class KnownRates(NamedTuple):
-    """Rates that are all known."""
-
-    operations: float
-    gpu_link: float
-    node_link: float
-    host_link: float
-    disk: float
+        return TYPICAL | {name: rate for name, rate in asdict(self).items() if rate is not None}
 
 
 TYPICAL = {"operations": 250e12, "gpu_link": 100e9, "node_link": 50e9, "host_link": 25e9, "disk": 3e9}
@@ -86,25 +79,21 @@ class Hardware:
         """Bytes of a GPU that tensors cannot use."""
         return CONTEXT_BYTES + PAGES_BYTES + (COMMUNICATOR_BYTES if self.gpus > 1 else 0)
 
+    @property
+    def tier_bytes(self) -> dict[str, int]:
+        """Bytes of a node's host and disk, as far as they are known."""
+        sizes = {"host": self.host_bytes, "disk": self.disk_bytes}
+        return {tier: size for tier, size in sizes.items() if size is not None}
+
     def __str__(self) -> str:
         parts = [f"{self.gpus} x {format_bytes(self.gpu_bytes)}"]
         if self.nodes > 1:
             parts.append(f"on {self.nodes} nodes")
-        if self.host_bytes is not None:
-            parts.append(f"host {format_bytes(self.host_bytes)}")
-        if self.disk_bytes is not None:
-            parts.append(f"disk {format_bytes(self.disk_bytes)}")
-        return ", ".join(parts)
+        return ", ".join(parts + [f"{tier} {format_bytes(size)}" for tier, size in self.tier_bytes.items()])
 
 
 def here() -> Hardware:
     """This machine: its GPUs, its host memory, the free disk space of the working folder, and measured links."""
-    import shutil
-
-    import torch
-
-    from shardwise.machine import bandwidth, env
-
     if not torch.cuda.is_available():
         raise ConfigError("--here: torch finds no CUDA device on this machine; give --gpus and --gpu-memory instead")
     smallest = min(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count()))

@@ -14,30 +14,22 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-Scratch = Callable[..., int]
-"""From the arguments of an operator to the bytes that its kernel allocates while it runs."""
-
 
 @dataclass(frozen=True)
 class Kernels:
     """A kind of device.
 
     granularity_bytes  its allocator rounds storages up to a multiple of this
-    workspace_bytes    what its libraries allocate at the first matrix product and keep, by name
+    overhead_bytes     workspaces that its libraries allocate at the first matrix product and keep
     replaced           functions of `torch.nn.functional` that it computes with other operators
-    scratch            bytes that operators allocate while they run
+    scratch            from the arguments of an operator to the bytes that its kernel allocates while it runs
     """
 
     name: str
     granularity_bytes: int = 1
-    workspace_bytes: Mapping[str, int] = field(default_factory=dict)
+    overhead_bytes: int = 0
     replaced: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
-    scratch: Mapping[Any, Scratch] = field(default_factory=dict)
-
-    @property
-    def overhead_bytes(self) -> int:
-        """All workspaces."""
-        return sum(self.workspace_bytes.values())
+    scratch: Mapping[Any, Callable[..., int]] = field(default_factory=dict)
 
 
 @contextlib.contextmanager
@@ -80,9 +72,7 @@ def _attention(
 
 def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
     """One fused kernel that keeps a mask of one byte per element."""
-    if not training or p == 0:
-        return input
-    return _first(torch.native_dropout(input, p, True))
+    return _first(torch.native_dropout(input, p, True)) if training and p else input
 
 
 _COMPOSED_RMS_NORM = F.rms_norm
@@ -129,23 +119,17 @@ def _flash_backward_bytes(grad: torch.Tensor, query: torch.Tensor, key: torch.Te
 
 
 CPU = Kernels("cpu")
+CUBLAS_BYTES = 2 * 32 << 20
+"""cuBLAS keeps one workspace for the thread of the forward and one for that of the backward, on Hopper and later of
+32 MiB each, before of about 8 MiB."""
 
-MIB = 1 << 20
 
-
-def cuda(compute_capability: int = 9) -> Kernels:
-    """CUDA with torch's allocator. cuBLAS keeps one workspace for the thread of the forward and one for that of the
-    backward: 32 MiB each on Hopper and later, about 8 MiB before."""
-    workspace = 32 * MIB if compute_capability >= 9 else 8320 * 1024
-    fused: dict[str, Callable[..., Any]] = {
-        "scaled_dot_product_attention": _attention,
-        "dropout": _dropout,
-        "rms_norm": _rms_norm,
-    }
+def cuda() -> Kernels:
+    """CUDA with torch's allocator."""
     return Kernels(
         name="cuda",
         granularity_bytes=512,
-        workspace_bytes={"cuBLAS, forward": workspace, "cuBLAS, backward": workspace},
-        replaced=fused,
+        overhead_bytes=CUBLAS_BYTES,
+        replaced={"scaled_dot_product_attention": _attention, "dropout": _dropout, "rms_norm": _rms_norm},
         scratch={torch.ops.aten._scaled_dot_product_flash_attention_backward.default: _flash_backward_bytes},
     )

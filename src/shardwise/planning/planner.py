@@ -1,21 +1,39 @@
-"""`shardwise.plan`: the peak of every preset, whether it fits, and the preset to take."""
+"""`shardwise.plan`: the peak of every preset, whether it fits, and the preset to take: the fastest that fits.
+
+Presets are tried in the order of their cost:
+
+zero1     sends no more than plain data parallelism, for any number of micro-batches
+zero2     sends the same with one micro-batch, and one more reduction for each further one
+zero3     sends half as much again, for every micro-batch
+offload   states cross to the host and back once per step
+nvme      and to the disk
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
+from shardwise.config import Config
 from shardwise.config.presets import PRESETS
+from shardwise.engine import initialize
 from shardwise.errors import ConfigError
 from shardwise.machine.launch import cores
-from shardwise.planning.cost import sent_bytes, wire_share
+from shardwise.planning.arithmetic import sent_bytes, wire_share
 from shardwise.planning.dry_run import Foreseen, can_dry_run, foresee_workload
-from shardwise.planning.estimate import CATEGORIES, estimate
+from shardwise.planning.estimate import estimate
 from shardwise.planning.hardware import Hardware
-from shardwise.planning.recommend import PlanRow, advise, headroom, is_supported, judge
-from shardwise.planning.report import Plan
-from shardwise.planning.workload import ModelSpec, Workload, find_model
+from shardwise.planning.report import Advice, Fit, Plan, PlanRow
+from shardwise.planning.workload import DEFAULT_TARGETS, ModelSpec, Workload, find_model, from_dimensions
+from shardwise.sizes import format_bytes
+
+ORDER = ("zero1", "zero2", "zero3", "zero1_offload", "zero2_offload", "zero3_offload", "zero3_nvme")
+LORA_RANK = 16
+DRY_RUN_HEADROOM = 0.03
+"""The fraction of a GPU that must stay free: the error that a dry run may have (`benchmarks/plan_accuracy.py`)."""
+ARITHMETIC_HEADROOM = 0.15
+"""The same for arithmetic; `test_planning_estimate.py` holds arithmetic to the dry run within this."""
 
 
 def plan(
@@ -53,7 +71,7 @@ def _plan(model: ModelSpec, workload: Workload, hardware: Hardware, presets: Seq
     foreseen: dict[str, Foreseen] = {}
     if detailed:
         configs = {preset: workload.config(preset) for preset in presets}
-        possible = [preset for preset in presets if is_supported(configs[preset]) and can_dry_run(configs[preset])]
+        possible = [name for name, config in configs.items() if can_dry_run(config) and not refusal(config)]
         foreseen, failure = _dry_runs(model, workload, hardware.gpus, possible)
         if failure:
             notes.append(f"no dry run: {failure}; the figures come from arithmetic")
@@ -66,22 +84,18 @@ def _plan(model: ModelSpec, workload: Workload, hardware: Hardware, presets: Seq
 def _row(preset: str, model: ModelSpec, workload: Workload, hardware: Hardware, foreseen: Foreseen | None) -> PlanRow:
     config = workload.config(preset)
     found = foreseen or estimate(model, workload, config, hardware.gpus)
-    split = dict(found.categories)
-    split["overhead"] += hardware.reserved_bytes
-    peak = sum(split.values())
+    reserved = hardware.reserved_bytes
+    peak = found.peak_bytes + reserved
     fit = judge(config, peak, found.tiers, hardware, is_dry_run=foreseen is not None)
     return PlanRow(
         preset=preset,
-        categories={name: split.get(name, 0) for name in CATEGORIES},
+        categories={**found.categories, "overhead": found.categories["overhead"] + reserved},
         tiers={tier: size * (hardware.gpus // hardware.nodes) for tier, size in found.tiers.items()},
         wire_bytes=sent_bytes(preset, model, workload, hardware.gpus),
         margin=1 - peak / hardware.gpu_bytes,
-        fits=fit.fits,
         wire_share=wire_share(preset, model, workload, hardware),
-        startup_bytes=foreseen.startup_bytes + hardware.reserved_bytes if foreseen else None,
-        note=fit.note,
-        condition=fit.condition,
-        is_supported=fit.is_supported,
+        startup_bytes=foreseen.startup_bytes + reserved if foreseen else None,
+        **vars(fit),
     )
 
 
@@ -128,3 +142,91 @@ def _dry_runs(
     failure = next((each for each in found if isinstance(each, str)), None)
     foreseen = {preset: each for preset, each in zip(presets, found, strict=True) if not isinstance(each, str)}
     return foreseen, failure
+
+
+def headroom(is_dry_run: bool) -> float:
+    """The fraction of a GPU that must stay free, because predictions have errors."""
+    return DRY_RUN_HEADROOM if is_dry_run else ARITHMETIC_HEADROOM
+
+
+def refusal(config: Config) -> str:
+    """Why this version of the engine cannot train with a configuration; empty if it can."""
+    try:
+        initialize.check_supported(config)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def device_budget(on: Hardware) -> int:
+    """Bytes of a GPU that the engine may use, judged by arithmetic: the value for `offload.device_memory`."""
+    return int((1 - ARITHMETIC_HEADROOM) * on.gpu_bytes) - on.reserved_bytes
+
+
+def judge(config: Config, peak_bytes: int, tiers: Mapping[str, int], on: Hardware, is_dry_run: bool = False) -> Fit:
+    """Whether a rank's `peak_bytes`, reserved bytes included, and its bytes on other `tiers` fit the machine."""
+    if reason := refusal(config):
+        return Fit(fits=False, note=reason, is_supported=False)
+    needed = {tier: size * (on.gpus // on.nodes) for tier, size in tiers.items() if size}
+    known = on.tier_bytes
+    for tier, size in needed.items():
+        if size > known.get(tier, size):
+            return Fit(fits=False, note=f"{tier} memory too small")
+    unknown = [f"the {tier} has {format_bytes(size)}" for tier, size in needed.items() if tier not in known]
+    condition = f"if {' and '.join(unknown)}" if unknown else ""
+    return Fit(fits=peak_bytes <= (1 - headroom(is_dry_run)) * on.gpu_bytes, condition=condition)
+
+
+def advise(rows: Sequence[PlanRow], model: ModelSpec, workload: Workload, hardware: Hardware) -> Advice:
+    """The first preset in `ORDER` that fits."""
+    by_name = {row.preset: row for row in rows}
+    order = [name for name in ORDER if name in by_name] or [row.preset for row in rows]
+    chosen = next((name for name in order if by_name[name].fits), None)
+    if chosen is None:
+        least = min(rows, key=lambda row: (not row.is_supported, row.peak_bytes))
+        shortage = least.note or _shortage(least, hardware)
+        reason = f"nothing fits: {least.preset} needs the least, and {shortage}"
+        return Advice(None, reason + _lora_hint(model, workload, hardware))
+    tried = [by_name[name] for name in order[: order.index(chosen)]]
+    reason = _reason(by_name[chosen], tried, by_name, hardware)
+    offloads = "offload" in chosen or "nvme" in chosen
+    return Advice(chosen, reason + (_lora_hint(model, workload, hardware) if offloads else ""))
+
+
+def _reason(row: PlanRow, tried: Sequence[PlanRow], rows: Mapping[str, PlanRow], hardware: Hardware) -> str:
+    reason = "the fastest that fits"
+    if tried:
+        last = tried[-1]
+        short = last.note or f"needs {format_bytes(last.peak_bytes)} of {format_bytes(hardware.gpu_bytes)}"
+        reason += f": {last.preset}{':' if last.note else ''} {short}"
+    elif hardware.gpus == 1:
+        reason += "; with one GPU there is nothing to shard"
+    elif "zero3" in rows and row.preset != "zero3":
+        more = rows["zero3"].wire_bytes / max(1, row.wire_bytes)
+        saved = max(0, row.peak_bytes - rows["zero3"].peak_bytes)
+        part = f"{saved / hardware.gpu_bytes:.0%} of its memory"
+        reason += f"; zero3 would free {format_bytes(saved)} more per GPU, {part}, and send {more:g} times as much"
+    return reason + (f", {row.condition}" if row.condition else "")
+
+
+def _shortage(row: PlanRow, hardware: Hardware) -> str:
+    if row.margin >= 0:
+        return (
+            f"only {row.margin:.0%} of each GPU would be free: {headroom(row.is_dry_run):.0%} must be, as the figures "
+            "may be off by that"
+        )
+    return f"each GPU has {format_bytes(row.peak_bytes - hardware.gpu_bytes)} too little memory"
+
+
+def _lora_hint(model: ModelSpec, workload: Workload, hardware: Hardware) -> str:
+    """Says if adapters would fit without offload."""
+    if model.dimensions is None or workload.lora is not None:
+        return ""
+    targets = tuple(name for name in DEFAULT_TARGETS if name in model.dimensions.linears())
+    adapted = from_dimensions(model.dimensions, (LORA_RANK, targets))
+    for preset in ("zero2", "zero3"):
+        config = workload.config(preset)
+        needed = estimate(adapted, workload, config, hardware.gpus).peak_bytes + hardware.reserved_bytes
+        if judge(config, needed, {}, hardware).fits:
+            return f". LoRA of rank {LORA_RANK} would fit under {preset}: {format_bytes(needed)} per GPU"
+    return ""

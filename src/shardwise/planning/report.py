@@ -1,10 +1,11 @@
-"""A finished plan: as data, as one table of at most 100 columns, and as the arithmetic behind it."""
+"""A finished plan: as data, as one table of at most 100 columns, as the arithmetic behind it, and as a picture."""
 
 from __future__ import annotations
 
-import dataclasses
 import io
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -15,14 +16,71 @@ from rich.text import Text
 from shardwise.config.costs import formula, resting_kinds, wire_formula
 from shardwise.config.presets import PRESETS
 from shardwise.planning.arithmetic import ACCOUNTINGS, STAGES, Accounting, saving, state_bytes, total_bytes
-from shardwise.planning.estimate import CATEGORIES
+from shardwise.planning.estimate import CATEGORIES, Estimate
 from shardwise.planning.hardware import Hardware
-from shardwise.planning.recommend import Advice, PlanRow
 from shardwise.planning.workload import ModelSpec, Workload
-from shardwise.sizes import format_count
+from shardwise.plotting import check_path, pyplot
+from shardwise.sizes import format_bytes, format_count
 
 WIDTH = 100
 SHORT = {"master": "mast.", "moments": "mom.", "in flight": "flight", "activations": "act.", "overhead": "other"}
+
+COLORS = {
+    "weights": "#3b6fb6",
+    "grads": "#e08a2e",
+    "master": "#2f6e46",
+    "moments": "#7fb685",
+    "in flight": "#b9b9b9",
+    "activations": "#b25a8f",
+    "logits": "#dba6c6",
+    "overhead": "#6b6b6b",
+}
+CAPACITY = "#c03030"
+LONGEST = 3
+"""Bars end at this multiple of the capacity, so that presets that are far too large do not shrink the others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """Whether a configuration fits.
+
+    condition     what must be true of parts of the machine whose size was not given
+    note          why it does not fit, if not for lack of GPU memory
+    is_supported  whether this version of the engine can train with it
+    """
+
+    fits: bool
+    condition: str = ""
+    note: str = ""
+    is_supported: bool = True
+
+
+@dataclass(frozen=True)
+class PlanRow(Fit, Estimate):
+    """One preset of a plan. Bytes of `categories` are of one rank, bytes of `tiers` of one node.
+
+    margin      the free fraction of a GPU's memory
+    wire_share  the time of sending over that of computing, if the machine's rates are known
+    """
+
+    preset: str
+    wire_bytes: int
+    margin: float
+    wire_share: float | None
+    startup_bytes: int | None
+
+    @property
+    def is_dry_run(self) -> bool:
+        """Whether its figures come from a dry run; otherwise they come from arithmetic."""
+        return self.startup_bytes is not None
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The preset to take, or None if nothing fits, and the reason."""
+
+    preset: str | None
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -43,29 +101,15 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
-        of = self.model.dimensions
-        return {
-            "schema": 1,
-            "model": {
-                "name": self.model.name,
-                "parameters": self.model.parameters,
-                "trainable": self.model.trainable,
-                "dimensions": dataclasses.asdict(of) if of else None,
-            },
-            "hardware": dataclasses.asdict(self.hardware),
-            "workload": dataclasses.asdict(self.workload),
-            "mode": self.mode,
-            "rows": [{**dataclasses.asdict(row), "peak_bytes": row.peak_bytes} for row in self.rows],
-            "advice": dataclasses.asdict(self.advice),
-            "notes": self.notes,
-        }
+        data = {"schema": 1, **asdict(self)}
+        del data["model"]["build"]
+        data["rows"] = [{"preset": row.preset, "peak_bytes": row.peak_bytes, **asdict(row)} for row in self.rows]
+        return data
 
     def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=WIDTH)
-        console.print(render(self))
-        file = console.file
-        assert isinstance(file, io.StringIO)
-        return file.getvalue()
+        text = io.StringIO()
+        Console(file=text, width=WIDTH).print(render(self))
+        return text.getvalue()
 
 
 def render(plan: Plan) -> RenderableType:
@@ -73,15 +117,13 @@ def render(plan: Plan) -> RenderableType:
     how = "a dry run of the engine" if plan.mode == "detailed" else "arithmetic"
     if _is_mixed(plan):
         how += " (~ by arithmetic)"
-    parts: list[RenderableType] = [
-        Text(_title(plan), style="bold"),
-        Text(f"Peak of a rank in GB, by {how}; sent by a rank in a step{_share_legend(plan)}\n"),
-        _table(plan),
-        Text(),
-        _advice(plan),
-    ]
-    parts += [Text(f"note: {note}", style="dim") for note in plan.notes]
-    return Group(*parts)
+    legend = f"Peak of a rank in GB, by {how}; sent by a rank in a step"
+    if _has_shares(plan):
+        legend += ",\nand share: the time of sending over that of computing, under which it can hide"
+    advice = f"→ {plan.advice.preset}: {plan.advice.reason}" if plan.advice.preset else plan.advice.reason
+    notes = [Text(f"note: {note}", style="dim") for note in plan.notes]
+    title = Text(_title(plan), style="bold")
+    return Group(title, Text(legend + "\n"), _table(plan), Text(), Text(advice, style="bold"), *notes)
 
 
 def _title(plan: Plan) -> str:
@@ -122,11 +164,6 @@ def _has_shares(plan: Plan) -> bool:
     return any(row.wire_share is not None for row in plan.rows)
 
 
-def _share_legend(plan: Plan) -> str:
-    legend = ",\nand share: the time of sending over that of computing, under which it can hide"
-    return legend if _has_shares(plan) else ""
-
-
 def _share(share: float | None) -> str:
     return "" if share is None else f"{share:.0%}" if share < 10 else f"{share:.0f}x"
 
@@ -147,11 +184,6 @@ def _fits(row: PlanRow) -> str:
     return f"[red]no {why}[/]"
 
 
-def _advice(plan: Plan) -> Text:
-    advice = plan.advice
-    return Text(f"→ {advice.preset}: {advice.reason}" if advice.preset else advice.reason, style="bold")
-
-
 def _gb(size_bytes: int) -> str:
     size = size_bytes / 1e9
     if size < 0.005:
@@ -159,17 +191,15 @@ def _gb(size_bytes: int) -> str:
     return f"{size:.0f}" if size >= 99.95 else f"{size:.1f}" if size >= 0.095 else f"{size:.2f}"
 
 
-def states(parameters: int, world_size: int, each: Accounting, name: str) -> RenderableType:
-    """Model states alone, by one accounting, for all stages."""
+def states(parameters: int, ranks: int, each: Accounting, name: str, sizes: dict[str, Fraction]) -> RenderableType:
+    """Model states alone, by one accounting: their `sizes` for all stages."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for column in ("", "GB a rank", "of zero0"):
         table.add_column(column, justify="right")
-    whole = total_bytes("zero0", parameters, world_size, each)
-    for preset in STAGES:
-        size = total_bytes(preset, parameters, world_size, each)
-        table.add_row(preset, f"{float(size) / 1e9:.4g}", f"1/{float(whole / size):.3g}")
+    for preset, size in sizes.items():
+        table.add_row(preset, f"{float(size) / 1e9:.4g}", f"1/{float(sizes['zero0'] / size):.3g}")
     kinds = f"weights {each.weights} + grads {each.grads} + master {each.master} + moments {each.moments} bytes"
-    title = f"Model states of {format_count(parameters)} parameters on {world_size} ranks, accounting {name}"
+    title = f"Model states of {format_count(parameters)} parameters on {ranks} ranks, accounting {name}"
     return Group(Text(title, style="bold"), Text(kinds), table)
 
 
@@ -194,6 +224,13 @@ What a rank sends in a step, each element to every other rank, so times (W-1)/W:
   zero2          {_SENT["zero2"]} gradients are reduced for every micro-batch; with K = 1 the same 2Ψ
   zero3          {_SENT["zero3"]} weights for the forward, again for the backward, and gradients; per micro-batch
 """
+_BESIDES = """
+What the table counts besides these states:
+  flight   units gathered ahead; gradients that are packed, sent, received and added
+  act.     what the forward keeps for the backward; with checkpointing, every layer's input and one layer
+  logits   12 bytes each: in fp32, their log-softmax, and its gradient
+  other    cuBLAS workspaces, 2 x 32 MiB on Hopper (2 x 8 MiB before); and besides tensors
+           {reserved:.2g} GB for the driver's context, communicators and the allocator's part-filled pages"""
 
 
 def explain(plan: Plan) -> str:
@@ -210,17 +247,61 @@ def explain(plan: Plan) -> str:
         lines.append(f"  {preset:<8}{cells}{float(saving(preset, ranks, each)):>8.3g}x{limit:>9}")
     if plan.model.frozen:
         lines.append(f"Frozen: {plan.model.frozen:,} parameters have only weights, 2 bytes each, sharded under zero3.")
-    lines += ["", *_overheads(plan)]
-    return "\n".join(lines)
+    return "\n".join([*lines, _BESIDES.format(reserved=plan.hardware.reserved_bytes / 1e9)])
 
 
-def _overheads(plan: Plan) -> list[str]:
-    reserved = plan.hardware.reserved_bytes / 1e9
-    return [
-        "What the table counts besides these states:",
-        "  flight   units gathered ahead; gradients that are packed, sent, received and added",
-        "  act.     what the forward keeps for the backward; with checkpointing, every layer's input and one layer",
-        "  logits   12 bytes each: in fp32, their log-softmax, and its gradient",
-        "  other    cuBLAS workspaces, 2 x 32 MiB on Hopper (2 x 8 MiB before); and besides tensors",
-        f"           {reserved:.2g} GB for the driver's context, communicators and the allocator's part-filled pages",
-    ]
+def draw(plan: Plan, path: str | Path) -> None:
+    """Draw the plan into the file `path`."""
+    check_path(path)
+    plt = pyplot()
+    rows, capacity = plan.rows, plan.hardware.gpu_bytes / 1e9
+    figure, axis = plt.subplots(figsize=(10, 1.9 + 0.42 * len(rows)), layout="constrained")
+    lefts = [0.0] * len(rows)
+    for name in CATEGORIES:
+        widths = [row.categories[name] / 1e9 for row in rows]
+        if any(widths):
+            axis.barh(range(len(rows)), widths, left=lefts, height=0.64, color=COLORS[name], label=name)
+        lefts = [left + width for left, width in zip(lefts, widths, strict=True)]
+    axis.axvline(capacity, color=CAPACITY, linewidth=1.4)
+    axis.text(capacity, -0.75, f" {format_bytes(plan.hardware.gpu_bytes)}", color=CAPACITY, fontsize=9)
+    highest = max(row.peak_bytes / 1e9 for row in rows)
+    most = 1.18 * max(capacity, min(highest, LONGEST * capacity))
+    for index, row in enumerate(rows):
+        _label(axis, index, row, row.preset == plan.advice.preset, most)
+    axis.set_yticks(range(len(rows)), [row.preset for row in rows])
+    for label, row in zip(axis.get_yticklabels(), rows, strict=True):
+        label.set_fontweight("bold" if row.preset == plan.advice.preset else "normal")
+    axis.set_ylim(len(rows) - 0.4, -0.95)
+    axis.set_xlim(0, most)
+    axis.set_xlabel("peak of a rank, GB", fontsize=9)
+    axis.spines[["top", "right", "left"]].set_visible(False)
+    axis.tick_params(left=False)
+    axis.grid(axis="x", color="#dddddd", linewidth=0.6)
+    axis.set_axisbelow(True)
+    figure.legend(loc="outside lower left", ncols=8, fontsize=8, frameon=False, columnspacing=1.2, handlelength=1.2)
+    figure.suptitle(f"{plan.model.name} on {plan.hardware}", x=0.01, ha="left", fontweight="bold")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def _label(axis: Any, index: int, row: PlanRow, chosen: bool, most: float) -> None:
+    """Write size and verdict beside the bar, or inside it if it is long."""
+    tiers = "".join(f", {tier} {format_bytes(size)}" for tier, size in row.tiers.items() if size)
+    verdict = "  ← recommended" if chosen else f"  {_verdict(row)}"
+    peak = row.peak_bytes / 1e9
+    size = f"{peak:.0f}" if peak >= 99.5 else f"{peak:.3g}"
+    is_long = peak > 0.8 * most
+    where = (min(peak, most), "right", (-8, 0)) if is_long else (peak, "left", (6, 0))
+    color = CAPACITY if not row.fits else "black"
+    blank = {"facecolor": "white", "edgecolor": "none", "alpha": 0.9, "pad": 1}  # readable over the capacity's line
+    text = f"{size}{tiers}{verdict}".rstrip() + (" →" if peak > most else "")
+    style = {"va": "center", "ha": where[1], "fontsize": 8.5, "color": color, "bbox": blank}
+    axis.annotate(text, (where[0], index), where[2], textcoords="offset points", **style)
+
+
+def _verdict(row: PlanRow) -> str:
+    if not row.is_supported:
+        return "not yet possible"
+    if row.fits:
+        return row.condition.partition(" has")[0] + " is large enough" if row.condition else ""
+    return row.note or ("too tight" if row.margin > 0 else "does not fit")

@@ -1,4 +1,4 @@
-"""The search: the fastest configurations that fit, ranked by `cost`.
+"""The search: the fastest configurations that fit, ranked by the model of time in `arithmetic`.
 
 It varies the preset, the micro-batch and the accumulation, recomputation and, under offload, how many units keep their
 states on the device: as many as fit, by the solver that the engine itself uses.
@@ -13,10 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.engine.residency import stay
-from shardwise.planning.cost import Moved, cost_s, moved_bytes, sent_bytes
+from shardwise.planning.arithmetic import cost_s, moved_bytes, sent_bytes
 from shardwise.planning.estimate import away_bytes, estimate
 from shardwise.planning.hardware import Hardware
-from shardwise.planning.recommend import ORDER, device_budget, judge
+from shardwise.planning.planner import ORDER, device_budget, judge
 from shardwise.planning.workload import ModelSpec, Workload
 from shardwise.sizes import format_bytes
 
@@ -54,66 +54,50 @@ class Candidate:
 def search(model: ModelSpec, workload: Workload, hardware: Hardware, count: int = 5) -> list[Candidate]:
     """The `count` fastest that fit, best first, with as many samples per step as `workload`."""
     samples = workload.micro_batch * workload.accumulation
-    micro_batches = [size for size in range(1, min(samples, LARGEST_MICRO_BATCH) + 1) if samples % size == 0]
-    found = [
-        candidate
-        for preset in ORDER
-        for micro_batch in micro_batches
+    steps = [
+        replace(workload, micro_batch=size, accumulation=samples // size, checkpointing=checkpointing)
+        for size in range(1, min(samples, LARGEST_MICRO_BATCH) + 1)
         for checkpointing in (False, True)
-        if (candidate := _Trial(model, workload, hardware, preset, micro_batch, checkpointing).candidate())
+        if samples % size == 0
     ]
-    return sorted(found, key=lambda candidate: (candidate.cost, candidate.peak_bytes))[:count]
+    found = [_candidate(model, step, hardware, preset) for preset in ORDER for step in steps]
+    fitting = [candidate for candidate in found if candidate is not None]
+    return sorted(fitting, key=lambda candidate: (candidate.cost, candidate.peak_bytes))[:count]
 
 
-class _Trial:
-    """One configuration that may fit."""
-
-    def __init__(
-        self, model: ModelSpec, given: Workload, on: Hardware, preset: str, micro_batch: int, checkpointing: bool
-    ) -> None:
-        self.model, self.on, self.preset = model, on, preset
-        self.samples = given.micro_batch * given.accumulation
-        self.workload = replace(
-            given, micro_batch=micro_batch, accumulation=self.samples // micro_batch, checkpointing=checkpointing
-        )
-        self.config = self.workload.config(preset)
-
-    def candidate(self) -> Candidate | None:
-        """None if it does not fit, or if all states could stay on the device, as under the preset without offload."""
-        model, on, workload = self.model, self.on, self.workload
-        estimated = estimate(model, workload, self.config, on.gpus)
-        peak = estimated.peak_bytes + on.reserved_bytes
-        units = away_bytes(model, self.config, on.gpus)
-        budget = device_budget(on)
-        staying = stay(units, budget + on.reserved_bytes - peak)
-        if not sum(units):
-            units, staying = [1], 0
-        if staying == len(units):
-            return None
-        staying_bytes = sum(units[:staying])
-        resident = staying_bytes / sum(units)
-        # The host must have room for all states: the engine starts with all of them offloaded, and measures.
-        fit = judge(self.config, peak + staying_bytes, estimated.tiers, on)
-        if not fit.fits:
-            return None
-        moved = self._moved(resident)
-        return Candidate(
-            preset=self.preset,
-            micro_batch=workload.micro_batch,
-            accumulation=workload.accumulation,
-            checkpointing=workload.checkpointing,
-            resident=resident if estimated.tiers else 1.0,
-            device_memory=budget if staying else None,
-            peak_bytes=peak + staying_bytes,
-            sent_bytes_per_sample=sent_bytes(self.preset, model, workload, on.gpus) / self.samples,
-            moved_bytes_per_sample=(moved.up + moved.down) / self.samples,
-            condition=fit.condition,
-            cost=cost_s(self.preset, model, workload, on, moved),
-        )
-
-    def _moved(self, resident: float) -> Moved:
-        away = int(self.model.trainable * (1 - resident))
-        return moved_bytes(self.config, away, self.model.frozen, self.on.gpus)
+def _candidate(model: ModelSpec, workload: Workload, on: Hardware, preset: str) -> Candidate | None:
+    """None if it does not fit, or if all states could stay on the device, as under the preset without offload."""
+    config = workload.config(preset)
+    estimated = estimate(model, workload, config, on.gpus)
+    peak = estimated.peak_bytes + on.reserved_bytes
+    units = away_bytes(model, config, on.gpus)
+    budget = device_budget(on)
+    staying = stay(units, budget + on.reserved_bytes - peak)
+    if not sum(units):
+        units, staying = [1], 0
+    if staying == len(units):
+        return None
+    staying_bytes = sum(units[:staying])
+    resident = staying_bytes / sum(units)
+    # The host must have room for all states: the engine starts with all of them offloaded, and measures.
+    fit = judge(config, peak + staying_bytes, estimated.tiers, on)
+    if not fit.fits:
+        return None
+    moved = moved_bytes(config, int(model.trainable * (1 - resident)), model.frozen, on.gpus)
+    samples = workload.micro_batch * workload.accumulation
+    return Candidate(
+        preset=preset,
+        micro_batch=workload.micro_batch,
+        accumulation=workload.accumulation,
+        checkpointing=workload.checkpointing,
+        resident=resident if estimated.tiers else 1.0,
+        device_memory=budget if staying else None,
+        peak_bytes=peak + staying_bytes,
+        sent_bytes_per_sample=sent_bytes(preset, model, workload, on.gpus) / samples,
+        moved_bytes_per_sample=(moved.up + moved.down) / samples,
+        condition=fit.condition,
+        cost=cost_s(preset, model, workload, on, moved),
+    )
 
 
 def render(candidates: list[Candidate]) -> RenderableType:
@@ -139,11 +123,7 @@ def render(candidates: list[Candidate]) -> RenderableType:
         if moves:
             cells += [f"{each.moved_bytes_per_sample / 1e9:.3g}", f"{each.resident:.0%}"]
         table.add_row(*cells, each.condition)
-    return Group(
-        Text("\nThe fastest that fit, best first; sent and moved are per rank and sample"), table, *_budget(candidates)
-    )
-
-
-def _budget(candidates: list[Candidate]) -> list[RenderableType]:
+    title = Text("\nThe fastest that fit, best first; sent and moved are per rank and sample")
     budgets = {each.device_memory for each in candidates if each.device_memory is not None}
-    return [Text(f"states stay resident under offload.device_memory: {format_bytes(size)}") for size in budgets]
+    notes = [Text(f"states stay resident under offload.device_memory: {format_bytes(size)}") for size in budgets]
+    return Group(title, table, *notes)

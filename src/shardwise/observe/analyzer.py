@@ -32,7 +32,7 @@ from shardwise.engine.engine import Engine
 from shardwise.machine.memory import process_memory
 from shardwise.observe.labels import KINDS, Labelling, by_kind
 from shardwise.observe.storage import StorageObserver
-from shardwise.plotting import check_path, pyplot
+from shardwise.plotting import DARK, RED, check_path, figure
 
 BANDS = ("#dbe6f4", "#f7e6d3", "#dcecdd", "#f0dfe9")
 MOST_NAMES = 40
@@ -210,14 +210,9 @@ class MemoryAnalyzer:
 def draw_timelines(analyzers: Sequence[MemoryAnalyzer], path: str | Path) -> None:
     """Draw several analyzers below each other, with a common scale of bytes."""
     check_path(path)
-    plt = pyplot()
-    figure, axes = plt.subplots(
-        len(analyzers), 1, figsize=(11, 0.8 + 3.2 * len(analyzers)), sharey=True, squeeze=False, layout="constrained"
-    )
-    for axis, analyzer in zip(axes[:, 0], analyzers, strict=True):
-        _draw_timeline(axis, analyzer)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    with figure(path, len(analyzers), 1, (11, 0.8 + 3.2 * len(analyzers)), sharey=True) as (_, axes):
+        for axis, analyzer in zip(axes[:, 0], analyzers, strict=True):
+            _draw_timeline(axis, analyzer)
 
 
 def _draw_timeline(axis: Any, analyzer: MemoryAnalyzer) -> None:
@@ -227,10 +222,10 @@ def _draw_timeline(axis: Any, analyzer: MemoryAnalyzer) -> None:
         color = colors.setdefault(name, BANDS[len(colors) % len(BANDS)])
         axis.axvspan(start, end, color=color, label=name if is_new else None)
     times = [point.time_s for point in analyzer.points]
-    axis.plot(times, [point.allocated_bytes / 1e6 for point in analyzer.points], color="#2f4b6e", marker="o", ms=3)
+    axis.plot(times, [point.allocated_bytes / 1e6 for point in analyzer.points], color=DARK, marker="o", ms=3)
     middles = [(first + second) / 2 for first, second in pairwise(times)]
     peaks = [point.peak_bytes / 1e6 for point in analyzer.points[1:]]
-    axis.plot(middles, peaks, color="#c03030", marker="^", ms=4, linestyle="none", label="peak between points")
+    axis.plot(middles, peaks, color=RED, marker="^", ms=4, linestyle="none", label="peak between points")
     if len(analyzer.points) <= MOST_NAMES:
         inside = {name for name, _, _ in analyzer.phases} | {f"before {name}" for name, _, _ in analyzer.phases}
         for point in analyzer.points:
@@ -239,7 +234,6 @@ def _draw_timeline(axis: Any, analyzer: MemoryAnalyzer) -> None:
     axis.set_title(f"{analyzer.name}: allocated, MB (peak {analyzer.peak_bytes / 1e6:.4g})", loc="left", fontsize=10)
     axis.set_xlabel("seconds", fontsize=8)
     axis.set_ylim(bottom=0)
-    axis.spines[["top", "right"]].set_visible(False)
     axis.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
 
 

@@ -11,6 +11,7 @@ from shardwise.machine import launch
 from shardwise.machine.local_ranks import LocalRanks
 from shardwise.train.folder import RunFolder
 from shardwise.train.job import prepare
+from shardwise.train.metrics import check_tensorboard
 from shardwise.train.options import TrainOptions
 
 DEFAULT_RANKS = 2
@@ -60,11 +61,9 @@ def report(ranks: LocalRanks) -> int:
     if ranks.stop_requests and -signal.SIGTERM in ranks.exit_codes:
         print("stopped before the first step")  # the signal came before the ranks could handle it
         return 0
-    failure = ranks.failure()
-    if failure is None:
-        return 0
-    code, message = failure
-    print(f"error: {message}", file=sys.stderr)
+    code, message = ranks.failure() or (0, "")
+    if code:
+        print(f"error: {message}", file=sys.stderr)
     return code
 
 
@@ -74,14 +73,11 @@ def _check(options: TrainOptions, world_size: int) -> bool:
     folder = RunFolder(options.outputs.out)
     folder.open()
     if options.outputs.tensorboard:
-        from shardwise.train.metrics import check_tensorboard
-
         check_tensorboard()
     if options.outputs.fresh:
         return True
     folder.check(job.identity)
     if (done := folder.finished_steps()) >= job.steps:
         print(f"{folder.root} is finished: {done} steps are done. --steps {2 * done} continues, --fresh starts over.")
-        sys.stdout.flush()
         return False
     return True

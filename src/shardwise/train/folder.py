@@ -6,50 +6,27 @@ import json
 import os
 import shutil
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ConfigError
 
 
-@dataclass(frozen=True)
 class RunFolder:
     """The folder of a run. Only rank 0 writes to it, except for checkpoints and the export."""
 
-    root: Path
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "root", Path(self.root))
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.root / "checkpoints"
-
-    @property
-    def export(self) -> Path:
-        return self.root / "export"
-
-    @property
-    def plot(self) -> Path:
-        return self.root / "plot.png"
-
-    @property
-    def sample(self) -> Path:
-        return self.root / "sample.txt"
-
-    @property
-    def report(self) -> Path:
-        return self.root / "report.txt"
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.checkpoints = root / "checkpoints"
+        self.export = root / "export"
+        self.plot = root / "plot.png"
+        self.sample = root / "sample.txt"
+        self.report = root / "report.txt"
+        self.record = root / "run.json"  # the run's identity and, once it is finished, the number of its steps
 
     def error(self, rank: int) -> Path:
         """The traceback of a rank that failed."""
         return self.root / f"error-rank{rank}.txt"
-
-    @property
-    def record(self) -> Path:
-        """The file with the identity of the run and, once it is finished, the number of its steps."""
-        return self.root / "run.json"
 
     def open(self) -> None:
         """Create the folder and check that it is writable."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,11 +15,12 @@ import torch
 
 from shardwise.comm.comm import Comm
 from shardwise.engine.engine import Engine
+from shardwise.machine.memory import process_memory
 from shardwise.train.data import Indices, SampleLoader, validation_batches
 from shardwise.train.folder import RunFolder
 from shardwise.train.job import TrainJob
-from shardwise.train.memory import MemoryTrace, StepWatch, memory_in_use
-from shardwise.train.metrics import MetricsFiles, PendingMetrics, StepMetrics
+from shardwise.train.memory import MemoryTrace, StepWatch
+from shardwise.train.metrics import MetricsFiles, StepMetrics
 from shardwise.train.screen import Screen
 
 WATCHED = 2
@@ -53,7 +53,8 @@ class TrainLoop:
         self.step = 0
         self.elapsed_s = 0.0
         self.trace: MemoryTrace | None = None
-        self._pending = PendingMetrics()
+        # Losses, norms and rates of recent steps. They stay on the device: reading them makes the host wait for it.
+        self._pending: list[tuple[torch.Tensor, torch.Tensor, float]] = []
         self._mark_s = time.perf_counter()
         self._speed = 0.0
         self._saved_step = 0
@@ -70,12 +71,13 @@ class TrainLoop:
         self._mark_s = time.perf_counter()
         try:
             with contextlib.ExitStack() as stack:
-                watch = None
+                watch: StepWatch | None = None
                 while self.step < self.job.steps and not self._agree_to_stop():
                     if watch is None and self.step >= self.job.steps - WATCHED:
                         self._flush()  # measuring slows steps down: keep them out of the speed
                         self.engine.finish_save()  # and keep the buffers of a save out of the measured memory
-                        watch = stack.enter_context(StepWatch(self.engine))
+                        watch = StepWatch(self.engine)
+                        stack.enter_context(watch)
                     self._train_step(watch)
                     self._after_step()
         finally:
@@ -115,22 +117,23 @@ class TrainLoop:
 
     def _train_step(self, watch: StepWatch | None) -> None:
         losses = torch.zeros((), device=self.process.device)
-        phase = watch.phase if watch is not None else _no_phase
-        with watch.step() if watch is not None else contextlib.nullcontext() as trace:
-            for batch in self.loader.step():
-                inputs, targets = self._move(batch)
-                with phase("forward"):
-                    loss = self.engine(inputs, targets)
-                losses += loss.detach() / self.loader.share.accumulation
-                with phase("backward"):
-                    self.engine.backward(loss)
-                del loss
-                rate = self._rate()
-                with phase("update"):
-                    self.engine.step()
-        self.trace = trace
+        phase = watch.phase if watch is not None else contextlib.nullcontext
+        if watch is not None:
+            watch.begin_step()
+        for batch in self.loader.step():
+            inputs, targets = self._move(batch)
+            with phase("forward"):
+                loss = self.engine(inputs, targets)
+            losses += loss.detach() / self.loader.share.accumulation
+            with phase("backward"):
+                self.engine.backward(loss)
+            del loss
+            rate = self._rate()
+            with phase("update"):
+                self.engine.step()
+        self.trace = watch.end_step() if watch is not None else None
         assert self.engine.grad_norm is not None
-        self._pending.add(losses, self.engine.grad_norm, rate)
+        self._pending.append((losses, self.engine.grad_norm, rate))
         self.step += 1
         self.screen.advance(self.step)
 
@@ -146,11 +149,13 @@ class TrainLoop:
 
     def _flush(self, validate: bool = False) -> None:
         """Average, write and show the metrics of the steps since the last flush. A collective."""
-        count = len(self._pending)
-        if not count:
+        if not self._pending:
             return
-        rates = self._pending.rates
-        losses, norms = self._pending.take(self.comm)
+        losses, norms, rates = zip(*self._pending, strict=True)
+        count, first = len(rates), self.step - len(rates) + 1
+        mean_losses = self.comm.share(torch.stack(losses).double().cpu()).mean(0).tolist()  # in rank order
+        grad_norms = torch.stack(norms).double().tolist()
+        self._pending.clear()
         seconds = time.perf_counter() - self._mark_s
         self.elapsed_s += seconds
         val_loss = self.evaluate() if validate else None
@@ -159,18 +164,18 @@ class TrainLoop:
             self._speed = round(count * self.job.tokens_per_step / max(seconds, 1e-9), 1)
         rows = [
             StepMetrics(
-                step=(step := self.step - count + 1 + index),
+                step=step,
                 tokens=step * self.job.tokens_per_step,
-                loss=losses[index],
-                val_loss=val_loss if index == count - 1 else None,
-                lr=rates[index],
-                grad_norm=norms[index],
+                loss=loss,
+                val_loss=val_loss if step == self.step else None,
+                lr=rate,
+                grad_norm=norm,
                 tokens_per_s=self._speed,
                 memory_bytes=memory[0],
                 peak_bytes=memory[1],
                 time_s=round(self.elapsed_s, 3),
             )
-            for index in range(count)
+            for step, (loss, norm, rate) in enumerate(zip(mean_losses, grad_norms, rates, strict=True), first)
         ]
         if self.metrics is not None:
             self.metrics.add(rows)
@@ -190,6 +195,8 @@ class TrainLoop:
         return rows[:, :-1], rows[:, 1:]
 
 
-@contextlib.contextmanager
-def _no_phase(name: str) -> Iterator[None]:
-    yield
+def memory_in_use(device: torch.device) -> tuple[int, int]:
+    """Bytes now and at the peak: of torch's allocator on a GPU, of the whole process on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+    return process_memory()

@@ -1,34 +1,21 @@
-"""Memory measured from outside: of the process, and of one whole step by kind and time."""
+"""The memory of one whole step, by kind and time, measured from outside."""
 
 from __future__ import annotations
 
-import contextlib
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from shardwise.engine.engine import Engine
-from shardwise.machine.memory import process_memory
 from shardwise.observe.analyzer import MemoryAnalyzer
-
-
-def memory_in_use(device: torch.device) -> tuple[int, int]:
-    """Bytes now and at the peak: of torch's allocator on a GPU, of the whole process on the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
-    return process_memory()
 
 
 @dataclass
 class MemoryTrace:
     """One step in short intervals: when each ended, and the bytes by kind at its peak."""
 
-    times_s: list[float] = field(default_factory=list)
-    kinds: list[dict[str, int]] = field(default_factory=list)
-    phases: list[tuple[str, float, float]] = field(default_factory=list)
+    times_s: list[float]
+    kinds: list[dict[str, int]]
+    phases: list[tuple[str, float, float]]
 
     @property
     def peak_bytes(self) -> int:
@@ -40,53 +27,44 @@ class MemoryTrace:
         return max(self.kinds, key=lambda kinds: sum(kinds.values()))
 
 
-class StepWatch:
-    """Measures the memory of steps of an engine, on every rank.
+class StepWatch(MemoryAnalyzer):
+    """Measures the memory of steps of an engine, on every rank: a point after each module and each gradient.
 
     The optimizer's state gets its label when the optimizer runs, so watch one step before the step that counts.
     """
 
     def __init__(self, engine: Engine) -> None:
-        self._model = engine.module
-        self._analyzer = MemoryAnalyzer(engine)
+        super().__init__(engine)
+        self._hooked = engine.module
         self._handles: list[Any] = []
-        self._trace: MemoryTrace | None = None
-        self._started_s = 0.0
 
-    def __enter__(self) -> StepWatch:
-        self._analyzer.start()
-        for module in self._model.modules():
+    def start(self) -> StepWatch:
+        super().start()
+        for module in self._hooked.modules():
             if next(module.parameters(recurse=False), None) is not None:
-                self._handles.append(module.register_forward_hook(self._note))
-        for param in self._model.parameters():
-            self._handles.append(param.register_post_accumulate_grad_hook(self._note))
+                self._handles.append(module.register_forward_hook(self._on_hook))
+        for param in self._hooked.parameters():
+            self._handles.append(param.register_post_accumulate_grad_hook(self._on_hook))
         return self
 
-    def __exit__(self, *exception: Any) -> None:
+    def stop(self) -> None:
         while self._handles:
             self._handles.pop().remove()
-        self._analyzer.stop()
+        super().stop()
 
-    @contextlib.contextmanager
-    def step(self) -> Iterator[MemoryTrace]:
-        """Watch one step. The trace is complete when the context ends."""
-        self._analyzer.record("before the step")
-        trace = self._trace = MemoryTrace()
-        self._started_s = time.perf_counter()
-        yield trace
-        self._note()
-        self._trace = None
+    def begin_step(self) -> None:
+        """Drop the points of earlier steps."""
+        self.points.clear()
+        self.phases.clear()
+        self.record("before the step")
 
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        self._note()
-        start = time.perf_counter() - self._started_s
-        yield
-        self._note()
-        if self._trace is not None:
-            self._trace.phases.append((name, start, time.perf_counter() - self._started_s))
+    def end_step(self) -> MemoryTrace:
+        """The trace since `begin_step`."""
+        self.record("end of the step")
+        first, *points = self.points
+        times_s = [point.time_s - first.time_s for point in points]
+        phases = [(name, start - first.time_s, end - first.time_s) for name, start, end in self.phases]
+        return MemoryTrace(times_s, [point.peak_kinds for point in points], phases)
 
-    def _note(self, *_: Any) -> None:
-        if self._trace is not None:
-            self._trace.times_s.append(time.perf_counter() - self._started_s)
-            self._trace.kinds.append(self._analyzer.record("").peak_kinds)
+    def _on_hook(self, *_: Any) -> None:
+        self.record("")

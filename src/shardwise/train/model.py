@@ -3,39 +3,34 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from shardwise.models.decoder import NORM_EPSILON, ROTARY_BASE, CausalDecoder
-from shardwise.models.dimensions import Dimensions
 from shardwise.train.shape import Shape
 
 
+@dataclass(frozen=True)
 class HubConfig:
     """Writes `config.json` of an export."""
 
-    def __init__(self, shape: Shape) -> None:
-        self._shape = shape
+    shape: Shape
 
     def to_json_string(self) -> str:
-        return json.dumps(hub_config(self._shape), indent=1) + "\n"
+        return json.dumps(hub_config(self.shape), indent=1) + "\n"
 
 
 class LanguageModel(CausalDecoder):
     """A Llama of a given shape with fresh weights; an export of it loads wherever Llama checkpoints load."""
 
     def __init__(self, shape: Shape) -> None:
-        of = Dimensions("llama", shape.hidden, shape.layers, shape.heads, shape.vocabulary, shape.intermediate)
-        super().__init__(of, fused=False)
+        super().__init__(shape.dimensions, fused=False)
         self.config = HubConfig(shape)
-        self.apply(initialise)
-
-
-def initialise(module: nn.Module) -> None:
-    """Small normal weights, so that the first loss is that of a uniform guess."""
-    if isinstance(module, nn.Linear | nn.Embedding):
-        nn.init.normal_(module.weight, std=0.02)
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)  # small: the first loss is that of a uniform guess
 
 
 def hub_config(shape: Shape) -> dict[str, Any]:
@@ -45,7 +40,7 @@ def hub_config(shape: Shape) -> dict[str, Any]:
         "model_type": "llama",
         "vocab_size": shape.vocabulary,
         "hidden_size": shape.hidden,
-        "intermediate_size": shape.intermediate,
+        "intermediate_size": shape.dimensions.width,
         "num_hidden_layers": shape.layers,
         "num_attention_heads": shape.heads,
         "num_key_value_heads": shape.heads,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from typing import Any, Protocol, TextIO, cast
+from typing import Any, TextIO, cast
 
 from rich.console import Console
 from rich.panel import Panel
@@ -14,14 +14,12 @@ from rich.text import Text
 
 from shardwise.train.metrics import StepMetrics
 
-WIDTH = 100
 
-
-class Screen(Protocol):
-    """Where a run shows its progress."""
+class Screen:
+    """Where a run shows its progress. This one shows nothing, for ranks other than 0."""
 
     def say(self, label: str, text: str) -> None:
-        """A fact, under a short label."""
+        """Show a fact, under a short label."""
 
     def start(self, step: int, steps: int) -> None:
         """Training starts at `step`, of `steps`."""
@@ -30,53 +28,39 @@ class Screen(Protocol):
         """`step` steps are done."""
 
     def show(self, row: StepMetrics, eta_s: float) -> None:
-        """The metrics of a step, and the time left."""
+        """Show the metrics of a step, and the time left."""
 
     def stop(self) -> None:
         """Training ends or pauses."""
 
     def text(self, title: str, text: str) -> None:
-        """A title and several lines of text."""
+        """Show a title and several lines of text."""
 
 
-class SilentScreen:
-    """No output, for ranks other than 0."""
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *args: None
-
-
-class PlainScreen:
+class PlainScreen(Screen):
     """Lines without control codes, for files and pipes."""
 
     def __init__(self) -> None:
         self._steps = 0
 
     def say(self, label: str, text: str) -> None:
-        print(f"{label:<9}{text}", file=surviving(sys.stdout), flush=True)
+        self._print(f"{label:<9}{text}")
 
     def start(self, step: int, steps: int) -> None:
         self._steps = steps
 
-    def advance(self, step: int) -> None:
-        pass
-
     def show(self, row: StepMetrics, eta_s: float) -> None:
         width = len(str(self._steps))
-        print(
-            f"step {row.step:>{width}}/{self._steps}  {_figures(row)}  left {duration(eta_s)}",
-            file=surviving(sys.stdout),
-            flush=True,
-        )
-
-    def stop(self) -> None:
-        pass
+        self._print(f"step {row.step:>{width}}/{self._steps}  {_figures(row)}  left {duration(eta_s)}")
 
     def text(self, title: str, text: str) -> None:
-        print(f"\n--- {title}\n{text.rstrip()}\n---\n", file=surviving(sys.stdout), flush=True)
+        self._print(f"\n--- {title}\n{text.rstrip()}\n---\n")
+
+    def _print(self, text: str) -> None:
+        print(text, file=surviving(sys.stdout), flush=True)
 
 
-class LiveScreen:
+class LiveScreen(Screen):
     """A progress bar with the newest metrics beside it."""
 
     def __init__(self, console: Console) -> None:
@@ -104,7 +88,7 @@ class LiveScreen:
             self._progress.update(self._task, completed=step)
 
     def show(self, row: StepMetrics, eta_s: float) -> None:
-        self._val_loss = row.val_loss if row.val_loss is not None else self._val_loss
+        self._val_loss = self._val_loss if row.val_loss is None else row.val_loss
         if self._progress is not None:
             self._progress.update(self._task, figures=_figures(row, self._val_loss))
 
@@ -144,7 +128,7 @@ def surviving(stream: TextIO) -> TextIO:
 def make_screen(rank: int) -> Screen:
     """The screen for a rank's standard output."""
     if rank != 0:
-        return SilentScreen()
+        return Screen()
     return LiveScreen(Console(file=surviving(sys.stdout))) if sys.stdout.isatty() else PlainScreen()
 
 

@@ -9,17 +9,16 @@ from pydantic import Field, ValidationError, model_validator
 from shardwise.config.sections import Section
 from shardwise.config.values import nearest, one_of
 from shardwise.errors import ConfigError
+from shardwise.models.dimensions import Dimensions
 from shardwise.sizes import format_count
-
-BYTES = 256
-"""The vocabulary size of text, which is read as bytes."""
+from shardwise.train.corpus import BYTES
 
 
 class Shape(Section):
     """The dimensions of a decoder.
 
     >>> Shape(layers=2, hidden=64, heads=2, context=128).parameters
-    124224
+    139584
     """
 
     layers: int = Field(ge=1)
@@ -35,14 +34,14 @@ class Shape(Section):
         return self
 
     @property
-    def intermediate(self) -> int:
-        """The width inside a layer: 8/3 of hidden, a multiple of 32."""
-        return -(-8 * self.hidden // 96) * 32
+    def dimensions(self) -> Dimensions:
+        """Those of a Llama. The width inside a layer is 8/3 of hidden, a multiple of 32."""
+        width = -(-8 * self.hidden // 96) * 32
+        return Dimensions("llama", self.hidden, self.layers, self.heads, self.vocabulary, width)
 
     @property
     def parameters(self) -> int:
-        layer = 4 * self.hidden**2 + 3 * self.hidden * self.intermediate + 2 * self.hidden
-        return self.layers * layer + 2 * self.vocabulary * self.hidden + self.hidden
+        return self.dimensions.parameters
 
     def __str__(self) -> str:
         return (

@@ -24,25 +24,18 @@ class RowFailed(Exception):
 
 
 class RowRanks:
-    """The ranks of one row in fresh processes. Use as a context manager."""
+    """The ranks of one row in fresh processes, which run until `close`."""
 
     def __init__(self, settings: Settings, row: CompareRow) -> None:
-        self.settings = settings
-        self.row = row
         self._ranks = LocalRanks("compare", GRACE_S)
         self._connections: list[Connection] = []
-
-    def __enter__(self) -> RowRanks:
+        threads = launch.threads_per_rank(settings.world_size)
         try:
-            for rank in range(self.settings.world_size):
-                self._start(rank)
+            for rank in range(settings.world_size):
+                self._start(CompareJob(settings, row, rank, str(self._ranks.folder / "store"), threads))
         except BaseException:
-            self.end()
+            self.close()
             raise
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self.end()
 
     def ask(self, verb: str, *arguments: Any, timeout_s: float = TIMEOUT_S) -> list[dict[str, Any]]:
         """Every rank's answer, in rank order. The first failure ends all ranks and raises `RowFailed`."""
@@ -58,27 +51,26 @@ class RowRanks:
         self._check(answers, verb, timeout_s)
         return [answers[rank]["value"] for rank in sorted(answers)]
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Close the pipes, on which the ranks exit, and kill what still runs after a moment."""
         for connection in self._connections:
             connection.close()
         self._ranks.close()
 
-    def _start(self, rank: int) -> None:
-        threads = launch.threads_per_rank(self.settings.world_size)
-        job = CompareJob(self.settings, self.row, rank, str(self._ranks.folder / "store"), threads)
+    def _start(self, job: CompareJob) -> None:
         ours, theirs = Pipe()
         self._connections.append(ours)
-        command = [interpreter(self.row), "-m", "shardwise.compare.worker", job.to_json(), str(theirs.fileno())]
+        ours.send(job)
+        command = [interpreter(job.row), "-m", "shardwise.compare.worker", str(theirs.fileno())]
         self._ranks.start(command, _environment(job), pass_fds=[theirs.fileno()])
         theirs.close()
 
     def _receive(self, answers: dict[int, dict[str, Any]], deadline: float) -> dict[int, dict[str, Any]]:
-        waiting = {id(c): rank for rank, c in enumerate(self._connections) if rank not in answers}
-        ready = wait([c for c in self._connections if id(c) in waiting], timeout=max(0.0, deadline - time.monotonic()))
-        return {waiting[id(connection)]: self._answer(connection, waiting[id(connection)]) for connection in ready}
+        waiting = {connection: rank for rank, connection in enumerate(self._connections) if rank not in answers}
+        ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+        return {rank: self._answer(connection, rank) for connection, rank in waiting.items() if connection in ready}
 
-    def _answer(self, connection: Any, rank: int) -> dict[str, Any]:
+    def _answer(self, connection: Connection, rank: int) -> dict[str, Any]:
         try:
             answer: dict[str, Any] = connection.recv()
         except (EOFError, OSError):
@@ -87,13 +79,13 @@ class RowRanks:
 
     def _check(self, answers: dict[int, dict[str, Any]], verb: str, timeout_s: float) -> None:
         errors = [answer for _, answer in sorted(answers.items()) if "error" in answer]
+        if len(answers) < len(self._connections) or errors:
+            self.close()
         if errors:
-            self.end()
             # An exception says more than the death of a rank that lost its connections because of it.
             first = min(errors, key=lambda answer: answer.get("is_death", False))
             raise (WorkloadError if first["is_input"] else RowFailed)(first["error"])
         if len(answers) < len(self._connections):
-            self.end()
             raise RowFailed(f"no answer to {verb!r} after {timeout_s:g} s")
 
 

@@ -9,15 +9,16 @@ Between turns the processes wait if the memory of all rows fits at once. Otherwi
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from statistics import fmean, median
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardwise.compare import verdict
-from shardwise.compare.job import ALONE, CompareRow, Settings, interpreter
+from shardwise.compare.job import ALONE, CompareRow, Settings, config_for, interpreter
 from shardwise.compare.ranks import RowFailed, RowRanks
 from shardwise.compare.result import Comparison, Run, ratio
+from shardwise.config import Config
 from shardwise.errors import ConfigError
 from shardwise.machine import env
 from shardwise.machine.launch import cores
@@ -25,6 +26,10 @@ from shardwise.machine.memory import host_bytes
 from shardwise.models import loading
 from shardwise.partition.policy import DTYPES
 
+if TYPE_CHECKING:
+    from shardwise.planning.dry_run import Foreseen
+
+T = TypeVar("T")
 TURN_STEPS = 4
 WARM_STEPS = 2
 LEAD_STEPS = 1
@@ -33,26 +38,19 @@ MEMORY_PART = 0.8
 """The part of the free memory that waiting processes may use."""
 
 
-class Progress(Protocol):
-    """Receives what is being done, and how much of the whole is done."""
-
-    def __call__(self, text: str, done: int, total: int) -> None: ...
+Progress = Callable[[str, int, int], object]
+"""Receives what is being done, and how much of the whole is done."""
 
 
-def no_progress(text: str, done: int, total: int) -> None:
-    """Show nothing."""
-
-
-def compare(settings: Settings, rows: Sequence[CompareRow], progress: Progress = no_progress) -> Comparison:
+def compare(settings: Settings, rows: Sequence[CompareRow], progress: Progress = lambda *_: None) -> Comparison:
     """Train the same model on the same data in every row, and measure. Bad input raises a ConfigError."""
     check(settings, rows)
     session = CompareSession(settings, rows, progress)
     session.observe()
     session.time()
-    comparison = session.comparison
-    verdict.mark_wrong(comparison)
-    comparison.made = env.made()
-    return comparison
+    verdict.mark_wrong(session.comparison)
+    session.comparison.made = env.made()
+    return session.comparison
 
 
 def check(settings: Settings, rows: Sequence[CompareRow]) -> None:
@@ -88,7 +86,7 @@ class CompareSession:
         for row in self.rows:
             self._report(f"{row.name}: memory and bytes sent")
             try:
-                with RowRanks(self.settings, row) as ranks:
+                with contextlib.closing(RowRanks(self.settings, row)) as ranks:
                     answers = ranks.ask("observe")
             except RowFailed as failure:
                 self._runs[row].error = str(failure)
@@ -101,11 +99,12 @@ class CompareSession:
 
     def _foresee(self, row: CompareRow) -> None:
         """Predict the peak of a preset's row by a dry run, if one can."""
-        from shardwise.compare.foresight import foresee_peak
+        from shardwise.planning.dry_run import Untraceable
 
         if row.peer is None:
-            peak = foresee_peak(self.settings, row.preset)
-            self._runs[row].predicted_peak_bytes = [peak] * self.settings.world_size if peak is not None else None
+            with contextlib.suppress(Untraceable, ValueError):
+                peak_bytes = foresee_settings(self.settings, row.preset).peak_bytes
+                self._runs[row].predicted_peak_bytes = [peak_bytes] * self.settings.world_size
 
     def time(self) -> None:
         """Step times, losses and weight hashes of every row that has not failed."""
@@ -114,35 +113,19 @@ class CompareSession:
             rows.append(ALONE)
         fits = self._fits_in_memory()
         self.comparison.rounds_in_fresh_processes = not fits
-        timing = (KeptTiming if fits else FreshTiming)(self.settings)
-        with timing:
+        timed = [TimedRow(self.settings, row, keeps_ranks=fits) for row in rows]
+        with contextlib.ExitStack() as stack:
+            for each in timed:
+                stack.callback(each.end)
             for number, steps in enumerate(self._turns):
-                is_last = number == len(self._turns) - 1
-                for row in rotated(rows, number):
-                    if row not in timing.errors:
-                        self._report(f"{row.name}: round {number + 1} of {len(self._turns)}")
-                        timing.turn(row, steps, is_last)
-        for row in rows:
-            self._store_times(row, timing)
-
-    def _store_times(self, row: CompareRow, timing: Timing) -> None:
-        if row == ALONE:
-            self.comparison.alone_step_s_rounds = timing.rounds[row]
-        if row not in self._runs:
-            return
-        run = self._runs[row]
-        run.error = timing.errors.get(row)
-        if run.error is None:
-            run.set_times(timing.rounds[row])
-            run.losses = timing.losses[row]
-            answers = timing.finished[row]
-            run.peak_rss_bytes = [answer["peak_rss_bytes"] for answer in answers]
-            hashes = {answer["weights_sha256"] for answer in answers}
-            run.weights_sha256 = hashes.pop()
-            if hashes and row != ALONE:
-                run.error = "the ranks ended with different weights"
-            if timing.rounds.get(ALONE):
-                run.comm_share = max(0.0, 1 - 1 / ratio(run.step_s_rounds, timing.rounds[ALONE])[0])
+                for each in rotated(timed, number):
+                    if each.error is None:
+                        self._report(f"{each.row.name}: round {number + 1} of {len(self._turns)}")
+                        each.turn(steps, is_last=number == len(self._turns) - 1)
+        alone = self.comparison.alone_step_s_rounds = next((each.rounds for each in timed if each.row == ALONE), [])
+        for each in timed:
+            if each.row in self._runs:
+                each.store(self._runs[each.row], alone)
 
     def _fits_in_memory(self) -> bool:
         if self._host_bytes > MEMORY_PART * host_bytes("MemAvailable"):
@@ -158,71 +141,69 @@ class CompareSession:
         self._done += 1
 
 
-class Timing:
-    """Measured times per row. Subclasses differ in how long the processes live."""
+class TimedRow:
+    """A row in the rounds. With `keeps_ranks`, its processes live from the first round to the last.
 
-    def __init__(self, settings: Settings) -> None:
+    Otherwise every turn starts new processes, which train from the beginning.
+    """
+
+    def __init__(self, settings: Settings, row: CompareRow, keeps_ranks: bool) -> None:
         self.settings = settings
-        self.rounds: dict[CompareRow, list[float]] = defaultdict(list)
-        self.losses: dict[CompareRow, list[float]] = defaultdict(list)
-        self.finished: dict[CompareRow, list[dict[str, Any]]] = {}
-        self.errors: dict[CompareRow, str] = {}
-        self._stack = contextlib.ExitStack()
+        self.row = row
+        self.rounds: list[float] = []
+        self.error: str | None = None
+        self._keeps_ranks = keeps_ranks
+        self._ranks: RowRanks | None = None
+        self._losses: list[float] = []
+        self._finished: list[dict[str, Any]] = []
 
-    def __enter__(self) -> Timing:
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self._stack.close()
-
-    def turn(self, row: CompareRow, steps: int, is_last: bool) -> None:
-        """Train `row` for a few steps. Its failure is recorded, and the other rows continue."""
+    def turn(self, steps: int, is_last: bool) -> None:
+        """Train for a few steps. A failure is recorded, and the other rows continue."""
         try:
-            with self._ranks(row) as (ranks, lead):
-                answers = ranks.ask("steps", lead, steps)
-                self.rounds[row].append(median(map(fmean, zip(*(each["step_s"] for each in answers), strict=True))))
-                self._note_losses(row, list(map(fmean, zip(*(each["losses"] for each in answers), strict=True))))
-                if is_last:
-                    self.finished[row] = ranks.ask("finish")
+            lead = LEAD_STEPS
+            if self._ranks is None:
+                self._ranks, self._losses, lead = RowRanks(self.settings, self.row), [], WARM_STEPS
+                self._ranks.ask("build")
+            answers = self._ranks.ask("steps", lead, steps)
+            self.rounds.append(median(map(fmean, zip(*(each["step_s"] for each in answers), strict=True))))
+            self._losses += map(fmean, zip(*(each["losses"] for each in answers), strict=True))
+            if is_last:
+                self._finished = self._ranks.ask("finish")
         except RowFailed as failure:
-            self.errors[row] = str(failure)
+            self.error = str(failure)
+        if not self._keeps_ranks:
+            self.end()
 
-    def _ranks(self, row: CompareRow) -> contextlib.AbstractContextManager[tuple[RowRanks, int]]:
-        """Ranks that are ready to train, and the number of steps they need to warm up."""
-        raise NotImplementedError
+    def end(self) -> None:
+        """End the processes."""
+        if self._ranks is not None:
+            self._ranks.close()
+            self._ranks = None
 
-    def _note_losses(self, row: CompareRow, losses: list[float]) -> None:
-        self.losses[row] += losses
-
-
-class KeptTiming(Timing):
-    """The processes of a row live from the first round to the last."""
-
-    def __init__(self, settings: Settings) -> None:
-        super().__init__(settings)
-        self._kept: dict[CompareRow, RowRanks] = {}
-
-    @contextlib.contextmanager
-    def _ranks(self, row: CompareRow) -> Iterator[tuple[RowRanks, int]]:
-        if row in self._kept:
-            yield self._kept[row], LEAD_STEPS
-        else:
-            ranks = self._kept[row] = self._stack.enter_context(RowRanks(self.settings, row))
-            ranks.ask("build")
-            yield ranks, WARM_STEPS
+    def store(self, run: Run, alone: list[float]) -> None:
+        """Store the figures, and the share of communication if the times without it are known."""
+        run.error = self.error
+        if run.error is None:
+            run.set_times(self.rounds)
+            run.losses = self._losses
+            run.peak_rss_bytes = [answer["peak_rss_bytes"] for answer in self._finished]
+            hashes = {answer["weights_sha256"] for answer in self._finished}
+            run.weights_sha256 = hashes.pop()
+            if hashes and self.row != ALONE:
+                run.error = "the ranks ended with different weights"
+            if alone:
+                run.comm_share = max(0.0, 1 - 1 / ratio(run.step_s_rounds, alone)[0])
 
 
-class FreshTiming(Timing):
-    """Every turn starts new processes, which train from the beginning."""
+def foresee_settings(settings: Settings, preset: str) -> Foreseen:
+    """A dry run of one preset. Raises `Untraceable`, or a ConfigError as the comparison itself would."""
+    # Here, because every rank loads this package, and ranks foresee nothing.
+    from shardwise.planning.dry_run import Scenario, dry_run
+    from shardwise.planning.kernels import CPU, cuda
 
-    @contextlib.contextmanager
-    def _ranks(self, row: CompareRow) -> Iterator[tuple[RowRanks, int]]:
-        with RowRanks(self.settings, row) as ranks:
-            ranks.ask("build")
-            yield ranks, WARM_STEPS
-
-    def _note_losses(self, row: CompareRow, losses: list[float]) -> None:
-        self.losses[row] = losses
+    config = Config.load(config_for(settings, preset)).for_world_size(settings.world_size)
+    kernels = CPU if settings.device == "cpu" else cuda()
+    return dry_run(Scenario(partial(loading.load, settings.model, "cpu"), config, settings.world_size, kernels))
 
 
 def turns(steps: int) -> Iterator[int]:
@@ -236,9 +217,9 @@ def turns(steps: int) -> Iterator[int]:
         steps -= TURN_STEPS
 
 
-def rotated(rows: Sequence[CompareRow], number: int) -> list[CompareRow]:
+def rotated(rows: Sequence[T], number: int) -> list[T]:
     """The rows in another order each round, so that no row always follows the same one."""
-    start = number % len(rows) if rows else 0
+    start = number % max(1, len(rows))
     return [*rows[start:], *rows[:start]]
 
 

@@ -71,9 +71,10 @@ def compare(
 ) -> None:
     """Train the same model under each preset and with peers, and show memory, bytes and time side by side."""
     from shardwise.compare import Settings, command
+    from shardwise.models.built_in import BUILT_IN
 
     if list_models:
-        typer.echo(command.list_models())
+        typer.echo("\n".join(f"{name:<12}{entry.summary}" for name, entry in BUILT_IN.items()))
         return
     settings = Settings(model, nproc, precision, device, accumulate, clip or None, deterministic, steps)
     command.run(settings, presets, peers, json, plot)

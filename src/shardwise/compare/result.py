@@ -117,32 +117,20 @@ class Comparison:
         return next((run for run in self.runs if run.peer == "ddp" and run.step_s_rounds), self.runs[0])
 
     def to_dict(self) -> dict[str, Any]:
-        settings = dataclasses.asdict(self.settings)
-        alone = self.alone_step_s_rounds
-        return {
-            "schema": SCHEMA,
-            **settings,
-            "parameters": self.parameters,
-            "alone_step_s": median(alone) if alone else None,
-            "alone_step_s_rounds": alone,
-            "rounds_in_fresh_processes": self.rounds_in_fresh_processes,
-            "versions": self.versions,
-            "made": self.made,
-            "runs": [dataclasses.asdict(run) for run in self.runs],
-        }
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Comparison:
-        """Read what `to_dict` wrote."""
-        if data.get("schema") != SCHEMA:
-            raise ConfigError(f"schema {data.get('schema')!r} is not {SCHEMA}: another version wrote the file")
-        settings = Settings(**{each.name: data[each.name] for each in dataclasses.fields(Settings)})
-        own = ("parameters", "alone_step_s_rounds", "rounds_in_fresh_processes", "versions", "made")
-        return cls(settings, [Run(**run) for run in data["runs"]], **{name: data[name] for name in own})
+        data = dataclasses.asdict(self)
+        settings, runs = data.pop("settings"), data.pop("runs")
+        alone = median(self.alone_step_s_rounds) if self.alone_step_s_rounds else None
+        return {"schema": SCHEMA, **settings, "alone_step_s": alone, **data, "runs": runs}
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Comparison:
-        return cls.from_dict(json.loads(Path(path).read_text()))
+        """Read what `save` wrote."""
+        data = json.loads(Path(path).read_text())
+        if data.get("schema") != SCHEMA:
+            raise ConfigError(f"schema {data.get('schema')!r} is not {SCHEMA}: another version wrote the file")
+        settings = Settings(**{each.name: data[each.name] for each in dataclasses.fields(Settings)})
+        own = {each.name: data[each.name] for each in dataclasses.fields(cls) if each.name in data}
+        return cls(**own | {"settings": settings, "runs": [Run(**run) for run in data["runs"]]})

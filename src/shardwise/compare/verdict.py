@@ -33,10 +33,9 @@ def verdicts(comparison: Comparison) -> list[Verdict]:
 
 def mark_wrong(comparison: Comparison) -> None:
     """Mark the peers whose losses differ from ours: their times and bytes belong to another computation."""
-    ours = next((run for run in comparison.runs if run.peer is None and run.losses), None)
-    for run in comparison.runs if ours is not None else ():
-        assert ours is not None
-        if run.peer not in (None, ALONE.peer) and run.losses:
+    ours = next((run for run in _ours(comparison) if run.losses), None)
+    for run in comparison.runs:
+        if ours is not None and run.peer not in (None, ALONE.peer):
             run.wrong = disagreement(run.losses, ours, LOSS_TOLERANCE[comparison.settings.precision])
 
 
@@ -67,18 +66,17 @@ def _bits(comparison: Comparison) -> Iterator[Verdict]:
 
 
 def _inversions(comparison: Comparison) -> Iterator[Verdict]:
-    stages = [
-        run for name in DEFAULT_PRESETS for run in _ours(comparison) if run.preset == name and run.peak is not None
-    ]
+    peaks = {run.preset: run.peak for run in _ours(comparison) if run.peak is not None}
+    stages = [name for name in DEFAULT_PRESETS if name in peaks]
     worse = [
-        f"{higher.name} needs {format_bytes(higher.peak - lower.peak)} more than {lower.name}"
+        f"{higher} needs {format_bytes(peaks[higher] - peaks[lower])} more than {lower}"
         for lower, higher in pairwise(stages)
-        if lower.peak is not None and higher.peak is not None and higher.peak > lower.peak
+        if peaks[higher] > peaks[lower]
     ]
     if worse:
         yield Verdict("memory", False, "upside down: " + "; ".join(worse))
     elif len(stages) > 1:
-        yield Verdict("memory", True, "no inversion: " + " ≥ ".join(run.name for run in stages))
+        yield Verdict("memory", True, "no inversion: " + " ≥ ".join(stages))
 
 
 def _wire(comparison: Comparison) -> Iterator[Verdict]:

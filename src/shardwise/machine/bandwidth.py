@@ -9,6 +9,8 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import permutations
 from pathlib import Path
 
 import torch
@@ -22,8 +24,7 @@ DISK_THREADS = 8
 def host_copy_gbs(copy_bytes: int = COPY_BYTES) -> float:
     """A copy in host memory with all threads: bytes read plus bytes written."""
     source = torch.ones(copy_bytes, dtype=torch.uint8)
-    target = torch.empty_like(source)
-    return 2 * copy_bytes / _best_s(lambda: target.copy_(source)) / 1e9
+    return _gbs(2 * copy_bytes, partial(torch.empty_like(source).copy_, source))
 
 
 def host_device_gbs(copy_bytes: int = COPY_BYTES) -> dict[str, float]:
@@ -32,36 +33,25 @@ def host_device_gbs(copy_bytes: int = COPY_BYTES) -> dict[str, float]:
         return {}
     host = [torch.empty(copy_bytes, dtype=torch.uint8).pin_memory() for _ in range(2)]
     device = [torch.empty(copy_bytes, dtype=torch.uint8, device="cuda") for _ in range(2)]
-    streams = [torch.cuda.Stream() for _ in range(2)]
+    copies = [(device[0], host[0], torch.cuda.Stream()), (host[1], device[1], torch.cuda.Stream())]
 
-    def up() -> None:
-        with torch.cuda.stream(streams[0]):
-            device[0].copy_(host[0], non_blocking=True)
+    def gbs(*ways: int) -> float:
+        def work() -> None:
+            for target, source, stream in (copies[way] for way in ways):
+                with torch.cuda.stream(stream):
+                    target.copy_(source, non_blocking=True)
 
-    def down() -> None:
-        with torch.cuda.stream(streams[1]):
-            host[1].copy_(device[1], non_blocking=True)
+        return _gbs(len(ways) * copy_bytes, work)
 
-    def both() -> None:
-        up()
-        down()
-
-    return {
-        "host to device": copy_bytes / _best_s(up) / 1e9,
-        "device to host": copy_bytes / _best_s(down) / 1e9,
-        "both at once": 2 * copy_bytes / _best_s(both) / 1e9,
-    }
+    return {"host to device": gbs(0), "device to host": gbs(1), "both at once": gbs(0, 1)}
 
 
 def device_links_gbs(copy_bytes: int = COPY_BYTES) -> dict[str, float]:
     """A copy from every GPU to every other."""
     rates = {}
-    for first in range(torch.cuda.device_count()):
-        source = torch.empty(copy_bytes, dtype=torch.uint8, device=f"cuda:{first}")
-        for second in range(torch.cuda.device_count()):
-            if first != second:
-                target = torch.empty(copy_bytes, dtype=torch.uint8, device=f"cuda:{second}")
-                rates[f"cuda:{first} to cuda:{second}"] = copy_bytes / _best_s(_copy(target, source)) / 1e9
+    for pair in permutations(range(torch.cuda.device_count()), 2):
+        source, target = (torch.empty(copy_bytes, dtype=torch.uint8, device=f"cuda:{index}") for index in pair)
+        rates[f"cuda:{pair[0]} to cuda:{pair[1]}"] = _gbs(copy_bytes, partial(target.copy_, source))
     return rates
 
 
@@ -71,7 +61,9 @@ def disk_gbs(folder: Path, size_bytes: int = DISK_BYTES) -> dict[str, float]:
         path = Path(inside) / "data"
         path.touch()
         direct = getattr(os, "O_DIRECT", 0)
-        if not _opens(path, direct):
+        try:
+            os.close(os.open(path, os.O_RDWR | direct))
+        except OSError:
             direct = 0
         how = f"{DISK_THREADS} threads" + (", O_DIRECT" if direct else ", through the page cache")
         rates = {}
@@ -100,19 +92,8 @@ def _disk_s(path: Path, flags: int, transfer: Callable[..., int], size_bytes: in
     return time.perf_counter() - start
 
 
-def _opens(path: Path, flags: int) -> bool:
-    try:
-        os.close(os.open(path, os.O_RDWR | flags))
-    except OSError:
-        return False
-    return True
-
-
-def _copy(target: torch.Tensor, source: torch.Tensor) -> Callable[[], object]:
-    return lambda: target.copy_(source)
-
-
-def _best_s(work: Callable[[], object], repeats: int = 5) -> float:
+def _gbs(size_bytes: int, work: Callable[[], object], repeats: int = 5) -> float:
+    """The rate of the fastest of several repetitions of `work`, which moves `size_bytes`."""
     times = []
     for _ in range(repeats):
         _synchronize()
@@ -120,10 +101,9 @@ def _best_s(work: Callable[[], object], repeats: int = 5) -> float:
         work()
         _synchronize()
         times.append(time.perf_counter() - start)
-    return min(times)
+    return size_bytes / min(times) / 1e9
 
 
 def _synchronize() -> None:
-    if torch.cuda.is_available():
-        for index in range(torch.cuda.device_count()):
-            torch.cuda.synchronize(index)
+    for index in range(torch.cuda.device_count()):
+        torch.cuda.synchronize(index)

@@ -18,15 +18,9 @@ import torch
 
 from shardwise._version import __version__
 from shardwise.errors import ConfigError
-from shardwise.machine.bandwidth import (
-    COPY_BYTES,
-    DISK_BYTES,
-    device_links_gbs,
-    disk_gbs,
-    host_copy_gbs,
-    host_device_gbs,
-)
-from shardwise.machine.launch import SAFE_ISA, bf16_products_work, cores
+from shardwise.machine import bandwidth
+from shardwise.machine.bandwidth import COPY_BYTES, DISK_BYTES
+from shardwise.machine.launch import SAFE_ISA, bf16_products_work, cores, cpu_field
 from shardwise.machine.memory import host_bytes
 from shardwise.sizes import format_bytes
 
@@ -69,10 +63,11 @@ def inspect(
     if disk is not None and not disk.is_dir():
         raise ConfigError(f"--disk {disk}: there is no such folder")
     if measure:
-        found.bandwidth_gbs = {"host memory copy": host_copy_gbs(copy_bytes), **host_device_gbs(copy_bytes)}
-        found.links_gbs = device_links_gbs(copy_bytes)
+        found.bandwidth_gbs = {"host memory copy": bandwidth.host_copy_gbs(copy_bytes)}
+        found.bandwidth_gbs |= bandwidth.host_device_gbs(copy_bytes)
+        found.links_gbs = bandwidth.device_links_gbs(copy_bytes)
         if disk is not None:
-            found.bandwidth_gbs |= disk_gbs(disk, disk_bytes)
+            found.bandwidth_gbs |= bandwidth.disk_gbs(disk, disk_bytes)
     if disk is None:
         found.notes.append("the disk was not measured: name a folder on it with --disk")
     return found
@@ -90,7 +85,8 @@ def versions() -> dict[str, str]:
 
 def hardware() -> dict[str, Any]:
     """Processor, cores, memory and GPUs."""
-    found: dict[str, Any] = {"cpu": _cpu_name(), "cores": cores(), "memory_bytes": host_bytes("MemTotal")}
+    found: dict[str, Any] = {"cpu": cpu_field("model name") or platform.processor() or sys.platform}
+    found |= {"cores": cores(), "memory_bytes": host_bytes("MemTotal")}
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         found[f"cuda:{index}"] = f"{properties.name}, {format_bytes(properties.total_memory)}"
@@ -136,14 +132,6 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or sys.platform
-
-
 def _commit() -> str | None:
     """The commit of the checkout that contains this package, followed by a plus if files differ from it.
 
@@ -151,17 +139,12 @@ def _commit() -> str | None:
     """
     if named := os.environ.get("SHARDWISE_COMMIT"):
         return named
-    folder = Path(__file__).parent
+    command = ["git", "describe", "--always", "--dirty=+", "--abbrev=10"]
     try:
-        text = subprocess.check_output(
-            ["git", "describe", "--always", "--dirty=+", "--abbrev=10"],
-            cwd=folder,
-            text=True,
-            stderr=subprocess.DEVNULL,
-        )
+        found = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
-    return text.strip()
+    return found.stdout.strip()
 
 
 def _shown(value: Any) -> str:

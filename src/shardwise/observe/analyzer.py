@@ -89,7 +89,8 @@ class MemoryAnalyzer:
         self._observer = StorageObserver(self._device, label=self._labelling.label_new)
         self._model = model
         self._optimizer = optimizer
-        self._peak_bytes = 0
+        self.peak_bytes = 0
+        """The most that was allocated at once."""
         self._at_peak: dict[str, int] = {}
         self._started_s: float | None = None
 
@@ -146,11 +147,6 @@ class MemoryAnalyzer:
             self.record(name)
             self.phases.append((name, start, self._now()))
 
-    @property
-    def peak_bytes(self) -> int:
-        """The most that was allocated at once."""
-        return self._peak_bytes
-
     def at_peak(self) -> dict[str, int]:
         """Bytes by kind at the peak."""
         return by_kind(self._at_peak)
@@ -188,23 +184,17 @@ class MemoryAnalyzer:
     def _add(self, name: str) -> MemoryPoint:
         allocated, peak = self._observer.current_bytes, self._observer.peak_bytes
         split = self._observer.breakdown_at_peak
-        if peak >= self._peak_bytes:
-            self._peak_bytes, self._at_peak = peak, split
-        before = self.points[-1].allocated_bytes if self.points else allocated
-        point = MemoryPoint(
-            name, self._now(), allocated, self._reserved_bytes(), allocated - before, peak, by_kind(split)
-        )
-        self.points.append(point)
+        if peak >= self.peak_bytes:
+            self.peak_bytes, self._at_peak = peak, split
+        is_cuda = self._device.type == "cuda"
+        reserved = torch.cuda.memory_reserved(self._device) if is_cuda else process_memory().now_bytes
+        change = allocated - self.points[-1].allocated_bytes if self.points else 0
+        self.points.append(MemoryPoint(name, self._now(), allocated, reserved, change, peak, by_kind(split)))
         self._observer.reset_peak()
-        return point
+        return self.points[-1]
 
     def _now(self) -> float:
         return time.perf_counter() - (self._started_s or 0.0)
-
-    def _reserved_bytes(self) -> int:
-        if self._device.type == "cuda":
-            return torch.cuda.memory_reserved(self._device)
-        return process_memory().now_bytes
 
 
 def draw_timelines(analyzers: Sequence[MemoryAnalyzer], path: str | Path) -> None:

@@ -183,7 +183,9 @@ class StorageObserver(TorchDispatchMode):
         return entry
 
     def _lies_here(self, tensor: torch.Tensor) -> bool:
-        return tensor.device == self.device and not hasattr(tensor, "__tensor_flatten__") and _has_storage(tensor)
+        if tensor.device != self.device or hasattr(tensor, "__tensor_flatten__"):
+            return False
+        return tensor.layout == torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
     def _add(self, storage: torch.UntypedStorage, label: str) -> _Entry:
         entry = _Entry(storage, self._freed.append)
@@ -232,10 +234,6 @@ class StorageObserver(TorchDispatchMode):
         return resize_
 
 
-def _has_storage(tensor: torch.Tensor) -> bool:
-    return tensor.layout == torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-
-
 def _tensors_alive() -> Iterator[torch.Tensor]:
     for thing in gc.get_objects():
         if issubclass(type(thing), torch.Tensor):  # isinstance would load lazy proxies
@@ -243,19 +241,15 @@ def _tensors_alive() -> Iterator[torch.Tensor]:
 
 
 def _tensors_in(things: Iterable[Watchable]) -> Iterator[torch.Tensor]:
-    """The tensors of modules and optimizers with their gradients, and those inside wrappers such as DTensor."""
+    """The tensors of modules and optimizers, and those inside wrappers such as DTensor."""
     for thing in things:
         if isinstance(thing, nn.Module):
             yield from _tensors_in([*thing.parameters(), *thing.buffers()])
         elif isinstance(thing, torch.optim.Optimizer):
-            yield from _tensors_in(_optimizer_tensors(thing))
+            values = (value for state in thing.state.values() for value in state.values())
+            yield from _tensors_in(value for value in values if isinstance(value, torch.Tensor))
         elif hasattr(thing, "__tensor_flatten__"):
             names, _ = thing.__tensor_flatten__()
             yield from _tensors_in(getattr(thing, name) for name in names)
         elif isinstance(thing, torch.Tensor):  # the parts of a DTensor include its mesh
             yield thing
-
-
-def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    for state in optimizer.state.values():
-        yield from (value for value in state.values() if isinstance(value, torch.Tensor))

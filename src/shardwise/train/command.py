@@ -48,7 +48,7 @@ def run_ranks(options: TrainOptions, world_size: int, on_cpu: bool) -> int:
     command = [sys.executable, "-m", "shardwise.train.worker", options.model_dump_json()]
     with LocalRanks("train") as ranks, ranks.stopping_on_signals():
         for rank in range(world_size):
-            ranks.start(command, environment | {"LOCAL_RANK": str(rank)}, shows_output=rank == 0)
+            ranks.start(command, environment | {"LOCAL_RANK": str(rank)}, **({"stdout": None} if rank == 0 else {}))
         ranks.wait()
         return report(ranks)
 

@@ -9,19 +9,22 @@ Between turns the processes wait if the memory of all rows fits at once. Otherwi
 from __future__ import annotations
 
 import contextlib
+import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardwise.compare import verdict
-from shardwise.compare.job import ALONE, CompareRow, Settings, config_for, interpreter
-from shardwise.compare.ranks import RowFailed, RowRanks
+from shardwise.compare.job import ALONE, CompareJob, CompareRow, Settings, config_for, interpreter
 from shardwise.compare.result import Comparison, Run, ratio
 from shardwise.config import Config
 from shardwise.errors import ConfigError
-from shardwise.machine import env
-from shardwise.machine.launch import cores
+from shardwise.machine import env, launch
+from shardwise.machine.local_ranks import LocalRanks
 from shardwise.machine.memory import host_bytes
 from shardwise.models import loading
 from shardwise.partition.policy import DTYPES
@@ -36,6 +39,9 @@ LEAD_STEPS = 1
 RANKS_PER_CORE = 4
 MEMORY_PART = 0.8
 """The part of the free memory that waiting processes may use."""
+TIMEOUT_S = 600.0
+GRACE_S = 2.0
+"""How long after a rank's failure the others may still report theirs, and how long a rank may take to exit."""
 
 
 Progress = Callable[[str, int, int], object]
@@ -61,9 +67,9 @@ def check(settings: Settings, rows: Sequence[CompareRow]) -> None:
     if settings.accumulate < 1 or settings.steps < 1:
         raise ConfigError(f"steps ({settings.steps}) and accumulate ({settings.accumulate}) are at least 1")
     env.check_device(settings.device)
-    most = max(8, RANKS_PER_CORE * cores())
+    most = max(8, RANKS_PER_CORE * launch.cores())
     if not 1 <= settings.world_size <= most:
-        raise ConfigError(f"nproc is {settings.world_size}: from 1 to {most} make sense on {cores()} cores")
+        raise ConfigError(f"nproc is {settings.world_size}: from 1 to {most} make sense on {launch.cores()} cores")
     for row in rows:
         interpreter(row)
 
@@ -193,6 +199,94 @@ class TimedRow:
                 run.error = "the ranks ended with different weights"
             if alone:
                 run.comm_share = max(0.0, 1 - 1 / ratio(run.step_s_rounds, alone)[0])
+
+
+class RowFailed(Exception):
+    """A row cannot continue. The message is what its line of the table shows."""
+
+
+class RowRanks:
+    """The ranks of one row in fresh processes, which run until `close`."""
+
+    def __init__(self, settings: Settings, row: CompareRow) -> None:
+        self._ranks = LocalRanks("compare", GRACE_S)
+        self._connections: list[Connection] = []
+        threads = launch.threads_per_rank(settings.world_size)
+        try:
+            for rank in range(settings.world_size):
+                self._start(CompareJob(settings, row, rank, str(self._ranks.folder / "store"), threads))
+        except BaseException:
+            self.close()
+            raise
+
+    def ask(self, verb: str, *arguments: Any, timeout_s: float = TIMEOUT_S) -> list[dict[str, Any]]:
+        """Every rank's answer, in rank order. The first failure ends all ranks and raises `RowFailed`."""
+        answers: dict[int, dict[str, Any]] = {}
+        deadline = time.monotonic() + timeout_s
+        with contextlib.suppress(OSError):  # a rank that has exited is noticed when its answer is read
+            for connection in self._connections:
+                connection.send((verb, arguments))
+        while len(answers) < len(self._connections) and time.monotonic() < deadline:
+            answers.update(self._receive(answers, deadline))
+            if any("error" in answer for answer in answers.values()):
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+        self._check(answers, verb, timeout_s)
+        return [answers[rank]["value"] for rank in sorted(answers)]
+
+    def close(self) -> None:
+        """Close the pipes, on which the ranks exit, and kill what still runs after a moment."""
+        for connection in self._connections:
+            connection.close()
+        self._ranks.close()
+
+    def _start(self, job: CompareJob) -> None:
+        ours, theirs = Pipe()
+        self._connections.append(ours)
+        ours.send(job)
+        command = [interpreter(job.row), "-m", "shardwise.compare.worker", str(theirs.fileno())]
+        self._ranks.start(command, _environment(job), pass_fds=[theirs.fileno()])
+        theirs.close()
+
+    def _receive(self, answers: dict[int, dict[str, Any]], deadline: float) -> dict[int, dict[str, Any]]:
+        waiting = {connection: rank for rank, connection in enumerate(self._connections) if rank not in answers}
+        ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+        return {rank: self._answer(connection, rank) for connection, rank in waiting.items() if connection in ready}
+
+    def _answer(self, connection: Connection, rank: int) -> dict[str, Any]:
+        try:
+            answer: dict[str, Any] = connection.recv()
+        except (EOFError, OSError):
+            return {"error": self._ranks.describe_exit(rank, GRACE_S), "is_input": False, "is_death": True}
+        return answer
+
+    def _check(self, answers: dict[int, dict[str, Any]], verb: str, timeout_s: float) -> None:
+        errors = [answer for _, answer in sorted(answers.items()) if "error" in answer]
+        if len(answers) < len(self._connections) or errors:
+            self.close()
+        if errors:
+            # An exception says more than the death of a rank that lost its connections because of it.
+            first = min(errors, key=lambda answer: answer.get("is_death", False))
+            raise (loading.WorkloadError if first["is_input"] else RowFailed)(first["error"])
+        if len(answers) < len(self._connections):
+            raise RowFailed(f"no answer to {verb!r} after {timeout_s:g} s")
+
+
+def _environment(job: CompareJob) -> dict[str, str]:
+    settings = job.settings
+    added = {
+        "LOCAL_RANK": str(job.device.index or 0) if settings.device == "cuda" else str(job.rank),
+        "WORLD_SIZE": str(settings.world_size),
+        "LOCAL_WORLD_SIZE": str(settings.world_size),
+        "MASTER_ADDR": "127.0.0.1",  # read by DeepSpeed; the ranks meet through the store
+        "MASTER_PORT": "29500",
+        "OMP_NUM_THREADS": str(job.threads),
+        "DS_ACCELERATOR": settings.device,
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    }
+    if settings.device == "cpu":
+        added |= launch.heap_environment()  # for every row, peers included
+        added |= launch.matmul_environment() if settings.precision != "fp32" else {}
+    return {**os.environ, **added}
 
 
 def foresee_settings(settings: Settings, preset: str) -> Foreseen:

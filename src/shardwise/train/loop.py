@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import time
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -27,14 +26,12 @@ WATCHED = 2
 """The memory of the last steps is measured; the report shows that of the very last one."""
 
 
-class ProcessState(Protocol):
-    """What the loop needs to know about the process it runs in."""
+@dataclass
+class RankProcess:
+    """The process that the loop runs in. A signal sets `stop_requested`."""
 
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def stop_requested(self) -> bool: ...
+    device: torch.device
+    stop_requested: bool = False
 
 
 @dataclass
@@ -42,7 +39,7 @@ class TrainLoop:
     """A run on one rank. Rank 0 has `metrics`."""
 
     job: TrainJob
-    process: ProcessState
+    process: RankProcess
     comm: Comm
     engine: Engine
     loader: SampleLoader

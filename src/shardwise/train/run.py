@@ -21,7 +21,7 @@ from shardwise.errors import ConfigError
 from shardwise.train.data import SampleLoader
 from shardwise.train.folder import RunFolder, check_identity
 from shardwise.train.job import TrainJob, rate_factor
-from shardwise.train.loop import ProcessState, TrainLoop
+from shardwise.train.loop import RankProcess, TrainLoop
 from shardwise.train.memory import MemoryTrace
 from shardwise.train.metrics import MetricsFiles, StepMetrics
 from shardwise.train.model import LanguageModel
@@ -35,7 +35,7 @@ TEMPERATURE = 0.85
 """With less, a small model repeats itself; with more, it produces noise."""
 
 
-def run(job: TrainJob, process: ProcessState, comm: Comm) -> None:
+def run(job: TrainJob, process: RankProcess, comm: Comm) -> None:
     """Train from the start or from the newest checkpoint; finish unless a signal stopped the run."""
     folder = RunFolder(job.options.outputs.out)
     _open(folder, job, comm)
@@ -63,7 +63,7 @@ def run(job: TrainJob, process: ProcessState, comm: Comm) -> None:
     comm.share_object(None)  # exit together: rank 0 may still be writing
 
 
-def build_engine(job: TrainJob, process: ProcessState) -> Engine:
+def build_engine(job: TrainJob, process: RankProcess) -> Engine:
     """An engine with the model, optimizer and schedule of the job."""
     torch.manual_seed(job.options.updates.seed)
     with shardwise.deferred_init(device=process.device):
@@ -137,7 +137,7 @@ def _load(folder: RunFolder, job: TrainJob, engine: Engine) -> dict[str, Any] | 
     return state
 
 
-def _foresee(job: TrainJob, process: ProcessState, screen: Screen) -> int | None:
+def _foresee(job: TrainJob, process: RankProcess, screen: Screen) -> int | None:
     """The peak of a rank's tensors in a step; None if a dry run is not possible (states on the disk)."""
     from shardwise.planning.dry_run import Scenario, Untraceable, dry_run
     from shardwise.planning.kernels import CPU, cuda
@@ -156,7 +156,7 @@ def _foresee(job: TrainJob, process: ProcessState, screen: Screen) -> int | None
     return peak_bytes
 
 
-def _introduce(job: TrainJob, process: ProcessState, screen: Screen) -> None:
+def _introduce(job: TrainJob, process: RankProcess, screen: Screen) -> None:
     config, (train, validation) = job.config, job.windows
     held_out = f"{validation.count} of {train.count + validation.count} samples held out"
     kind = "GPU" if process.device.type == "cuda" else "CPU"

@@ -64,8 +64,14 @@ class LiveScreen(Screen):
     """A progress bar with the newest metrics beside it."""
 
     def __init__(self, console: Console) -> None:
+        columns = (
+            TextColumn("[bold]{task.completed}[/]/{task.total}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[figures]}"),
+            TimeRemainingColumn(compact=True, elapsed_when_finished=True),
+        )
         self._console = console
-        self._progress: Progress | None = None
+        self._progress = Progress(*columns, console=console, expand=True)
         self._task = TaskID(0)
         self._val_loss: float | None = None
 
@@ -73,29 +79,18 @@ class LiveScreen(Screen):
         self._console.print(Text.assemble((f"{label:<9}", "bold cyan"), text))
 
     def start(self, step: int, steps: int) -> None:
-        columns = (
-            TextColumn("[bold]{task.completed}[/]/{task.total}"),
-            BarColumn(bar_width=None),
-            TextColumn("{task.fields[figures]}"),
-            TimeRemainingColumn(compact=True, elapsed_when_finished=True),
-        )
-        self._progress = Progress(*columns, console=self._console, expand=True)
         self._task = self._progress.add_task("train", completed=step, total=steps, figures="first step ...")
         self._progress.start()
 
     def advance(self, step: int) -> None:
-        if self._progress is not None:
-            self._progress.update(self._task, completed=step)
+        self._progress.update(self._task, completed=step)
 
     def show(self, row: StepMetrics, eta_s: float) -> None:
         self._val_loss = self._val_loss if row.val_loss is None else row.val_loss
-        if self._progress is not None:
-            self._progress.update(self._task, figures=_figures(row, self._val_loss))
+        self._progress.update(self._task, figures=_figures(row, self._val_loss))
 
     def stop(self) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-        self._progress = None
+        self._progress.stop()
 
     def text(self, title: str, text: str) -> None:
         self._console.print(Panel(Text(text.rstrip()), title=title, title_align="left", border_style="cyan"))
@@ -134,7 +129,7 @@ def make_screen(rank: int) -> Screen:
 
 def _figures(row: StepMetrics, val_loss: float | None = None) -> str:
     """The metrics in fixed widths, so that columns line up."""
-    val_loss = row.val_loss if row.val_loss is not None else val_loss
+    val_loss = val_loss if row.val_loss is None else row.val_loss
     validated = f"  val {val_loss:.3f}" if val_loss is not None else ""
     memory = f"memory {row.memory_bytes / 1e6:.0f} MB (peak {row.peak_bytes / 1e6:.0f})"
     return f"loss {row.loss:.3f}{validated}  {row.tokens_per_s:>6.0f} tokens/s  {memory}"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from inspect import Parameter, Signature
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, TextIO, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import typer
 
@@ -182,6 +182,7 @@ def _train_parameters() -> Iterator[Parameter]:
         "nproc": typer.Option("-n", "--nproc"),
         "prompt": typer.Option(show_default=False),
     }
+    by_name = Parameter.KEYWORD_ONLY
     for section in SECTIONS.values():
         for name, field in section.model_fields.items():
             is_switch = field.default is False  # without --no-...
@@ -189,8 +190,8 @@ def _train_parameters() -> Iterator[Parameter]:
             info.help = field.description
             info.rich_help_panel = None if name == "paths" else section.model_config["title"]
             parsed: Any = _parsed_type(field.annotation)
-            yield Parameter(name, Parameter.KEYWORD_ONLY, default=field.default, annotation=Annotated[parsed, info])
-    yield Parameter("debug", Parameter.KEYWORD_ONLY, default=False, annotation=Debug)
+            yield Parameter(name, by_name, default=field.default, annotation=Annotated[parsed, info])
+    yield Parameter("debug", by_name, default=False, annotation=Debug)
 
 
 def _parsed_type(kind: Any) -> Any:
@@ -259,9 +260,7 @@ def main() -> None:
         finally:
             sys.stdout.flush()
     except (ShardwiseError, OSError) as error:
-        if "--debug" in sys.argv:
-            raise
-        if isinstance(error, OSError) and not _is_output_refused():
+        if "--debug" in sys.argv or (isinstance(error, OSError) and not _is_output_refused()):
             raise
         reason = error if isinstance(error, ShardwiseError) else f"nothing can be printed: {error.strerror}"
         typer.secho(f"error: {reason}", fg="red", err=True)
@@ -279,13 +278,6 @@ def _is_output_refused() -> bool:
     return False
 
 
-def _show_warning(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: TextIO | None = None,
-    line: str | None = None,
-) -> None:
+def _show_warning(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
     where = "" if Path(filename).is_relative_to(Path(__file__).parent) else f" ({filename}:{lineno})"
     typer.secho(f"warning: {message}{where}", fg="yellow", err=True)

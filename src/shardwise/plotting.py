@@ -51,10 +51,8 @@ def check_path(path: str | Path) -> None:
     plt = pyplot()
     kinds = plt.figure().canvas.get_supported_filetypes()
     plt.close("all")
-    suffix = Path(path).suffix.lstrip(".").lower()
-    if suffix not in kinds:
-        raise ConfigError(
-            f"--plot {path}: the name must end in one of {', '.join('.' + kind for kind in sorted(kinds))}"
-        )
+    suffixes = sorted(f".{kind}" for kind in kinds)
+    if Path(path).suffix.lower() not in suffixes:
+        raise ConfigError(f"--plot {path}: the name must end in one of {', '.join(suffixes)}")
     if not Path(path).absolute().parent.is_dir():
         raise ConfigError(f"--plot {path}: there is no folder {Path(path).absolute().parent}")

@@ -10,9 +10,9 @@ import pytest
 from rich.console import Console
 
 from shardwise.errors import ConfigError
-from shardwise.train import metrics
-from shardwise.train.memory import MemoryTrace
-from shardwise.train.metrics import MetricsFiles, StepMetrics, read
+from shardwise.train import folder
+from shardwise.train.folder import MetricsFiles, StepMetrics, read
+from shardwise.train.loop import MemoryTrace
 from shardwise.train.plot import draw
 from shardwise.train.screen import LiveScreen, PlainScreen, Screen, make_screen
 
@@ -93,7 +93,7 @@ def test_tensorboard_if_it_is_there(tmp_path, monkeypatch):
     assert "val_loss" not in [entry[0] for entry in written[1:]]
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(ConfigError, match="pip install tensorboard"):
-        metrics.check_tensorboard()
+        folder.check_tensorboard()
 
 
 @pytest.mark.parametrize("is_watched", [True, False])

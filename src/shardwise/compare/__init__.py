@@ -5,7 +5,7 @@ job       settings, rows (presets and peers), and what one process of a row need
 session   the order of a comparison: observe every row, then time all rows in interleaved rounds
 worker    one rank of a row, in its own process
 systems   how each row trains: shardwise, plain torch, DDP, FSDP2, DeepSpeed
-result    the figures and their JSON; `verdict` judges them, `table` and `plot` show them
+result    the figures, their JSON and the verdicts; `table` and `plot` show them
 """
 
 from shardwise.compare.job import Settings

@@ -14,8 +14,6 @@ from shardwise.compare.session import compare
 from shardwise.errors import ConfigError
 from shardwise.plotting import check_path
 
-WIDTH = 100
-
 
 def run(settings: Settings, presets: str, peers: str, json: Path | None, plot: Path | None) -> None:
     """Compare, print, and write the requested files. Bad input raises a ConfigError before any process starts."""
@@ -36,7 +34,7 @@ def run(settings: Settings, presets: str, peers: str, json: Path | None, plot: P
     if json is not None:
         comparison.save(json)
     console = Console()
-    table.show(comparison, console if console.is_terminal else Console(width=WIDTH))
+    table.show(comparison, console if console.is_terminal else Console(width=100))
     if all(run.error is not None for run in comparison.runs):
         raise SystemExit(1)
     if plot is not None:

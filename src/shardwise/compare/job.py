@@ -28,10 +28,6 @@ SEED = 17
 DEFAULT_PRESETS = ("zero0", "zero1", "zero2", "zero3")
 PEERS: dict[str, tuple[str, ...]] = {"ddp": ("zero0",), "fsdp2": ("zero3",), "deepspeed": ("zero1", "zero2", "zero3")}
 """The peers, each with the presets it corresponds to."""
-DEEPSPEED_HINT = (
-    "DeepSpeed is not installed: run `make bench-env` in a checkout of shardwise, or name an interpreter that has it "
-    "in SHARDWISE_BENCH_PYTHON"
-)
 
 
 @dataclass(frozen=True)
@@ -108,10 +104,10 @@ def parse_rows(presets: str, peers: str) -> list[CompareRow]:
     >>> [row.name for row in parse_rows("zero0,zero3", "ddp,deepspeed-zero3")]
     ['zero0', 'zero3', 'ddp', 'deepspeed zero3']
     """
-    rows = [CompareRow(_known(name, list(PRESETS), "preset")) for name in _names(presets)]
+    rows = [CompareRow(name) for name in _named(presets, list(PRESETS), "preset")]
     choices = [*PEERS, *(f"deepspeed-{preset}" for preset in PEERS["deepspeed"])]
-    for name in _names(peers):
-        peer, _, preset = _known(name, choices, "peer").partition("-")
+    for name in _named(peers, choices, "peer"):
+        peer, _, preset = name.partition("-")
         rows += [CompareRow(each, peer) for each in ([preset] if preset else PEERS[peer])]
     if not rows:
         raise ConfigError("nothing to compare: name at least one preset or peer")
@@ -130,15 +126,16 @@ def interpreter(row: CompareRow) -> str:
     for python in candidates:
         if python.exists() and subprocess.run([python, "-c", look], capture_output=True).returncode == 0:
             return str(python)
-    raise ConfigError(DEEPSPEED_HINT)
+    raise ConfigError(
+        "DeepSpeed is not installed: run `make bench-env` in a checkout of shardwise, or name an interpreter that has "
+        "it in SHARDWISE_BENCH_PYTHON"
+    )
 
 
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
-
-
-def _known(name: str, choices: Sequence[str], what: str) -> str:
-    if name in choices:
-        return name
-    hint = "".join(f" (did you mean {near!r}?)" for near in difflib.get_close_matches(name, choices, n=1))
-    raise ConfigError(f"unknown {what} {name!r}{hint}: choose from {', '.join(choices)}")
+def _named(text: str, choices: Sequence[str], what: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in choices:
+            hint = "".join(f" (did you mean {near!r}?)" for near in difflib.get_close_matches(name, choices, n=1))
+            raise ConfigError(f"unknown {what} {name!r}{hint}: choose from {', '.join(choices)}")
+    return names

@@ -11,16 +11,17 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, cast
 
-from shardwise.compare import verdict
+import torch
+
 from shardwise.compare.job import ALONE, CompareJob, CompareRow, Settings, config_for, interpreter
-from shardwise.compare.result import Comparison, Run, ratio
+from shardwise.compare.result import Comparison, Run, mark_wrong, ratio
 from shardwise.config import Config
 from shardwise.errors import ConfigError
 from shardwise.machine import env, launch
@@ -32,7 +33,6 @@ from shardwise.partition.policy import DTYPES
 if TYPE_CHECKING:
     from shardwise.planning.dry_run import Foreseen
 
-T = TypeVar("T")
 TURN_STEPS = 4
 WARM_STEPS = 2
 LEAD_STEPS = 1
@@ -54,7 +54,7 @@ def compare(settings: Settings, rows: Sequence[CompareRow], progress: Progress =
     session = CompareSession(settings, rows, progress)
     session.observe()
     session.time()
-    verdict.mark_wrong(session.comparison)
+    mark_wrong(session.comparison)
     session.comparison.made = env.made()
     return session.comparison
 
@@ -66,7 +66,10 @@ def check(settings: Settings, rows: Sequence[CompareRow]) -> None:
         raise ConfigError(f"unknown precision {settings.precision!r}: choose from {', '.join(DTYPES)}")
     if settings.accumulate < 1 or settings.steps < 1:
         raise ConfigError(f"steps ({settings.steps}) and accumulate ({settings.accumulate}) are at least 1")
-    env.check_device(settings.device)
+    if settings.device not in ("cpu", "cuda"):
+        raise ConfigError(f"unknown device {settings.device!r}: choose cpu or cuda")
+    if settings.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device cuda: torch finds no CUDA device here (`shardwise env` says more)")
     most = max(8, RANKS_PER_CORE * launch.cores())
     if not 1 <= settings.world_size <= most:
         raise ConfigError(f"nproc is {settings.world_size}: from 1 to {most} make sense on {launch.cores()} cores")
@@ -83,7 +86,7 @@ class CompareSession:
         self.comparison = Comparison(settings, [Run(row.preset, row.peer) for row in rows])
         self._runs = dict(zip(rows, self.comparison.runs, strict=True))
         self._progress = progress
-        self._turns = list(turns(settings.steps))
+        self._turns = turns(settings.steps)
         self._done = 0
         self._host_bytes = 0
 
@@ -139,7 +142,8 @@ class CompareSession:
         if self.settings.device == "cpu":
             return True
         needed = sum(sum(run.peak_bytes) for run in self.comparison.runs)
-        return needed <= MEMORY_PART * env.free_device_bytes()
+        free = sum(torch.cuda.mem_get_info(index)[0] for index in range(torch.cuda.device_count()))
+        return needed <= MEMORY_PART * free
 
     def _report(self, text: str) -> None:
         total = len(self.rows) + (len(self.rows) + (self.settings.world_size > 1)) * len(self._turns)
@@ -222,15 +226,26 @@ class RowRanks:
     def ask(self, verb: str, *arguments: Any, timeout_s: float = TIMEOUT_S) -> list[dict[str, Any]]:
         """Every rank's answer, in rank order. The first failure ends all ranks and raises `RowFailed`."""
         answers: dict[int, dict[str, Any]] = {}
+        waiting: dict[Any, int] = {connection: rank for rank, connection in enumerate(self._connections)}
         deadline = time.monotonic() + timeout_s
         with contextlib.suppress(OSError):  # a rank that has exited is noticed when its answer is read
             for connection in self._connections:
                 connection.send((verb, arguments))
-        while len(answers) < len(self._connections) and time.monotonic() < deadline:
-            answers.update(self._receive(answers, deadline))
+        while waiting and (left_s := deadline - time.monotonic()) > 0:
+            for ready in wait(list(waiting), left_s):
+                rank = waiting.pop(ready)
+                answers[rank] = self._answer(rank)
             if any("error" in answer for answer in answers.values()):
                 deadline = min(deadline, time.monotonic() + GRACE_S)
-        self._check(answers, verb, timeout_s)
+        errors = [answers[rank] for rank in sorted(answers) if "error" in answers[rank]]
+        if errors or waiting:
+            self.close()
+        if errors:
+            # An exception says more than the death of a rank that lost its connections because of it.
+            first = min(errors, key=lambda answer: answer.get("is_death", False))
+            raise (loading.WorkloadError if first["is_input"] else RowFailed)(first["error"])
+        if waiting:
+            raise RowFailed(f"no answer to {verb!r} after {timeout_s:g} s")
         return [answers[rank]["value"] for rank in sorted(answers)]
 
     def close(self) -> None:
@@ -247,28 +262,11 @@ class RowRanks:
         self._ranks.start(command, _environment(job), pass_fds=[theirs.fileno()])
         theirs.close()
 
-    def _receive(self, answers: dict[int, dict[str, Any]], deadline: float) -> dict[int, dict[str, Any]]:
-        waiting = {connection: rank for rank, connection in enumerate(self._connections) if rank not in answers}
-        ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
-        return {rank: self._answer(connection, rank) for connection, rank in waiting.items() if connection in ready}
-
-    def _answer(self, connection: Connection, rank: int) -> dict[str, Any]:
+    def _answer(self, rank: int) -> dict[str, Any]:
         try:
-            answer: dict[str, Any] = connection.recv()
+            return cast(dict[str, Any], self._connections[rank].recv())
         except (EOFError, OSError):
             return {"error": self._ranks.describe_exit(rank, GRACE_S), "is_input": False, "is_death": True}
-        return answer
-
-    def _check(self, answers: dict[int, dict[str, Any]], verb: str, timeout_s: float) -> None:
-        errors = [answer for _, answer in sorted(answers.items()) if "error" in answer]
-        if len(answers) < len(self._connections) or errors:
-            self.close()
-        if errors:
-            # An exception says more than the death of a rank that lost its connections because of it.
-            first = min(errors, key=lambda answer: answer.get("is_death", False))
-            raise (loading.WorkloadError if first["is_input"] else RowFailed)(first["error"])
-        if len(answers) < len(self._connections):
-            raise RowFailed(f"no answer to {verb!r} after {timeout_s:g} s")
 
 
 def _environment(job: CompareJob) -> dict[str, str]:
@@ -300,18 +298,16 @@ def foresee_settings(settings: Settings, preset: str) -> Foreseen:
     return dry_run(Scenario(partial(loading.load, settings.model, "cpu"), config, settings.world_size, kernels))
 
 
-def turns(steps: int) -> Iterator[int]:
+def turns(steps: int) -> list[int]:
     """The timed steps of each round.
 
-    >>> list(turns(10))
+    >>> turns(10)
     [4, 4, 2]
     """
-    while steps > 0:
-        yield min(steps, TURN_STEPS)
-        steps -= TURN_STEPS
+    return [min(TURN_STEPS, steps - done) for done in range(0, steps, TURN_STEPS)]
 
 
-def rotated(rows: Sequence[T], number: int) -> list[T]:
+def rotated(rows: Sequence[Any], number: int) -> list[Any]:
     """The rows in another order each round, so that no row always follows the same one."""
     start = number % max(1, len(rows))
     return [*rows[start:], *rows[:start]]

@@ -32,18 +32,15 @@ class System:
     def __init__(self, job: CompareJob, model: nn.Module) -> None:
         self.job = job
         self.model = model
-        self.wrapped = self.wrap(model)
-        self.optimizer: torch.optim.Optimizer = self.make_optimizer()
+        self.wrapped, self.optimizer = self.wrap(model)
         self.scaler = torch.amp.GradScaler(job.device.type, enabled=job.dtype == torch.float16)
 
     has_master = False
     """Whether the optimizer's parameters are a master copy that the model does not compute with."""
 
-    def wrap(self, model: nn.Module) -> Any:
-        return model
-
-    def make_optimizer(self) -> torch.optim.Optimizer:
-        return _adamw(self.wrapped)
+    def wrap(self, model: nn.Module) -> tuple[Any, torch.optim.Optimizer]:
+        """What is called instead of the model, and the optimizer."""
+        return model, _adamw(model)
 
     def forward(self, batch: dict[str, Any], is_last: bool) -> torch.Tensor:
         """The loss of one micro-batch. `is_last`: the update follows."""
@@ -107,14 +104,10 @@ class EngineSystem(System):
 class Shardwise(EngineSystem):
     """shardwise under a preset."""
 
-    wrapped: shardwise.Engine
-
-    def wrap(self, model: nn.Module) -> shardwise.Engine:
+    def wrap(self, model: nn.Module) -> tuple[Any, torch.optim.Optimizer]:
         config = config_for(self.job.settings, self.job.row.preset)
-        return shardwise.initialize(model, _adamw(model, fused=None), config)
-
-    def make_optimizer(self) -> torch.optim.Optimizer:
-        return cast(torch.optim.Optimizer, self.wrapped.optimizer)
+        engine = shardwise.initialize(model, _adamw(model, fused=None), config)
+        return engine, cast(torch.optim.Optimizer, engine.optimizer)
 
     @property
     def has_master(self) -> bool:  # type: ignore[override]  # a property here
@@ -138,10 +131,8 @@ class Shardwise(EngineSystem):
 class DDP(System):
     """torch's DistributedDataParallel."""
 
-    wrapped: DistributedDataParallel
-
-    def wrap(self, model: nn.Module) -> DistributedDataParallel:
-        return DistributedDataParallel(model, **peer_settings("ddp"))
+    def wrap(self, model: nn.Module) -> tuple[Any, torch.optim.Optimizer]:
+        return DistributedDataParallel(model, **peer_settings("ddp")), _adamw(model)
 
     def forward(self, batch: dict[str, Any], is_last: bool) -> torch.Tensor:
         with contextlib.nullcontext() if is_last else self.wrapped.no_sync():
@@ -164,7 +155,7 @@ class DDP(System):
 class FSDP2(System):
     """torch's fully_shard on each of shardwise's units and the root, with fp32 shards and 16-bit computing."""
 
-    def wrap(self, model: nn.Module) -> nn.Module:
+    def wrap(self, model: nn.Module) -> tuple[Any, torch.optim.Optimizer]:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         settings = peer_settings("fsdp2")
@@ -177,7 +168,7 @@ class FSDP2(System):
                 modules = [model.get_submodule(path) for path in spec.runs[0]]
                 shard(modules, reshard_after_forward=settings["reshard_after_forward"])
         shard(model, reshard_after_forward=settings["root_reshard_after_forward"])
-        return model
+        return model, _adamw(model)
 
     def forward(self, batch: dict[str, Any], is_last: bool) -> torch.Tensor:
         return loss_of(self.wrapped(**batch))
@@ -194,17 +185,14 @@ class DeepSpeed(EngineSystem):
 
     has_master = True
 
-    def wrap(self, model: nn.Module) -> Any:
+    def wrap(self, model: nn.Module) -> tuple[Any, torch.optim.Optimizer]:
         os.environ.setdefault("DS_ACCELERATOR", self.job.device.type)
         import deepspeed  # type: ignore[import-not-found]  # a peer
 
         deepspeed.utils.logger.setLevel("ERROR")
         deepspeed.init_distributed(dist_init_required=False, verbose=False)
         engine, *_ = deepspeed.initialize(model=model, optimizer=_adamw(model), config=self._config(model))
-        return engine
-
-    def make_optimizer(self) -> torch.optim.Optimizer:
-        return cast(torch.optim.Optimizer, self.wrapped.optimizer.optimizer)
+        return engine, engine.optimizer.optimizer
 
     def forward(self, batch: dict[str, Any], is_last: bool) -> torch.Tensor:
         dtype = self.job.dtype
@@ -235,18 +223,10 @@ class DeepSpeed(EngineSystem):
         }
 
 
-SYSTEMS: dict[str | None, type[System]] = {
-    None: Shardwise,
-    "alone": System,
-    "ddp": DDP,
-    "fsdp2": FSDP2,
-    "deepspeed": DeepSpeed,
-}
-
-
 def make_system(job: CompareJob, model: nn.Module) -> System:
     """The system of a job's row."""
-    return SYSTEMS[job.row.peer](job, model)
+    peers: dict[str, type[System]] = {"alone": System, "ddp": DDP, "fsdp2": FSDP2, "deepspeed": DeepSpeed}
+    return (peers[job.row.peer] if job.row.peer is not None else Shardwise)(job, model)
 
 
 def whole_numel(param: nn.Parameter) -> int:

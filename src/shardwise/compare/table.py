@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.compare.result import Comparison, Run, ratio
-from shardwise.compare.verdict import data_bytes, verdicts
+from shardwise.compare.result import Comparison, data_bytes, ratio, verdicts
 from shardwise.sizes import format_count
 
 SPLIT = ("weights", "grads", "optim", "activations", "in_flight")
@@ -70,22 +67,18 @@ def time_table(comparison: Comparison) -> Table:
     for run in comparison.runs:
         if run.step_s is not None and run.step_s_spread is not None:
             low, high = run.step_s_spread
+            wire, expected = run.wire_bytes_per_step, run.expected_wire_bytes_per_step
             table.add_row(
                 escape(run.name),
                 f"[bold]{_ms(run.step_s)}[/]",
                 f"{_ms(low)}–{_ms(high)}" if len(run.step_s_rounds) > 1 else NOTHING,
                 _times(run.step_s_rounds, comparison.alone_step_s_rounds),
                 "1" if run is reference else _times(run.step_s_rounds, reference.step_s_rounds),
-                *_wire_cells(run),
+                *(_mb(wire.get(kind)) for kind in ("gather", "reduce", "total")),
+                f"{data_bytes(run) / expected:.2f}" if expected and wire else NOTHING,
                 f"{run.losses[-1]:.4g}",
             )
     return table
-
-
-def _wire_cells(run: Run) -> Iterable[str]:
-    wire, expected = run.wire_bytes_per_step, run.expected_wire_bytes_per_step
-    yield from (_mb(wire.get(kind)) for kind in ("gather", "reduce", "total"))
-    yield f"{data_bytes(run) / expected:.2f}" if expected and wire else NOTHING
 
 
 def _times(rounds: list[float], reference: list[float]) -> str:

@@ -16,8 +16,8 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
 from datetime import timedelta
+from itertools import pairwise
 from multiprocessing.connection import Connection
 from typing import Any, cast
 
@@ -38,7 +38,6 @@ from shardwise.tensors import map_tensors
 WARM_STEPS = 2
 """The first step creates the optimizer's state; DDP rearranges its buckets in the second."""
 OBSERVED_STEPS = 2
-WIRE_KINDS = {"gather": ("gather",), "reduce": ("reduce", "all_to_all")}
 
 
 class Worker:
@@ -49,9 +48,48 @@ class Worker:
         self._next_step = 0
 
     def observe(self) -> dict[str, Any]:
-        """Memory and wire of a few steps."""
-        seen = observe(self.job, self._make, self._train_step)
-        return {**seen, "peak_rss_bytes": process_memory().peak_bytes, "versions": env.versions()}
+        """Build a system and train it for a few steps under both observers; what they measured."""
+        resting: dict[str, int] = {}
+
+        def note_resting() -> None:
+            # The update begins: all gradients are there, activations and buffers are not. Some systems update in parts.
+            if is_warm and not resting:
+                resting.update(merge_kinds(by_kind(memory.breakdown)))
+
+        is_warm = False
+        labelling = Labelling(names=False, before_update=note_resting)
+        with (
+            StorageObserver(self.job.device, label=labelling.label_new) as memory,
+            WireObserver(control=is_control) as wire,
+        ):
+            before = memory.current_bytes
+            system = self._make()
+            system.watch_wire()
+            labelling.attach(memory, system.model, system.optimizer, master=system.has_master)
+            system.on_grads(lambda name, shard: labelling.label(memory, "grads", name, shard))
+            for shard in system.shards():
+                labelling.label(memory, "weights", "shard", shard)
+            for step in range(WARM_STEPS):
+                self._train_step(system, step)
+            startup_peak_bytes = memory.peak_bytes - before
+            gc.collect()
+            memory.reset_peak()
+            is_warm = True
+            for step in range(WARM_STEPS, WARM_STEPS + OBSERVED_STEPS):
+                wire.records.clear()
+                self._train_step(system, step)
+            labelling.detach()
+            return {
+                "peak_bytes": memory.peak_bytes - before,
+                "peak_split_bytes": merge_kinds(by_kind(memory.breakdown_at_peak)),
+                "startup_peak_bytes": startup_peak_bytes,
+                "resting_bytes": {kind: resting[kind] for kind in ("weights", "grads", "optim")},
+                "wire_bytes_per_step": wire_by_kind(wire),
+                "expected_wire_bytes_per_step": system.expected_wire_bytes(),
+                "peak_rss_bytes": process_memory().peak_bytes,
+                "versions": env.versions(),
+                "parameters": sum(whole_numel(param) for param in system.model.parameters()),
+            }
 
     def build(self) -> dict[str, Any]:
         """Build the system."""
@@ -106,49 +144,6 @@ class Worker:
         return cast(dict[str, Any], map_tensors(batch, lambda tensor: tensor.to(self.job.device)))
 
 
-def observe(job: CompareJob, build: Callable[[], System], train_step: Callable[[System, int], Any]) -> dict[str, Any]:
-    """Build a system and train it under both observers; what they measured, as plain data."""
-    resting: dict[str, int] = {}
-
-    def note_resting() -> None:
-        # The update begins: all gradients are there, activations and buffers are not. Some systems update in parts.
-        if is_warm and not resting:
-            resting.update(merge_kinds(by_kind(memory.breakdown)))
-
-    is_warm = False
-    labelling = Labelling(names=False, before_update=note_resting)
-    with (
-        StorageObserver(job.device, label=labelling.label_new) as memory,
-        WireObserver(control=is_control) as wire,
-    ):
-        before = memory.current_bytes
-        system = build()
-        system.watch_wire()
-        labelling.attach(memory, system.model, system.optimizer, master=system.has_master)
-        system.on_grads(lambda name, shard: labelling.label(memory, "grads", name, shard))
-        for shard in system.shards():
-            labelling.label(memory, "weights", "shard", shard)
-        for step in range(WARM_STEPS):
-            train_step(system, step)
-        startup_peak_bytes = memory.peak_bytes - before
-        gc.collect()
-        memory.reset_peak()
-        is_warm = True
-        for step in range(WARM_STEPS, WARM_STEPS + OBSERVED_STEPS):
-            wire.records.clear()
-            train_step(system, step)
-        labelling.detach()
-        return {
-            "peak_bytes": memory.peak_bytes - before,
-            "peak_split_bytes": merge_kinds(by_kind(memory.breakdown_at_peak)),
-            "startup_peak_bytes": startup_peak_bytes,
-            "resting_bytes": {kind: resting[kind] for kind in ("weights", "grads", "optim")},
-            "wire_bytes_per_step": wire_by_kind(wire),
-            "expected_wire_bytes_per_step": system.expected_wire_bytes(),
-            "parameters": sum(whole_numel(param) for param in system.model.parameters()),
-        }
-
-
 def is_control(record: WireRecord) -> bool:
     """Whether a message is control: norms, flags, counters (fp64, integers, single numbers). Data is fp32 or 16-bit."""
     is_data = record.dtype in (torch.float32, torch.bfloat16, torch.float16)
@@ -163,8 +158,8 @@ def wire_by_kind(wire: WireObserver) -> dict[str, int]:
     totals: Counter[str] = Counter(gather=0, reduce=0, other=wire.control_sent_bytes)
     for record in wire.data:
         name = (record.group if "reduce" in record.group else "gather") if "send" in record.op else record.op
-        kinds = (kind for kind, words in WIRE_KINDS.items() if any(word in name for word in words))
-        totals[next(kinds, "other")] += record.sent_bytes
+        is_reduce = "reduce" in name or "all_to_all" in name
+        totals["gather" if "gather" in name else "reduce" if is_reduce else "other"] += record.sent_bytes
     return {**totals, "total": sum(totals.values())}
 
 
@@ -194,11 +189,10 @@ class StepTimer:
             self._ticks.append(time.perf_counter())
 
     def seconds(self) -> list[float]:
-        pairs = zip(self._ticks, self._ticks[1:], strict=False)
-        if self._is_cuda:
-            torch.cuda.synchronize()
-            return [first.elapsed_time(second) / 1e3 for first, second in pairs]
-        return [second - first for first, second in pairs]
+        if not self._is_cuda:
+            return [second - first for first, second in pairwise(self._ticks)]
+        torch.cuda.synchronize()
+        return [first.elapsed_time(second) / 1e3 for first, second in pairwise(self._ticks)]
 
 
 def _start(job: CompareJob) -> None:

@@ -57,7 +57,8 @@ class Environment:
 
     def __str__(self) -> str:
         lines = ["versions", *(f"  {name:<36}{value}" for name, value in self.versions.items())]
-        lines += ["hardware", *(f"  {name:<36}{_shown(value)}" for name, value in self.hardware.items())]
+        memory = {"memory_bytes": format_bytes(self.hardware["memory_bytes"])}
+        lines += ["hardware", *(f"  {name:<36}{value}" for name, value in (self.hardware | memory).items())]
         for title, rates in (("bandwidth, GB/s", self.bandwidth_gbs), ("links between GPUs, GB/s", self.links_gbs)):
             if rates:
                 lines += [title, *(f"  {name:<36}{rate:.1f}" for name, rate in rates.items())]
@@ -119,19 +120,6 @@ def notes(packages: Mapping[str, str] = PACKAGES, bf16_works: Callable[[], bool]
     if os.environ.get("OMP_NUM_THREADS") == "1" and cores() > 1:
         found.append(f"OMP_NUM_THREADS=1 leaves {cores() - 1} of {cores()} cores idle in host updates")
     return found
-
-
-def check_device(name: str) -> None:
-    """Raise a ConfigError if this machine has no such device."""
-    if name not in ("cpu", "cuda"):
-        raise ConfigError(f"unknown device {name!r}: choose cpu or cuda")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device cuda: torch finds no CUDA device here (`shardwise env` says more)")
-
-
-def free_device_bytes() -> int:
-    """Free memory of all GPUs together."""
-    return sum(torch.cuda.mem_get_info(index)[0] for index in range(torch.cuda.device_count()))
 
 
 def host_copy_gbs(copy_bytes: int = COPY_BYTES) -> float:
@@ -242,7 +230,3 @@ def _commit() -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return found.stdout.strip()
-
-
-def _shown(value: Any) -> str:
-    return format_bytes(value) if isinstance(value, int) and value > 2**20 else str(value)

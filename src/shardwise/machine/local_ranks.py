@@ -53,7 +53,7 @@ class FailureReport:
             return None
 
 
-class LocalRanks:
+class LocalRanks(contextlib.AbstractContextManager["LocalRanks"]):
     """The processes of one run on this machine. Use as a context manager: leaving it kills every rank that still runs.
 
     `grace_s`: how long a rank may take to exit by itself before it is killed.
@@ -66,9 +66,6 @@ class LocalRanks:
         self._unkilled: list[subprocess.Popen[bytes]] = []
         self.folder = Path(self._temporary.name)
         self.stop_requests = 0
-
-    def __enter__(self) -> LocalRanks:
-        return self
 
     def __exit__(self, *exception: Any) -> None:
         self.close()

@@ -107,13 +107,13 @@ class MemoryAnalyzer:
         self._started_s = time.perf_counter()
         if self._model is not None:
             self.watch(self._model, self._optimizer)
-        self._add("start")
+        self.record("start")
         return self
 
     def stop(self) -> None:
         """Stop watching and drop the references to the model. The recorded points stay."""
         if self._observer.peak_bytes != self.points[-1].allocated_bytes:
-            self._add("end")
+            self.record("end")
         self._labelling.detach()
         self._observer.__exit__(None, None, None)
         self._model = self._optimizer = self._started_s = None
@@ -133,7 +133,16 @@ class MemoryAnalyzer:
         """Record the memory at this moment."""
         if self._started_s is None:
             raise RuntimeError("the analyzer is not watching: use it as a context manager, or call start() first")
-        return self._add(name)
+        allocated, peak = self._observer.current_bytes, self._observer.peak_bytes
+        split = self._observer.breakdown_at_peak
+        if peak >= self.peak_bytes:
+            self.peak_bytes, self._at_peak = peak, split
+        is_cuda = self._device.type == "cuda"
+        reserved = torch.cuda.memory_reserved(self._device) if is_cuda else process_memory().now_bytes
+        change = allocated - self.points[-1].allocated_bytes if self.points else 0
+        self.points.append(MemoryPoint(name, self._now(), allocated, reserved, change, peak, by_kind(split)))
+        self._observer.reset_peak()
+        return self.points[-1]
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -180,18 +189,6 @@ class MemoryAnalyzer:
             split = "".join(f"{_mb(each.at_peak()[kind]):>13}" for kind in KINDS)
             lines.append(f"{each.name:<16}{_mb(each.peak_bytes):>10}{saved:>8}{split}")
         return "\n".join(lines)
-
-    def _add(self, name: str) -> MemoryPoint:
-        allocated, peak = self._observer.current_bytes, self._observer.peak_bytes
-        split = self._observer.breakdown_at_peak
-        if peak >= self.peak_bytes:
-            self.peak_bytes, self._at_peak = peak, split
-        is_cuda = self._device.type == "cuda"
-        reserved = torch.cuda.memory_reserved(self._device) if is_cuda else process_memory().now_bytes
-        change = allocated - self.points[-1].allocated_bytes if self.points else 0
-        self.points.append(MemoryPoint(name, self._now(), allocated, reserved, change, peak, by_kind(split)))
-        self._observer.reset_peak()
-        return self.points[-1]
 
     def _now(self) -> float:
         return time.perf_counter() - (self._started_s or 0.0)

@@ -78,7 +78,8 @@ class StorageObserver(TorchDispatchMode):
         self._bytes = 0
         self._peak_bytes = 0
         self._by_label: Counter[str] = Counter()
-        self._at_peak: dict[str, int] = {}
+        self.breakdown_at_peak: dict[str, int] = {}
+        """Bytes by label at the moment of the peak."""
 
     @property
     def current_bytes(self) -> int:
@@ -99,17 +100,12 @@ class StorageObserver(TorchDispatchMode):
         self._remove_freed()
         return {label: nbytes for label, nbytes in self._by_label.items() if nbytes}
 
-    @property
-    def breakdown_at_peak(self) -> dict[str, int]:
-        """Bytes by label at the moment of the peak."""
-        return dict(self._at_peak)
-
     def reset_peak(self) -> None:
         """Restart the peak from the bytes alive now."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         self._remove_freed()
-        self._peak_bytes, self._at_peak = self._bytes, self.breakdown
+        self._peak_bytes, self.breakdown_at_peak = self._bytes, self.breakdown
 
     def add_scratch(self, size_bytes: int) -> None:
         """Include in the peak `size_bytes` that an operator allocated and freed inside."""
@@ -215,7 +211,7 @@ class StorageObserver(TorchDispatchMode):
 
     def _note_peak(self) -> None:
         if self._bytes > self._peak_bytes:
-            self._peak_bytes, self._at_peak = self._bytes, {k: v for k, v in self._by_label.items() if v}
+            self._peak_bytes, self.breakdown_at_peak = self._bytes, {k: v for k, v in self._by_label.items() if v}
 
     def _wrapped_resize(self) -> Callable[[torch.UntypedStorage, int], Any]:
         original = self._original_resize

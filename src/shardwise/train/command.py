@@ -9,12 +9,9 @@ import sys
 
 from shardwise.machine import launch
 from shardwise.machine.local_ranks import LocalRanks
-from shardwise.train.folder import RunFolder
+from shardwise.train.folder import RunFolder, check_tensorboard
 from shardwise.train.job import prepare
-from shardwise.train.metrics import check_tensorboard
 from shardwise.train.options import TrainOptions
-
-DEFAULT_RANKS = 2
 
 
 def run(options: TrainOptions) -> None:
@@ -24,7 +21,7 @@ def run(options: TrainOptions) -> None:
 
         serve(options)
     gpus = 0 if options.placing.device == "cpu" else count_gpus()
-    world_size = options.placing.nproc or gpus or DEFAULT_RANKS
+    world_size = options.placing.nproc or gpus or 2
     if not _check(options, world_size):
         return
     code = run_ranks(options, world_size, on_cpu=not gpus)

@@ -9,21 +9,82 @@ from __future__ import annotations
 import contextlib
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from shardwise.comm.comm import Comm
 from shardwise.engine.engine import Engine
 from shardwise.machine.memory import process_memory
+from shardwise.observe.analyzer import MemoryAnalyzer
 from shardwise.train.data import Indices, SampleLoader, validation_batches
-from shardwise.train.folder import RunFolder
+from shardwise.train.folder import MetricsFiles, RunFolder, StepMetrics
 from shardwise.train.job import TrainJob
-from shardwise.train.memory import MemoryTrace, StepWatch
-from shardwise.train.metrics import MetricsFiles, StepMetrics
 from shardwise.train.screen import Screen
 
 WATCHED = 2
 """The memory of the last steps is measured; the report shows that of the very last one."""
+
+
+@dataclass
+class MemoryTrace:
+    """One step in short intervals: when each ended, and the bytes by kind at its peak."""
+
+    times_s: list[float]
+    kinds: list[dict[str, int]]
+    phases: list[tuple[str, float, float]]
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(self.at_peak.values())
+
+    @property
+    def at_peak(self) -> dict[str, int]:
+        """Bytes by kind at the peak of the step."""
+        return max(self.kinds, key=lambda kinds: sum(kinds.values()))
+
+
+class StepWatch(MemoryAnalyzer):
+    """Measures the memory of steps of an engine, on every rank: a point after each module and each gradient.
+
+    The optimizer's state gets its label when the optimizer runs, so watch one step before the step that counts.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self._hooked = engine.module
+        self._handles: list[Any] = []
+
+    def start(self) -> StepWatch:
+        super().start()
+        for module in self._hooked.modules():
+            if next(module.parameters(recurse=False), None) is not None:
+                self._handles.append(module.register_forward_hook(self._on_hook))
+        for param in self._hooked.parameters():
+            self._handles.append(param.register_post_accumulate_grad_hook(self._on_hook))
+        return self
+
+    def stop(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+        super().stop()
+
+    def begin_step(self) -> None:
+        """Drop the points of earlier steps."""
+        self.points.clear()
+        self.phases.clear()
+        self.record("before the step")
+
+    def end_step(self) -> MemoryTrace:
+        """The trace since `begin_step`."""
+        self.record("end of the step")
+        first, *points = self.points
+        times_s = [point.time_s - first.time_s for point in points]
+        phases = [(name, start - first.time_s, end - first.time_s) for name, start, end in self.phases]
+        return MemoryTrace(times_s, [point.peak_kinds for point in points], phases)
+
+    def _on_hook(self, *_: Any) -> None:
+        self.record("")
 
 
 @dataclass
@@ -101,18 +162,15 @@ class TrainLoop:
 
     def save(self, blocking: bool) -> None:
         """Save a checkpoint, with the position of this loop."""
-        state = {"step": self.step, "taken": self.loader.taken, "elapsed_s": self.elapsed_s}
-        outputs = self.job.options.outputs
-        self.engine.save(
-            RunFolder(outputs.out).checkpoints,
-            tag=f"step-{self.step}",
-            blocking=blocking,
-            state=state | {"identity": self.job.identity},
-            keep=outputs.keep,
-        )
+        position = {"step": self.step, "taken": self.loader.taken, "elapsed_s": self.elapsed_s}
+        state = {**position, "identity": self.job.identity}
+        outputs, tag = self.job.options.outputs, f"step-{self.step}"
+        folder = RunFolder(outputs.out).checkpoints
+        self.engine.save(folder, tag=tag, blocking=blocking, state=state, keep=outputs.keep)
         self._saved_step = self.step
 
     def _train_step(self, watch: StepWatch | None) -> None:
+        assert self.engine.optimizer is not None
         losses = torch.zeros((), device=self.process.device)
         phase = watch.phase if watch is not None else contextlib.nullcontext
         if watch is not None:
@@ -125,21 +183,19 @@ class TrainLoop:
             with phase("backward"):
                 self.engine.backward(loss)
             del loss
-            rate = self._rate()
+            rate = self.engine.optimizer.param_groups[0]["lr"]
             with phase("update"):
                 self.engine.step()
         self.trace = watch.end_step() if watch is not None else None
         assert self.engine.grad_norm is not None
-        self._pending.append((losses, self.engine.grad_norm, rate))
+        self._pending.append((losses, self.engine.grad_norm, float(rate)))
         self.step += 1
         self.screen.advance(self.step)
 
     def _after_step(self) -> None:
         job, step = self.job, self.step
-        if job.is_due("eval", step):
-            self._flush(validate=True)
-        elif job.is_due("log", step):
-            self._flush()
+        if job.is_due("eval", step) or job.is_due("log", step):
+            self._flush(validate=job.is_due("eval", step))
         if job.is_due("save", step) and step < job.steps:
             self._flush()  # the metrics files must reach the step of the checkpoint
             self.save(blocking=False)
@@ -176,16 +232,11 @@ class TrainLoop:
         ]
         if self.metrics is not None:
             self.metrics.add(rows)
-        left_s = (self.job.steps - self.step) * seconds / count
-        self.screen.show(rows[-1], left_s)
+        self.screen.show(rows[-1], eta_s=(self.job.steps - self.step) * seconds / count)
         self._mark_s = time.perf_counter()
 
     def _agree_to_stop(self) -> bool:
         return bool(self.comm.share(torch.tensor([int(self.process.stop_requested)])).any())
-
-    def _rate(self) -> float:
-        assert self.engine.optimizer is not None
-        return float(self.engine.optimizer.param_groups[0]["lr"])
 
     def _move(self, batch: Indices) -> tuple[torch.Tensor, torch.Tensor]:
         rows = torch.from_numpy(batch).to(self.process.device)

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.plotting import DARK, KIND_COLORS, RED, figure
-from shardwise.train.memory import MemoryTrace
-from shardwise.train.metrics import StepMetrics
+from shardwise.train.folder import StepMetrics
+from shardwise.train.loop import MemoryTrace
 
 NARROW = 0.1
 """Phases shorter than this part of the step are not named in the figure."""

@@ -19,11 +19,9 @@ from shardwise.comm.comm import Comm
 from shardwise.engine.engine import Engine
 from shardwise.errors import ConfigError
 from shardwise.train.data import SampleLoader
-from shardwise.train.folder import RunFolder, check_identity
+from shardwise.train.folder import MetricsFiles, RunFolder, StepMetrics, check_identity
 from shardwise.train.job import TrainJob, rate_factor
-from shardwise.train.loop import RankProcess, TrainLoop
-from shardwise.train.memory import MemoryTrace
-from shardwise.train.metrics import MetricsFiles, StepMetrics
+from shardwise.train.loop import MemoryTrace, RankProcess, TrainLoop
 from shardwise.train.model import LanguageModel
 from shardwise.train.plot import draw
 from shardwise.train.screen import Screen, duration, make_screen
@@ -41,8 +39,7 @@ def run(job: TrainJob, process: RankProcess, comm: Comm) -> None:
     _open(folder, job, comm)
     screen = make_screen(comm.rank)
     _introduce(job, process, screen)
-    foresees = job.options.placing.foresee and comm.rank == 0
-    foreseen_bytes = _foresee(job, process, screen) if foresees else None
+    foreseen_bytes = _foresee(job, process, screen) if job.options.placing.foresee and comm.rank == 0 else None
     engine = build_engine(job, process)
     if foreseen_bytes is not None:
         engine.expect(foreseen_bytes)
@@ -164,11 +161,8 @@ def _introduce(job: TrainJob, process: RankProcess, screen: Screen) -> None:
     ranks = f"{job.world_size} rank{'s' * (job.world_size > 1)}"
     screen.say("model", str(job.shape))
     screen.say("data", f"{job.corpus}; {held_out}")
-    screen.say(
-        "run",
-        f"{job.options.placing.config} on {ranks} ({kind}), {config.precision.compute}, "
-        f"{job.batch} x {job.shape.context} tokens a step{accumulation}",
-    )
+    batch = f"{job.batch} x {job.shape.context} tokens a step{accumulation}"
+    screen.say("run", f"{job.options.placing.config} on {ranks} ({kind}), {config.precision.compute}, {batch}")
 
 
 def finish(loop: TrainLoop, folder: RunFolder, foreseen_bytes: int | None) -> None:
@@ -210,12 +204,20 @@ def _summarise(loop: TrainLoop, rows: list[StepMetrics]) -> None:
         loop.screen.say("loss", f"{last.loss:.3f}, validation {last.val_loss:.3f}{bits}")
 
 
+@torch.no_grad()
 def _sample(loop: TrainLoop) -> str:
-    outputs, corpus = loop.job.options.outputs, loop.job.corpus
+    """The prompt and what the model makes of it, each token drawn from at most a context of tokens before it."""
+    outputs, corpus, engine = loop.job.options.outputs, loop.job.corpus, loop.engine
     if not outputs.sample:
         return ""
-    prompt = list(outputs.prompt.encode()) if corpus.is_text else loop.job.windows[1].corpus.read(0, 1).tolist()
-    tokens = sample(loop.engine, prompt, outputs.sample, loop.job.shape.context, loop.job.options.updates.seed)
+    tokens = list(outputs.prompt.encode()) if corpus.is_text else corpus.read(0, 1).tolist()
+    generator = torch.Generator().manual_seed(loop.job.options.updates.seed)
+    engine.eval()
+    for _ in range(outputs.sample):
+        inputs = torch.tensor([tokens[-loop.job.shape.context :]], device=loop.process.device)
+        probabilities = torch.softmax(engine(inputs)[0, -1].double().cpu() / TEMPERATURE, dim=-1)
+        tokens.append(int(torch.multinomial(probabilities, 1, generator=generator)))
+    engine.train()
     return as_text(tokens, corpus.is_text)
 
 
@@ -240,21 +242,6 @@ def _list_files(folder: RunFolder, screen: Screen) -> None:
     for path, what in names.items():
         if path.exists():
             screen.say("file", f"{path}{'/' * path.is_dir()}  {what}")
-
-
-@torch.no_grad()
-def sample(engine: Engine, prompt: Sequence[int], count: int, context: int, seed: int = 0) -> list[int]:
-    """The prompt and `count` sampled tokens, each drawn from at most `context` tokens before it. All ranks call it."""
-    device = next(engine.module.parameters()).device
-    generator = torch.Generator().manual_seed(seed)
-    tokens = list(prompt)
-    engine.eval()
-    for _ in range(count):
-        logits = engine(torch.tensor([tokens[-context:]], device=device))[0, -1]
-        probabilities = torch.softmax(logits.double().cpu() / TEMPERATURE, dim=-1)
-        tokens.append(int(torch.multinomial(probabilities, 1, generator=generator)))
-    engine.train()
-    return tokens
 
 
 def as_text(tokens: Sequence[int], is_text: bool) -> str:

@@ -12,7 +12,7 @@ from rich.panel import Panel
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from shardwise.train.metrics import StepMetrics
+from shardwise.train.folder import StepMetrics
 
 
 class Screen:
@@ -40,8 +40,7 @@ class Screen:
 class PlainScreen(Screen):
     """Lines without control codes, for files and pipes."""
 
-    def __init__(self) -> None:
-        self._steps = 0
+    _steps = 0
 
     def say(self, label: str, text: str) -> None:
         self._print(f"{label:<9}{text}")
@@ -57,7 +56,7 @@ class PlainScreen(Screen):
         self._print(f"\n--- {title}\n{text.rstrip()}\n---\n")
 
     def _print(self, text: str) -> None:
-        print(text, file=surviving(sys.stdout), flush=True)
+        print(text, file=SurvivingStream(sys.stdout), flush=True)
 
 
 class LiveScreen(Screen):
@@ -96,7 +95,7 @@ class LiveScreen(Screen):
         self._console.print(Panel(Text(text.rstrip()), title=title, title_align="left", border_style="cyan"))
 
 
-class _SurvivingStream:
+class SurvivingStream:
     """A stream that ignores write errors: if its terminal or pipe is closed, the run must still save."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -115,16 +114,11 @@ class _SurvivingStream:
         return getattr(self._stream, name)
 
 
-def surviving(stream: TextIO) -> TextIO:
-    """The stream, with write errors ignored."""
-    return cast(TextIO, _SurvivingStream(stream))
-
-
 def make_screen(rank: int) -> Screen:
     """The screen for a rank's standard output."""
     if rank != 0:
         return Screen()
-    return LiveScreen(Console(file=surviving(sys.stdout))) if sys.stdout.isatty() else PlainScreen()
+    return LiveScreen(Console(file=cast(TextIO, SurvivingStream(sys.stdout)))) if sys.stdout.isatty() else PlainScreen()
 
 
 def _figures(row: StepMetrics, val_loss: float | None = None) -> str:

@@ -53,11 +53,8 @@ def join(rank: int, device: torch.device) -> Store:
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     has_own_gpu = device.type == "cuda" and local <= torch.cuda.device_count()  # NCCL needs one GPU per rank
     backend = "cpu:gloo,cuda:nccl" if has_own_gpu else "gloo"
-    store: Store
-    if folder := os.environ.get(local_ranks.FOLDER):
-        store = FileStore(str(Path(folder) / "store"), world_size)
-    else:
-        store, _, _ = next(iter(rendezvous("env://")))
+    folder = os.environ.get(local_ranks.FOLDER)
+    store: Store = FileStore(f"{folder}/store", world_size) if folder else next(iter(rendezvous("env://")))[0]
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
     return store
 
@@ -123,14 +120,11 @@ def report_failure(
         return
     if is_consequence:
         time.sleep(listen_s)
-    if store is None or _is_first(store, rank):
-        print(f"error: {message}", file=sys.stderr, flush=True)
-
-
-def _is_first(store: Store, rank: int) -> bool:
-    with contextlib.suppress(Exception):  # the store may have ended with its rank
-        return bool(store.compare_set("shardwise/train/error", "", str(rank)) == str(rank).encode())
-    return True
+    if store is not None:
+        with contextlib.suppress(Exception):  # the store may have ended with its rank
+            if store.compare_set("shardwise/train/error", "", str(rank)) != str(rank).encode():
+                return  # another rank was first
+    print(f"error: {message}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

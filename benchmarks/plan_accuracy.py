@@ -33,8 +33,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from shardwise.compare import Settings
-from shardwise.compare.foresight import foresee_settings
 from shardwise.compare.job import CompareJob, CompareRow
+from shardwise.compare.session import foresee_settings
 from shardwise.compare.worker import Worker
 from shardwise.machine import env, launch
 from shardwise.planning.dry_run import Foreseen

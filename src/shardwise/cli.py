@@ -3,13 +3,17 @@
 import os
 import sys
 import warnings
+from collections.abc import Iterator
+from inspect import Parameter, Signature
 from pathlib import Path
-from typing import Annotated, TextIO
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import typer
 
 from shardwise._version import __version__
 from shardwise.errors import ShardwiseError
+from shardwise.train.options import SECTIONS, options_from
 
 app = typer.Typer(
     name="shardwise",
@@ -20,7 +24,6 @@ app = typer.Typer(
 )
 
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
-DATA, MODEL, UPDATES, PLACING, OUTPUTS = "Data", "Model", "Training", "Where and how it runs", "Progress and files"
 
 
 def _print_version(wanted: bool) -> None:
@@ -68,9 +71,10 @@ def compare(
 ) -> None:
     """Train the same model under each preset and with peers, and show memory, bytes and time side by side."""
     from shardwise.compare import Settings, command
+    from shardwise.models.built_in import BUILT_IN
 
     if list_models:
-        typer.echo(command.list_models())
+        typer.echo("\n".join(f"{name:<12}{entry.summary}" for name, entry in BUILT_IN.items()))
         return
     settings = Settings(model, nproc, precision, device, accumulate, clip or None, deterministic, steps)
     command.run(settings, presets, peers, json, plot)
@@ -155,93 +159,46 @@ def run(
     launch.run(nproc, context.args, threads)
 
 
-@app.command()
-def train(
-    paths: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help="Text files, folders, or one .npy/.bin token file (default: Python's standard library).",
-            metavar="PATH",
-            show_default=False,
-        ),
-    ] = None,
-    glob: Annotated[str, typer.Option(help="Which files of folders to read.", rich_help_panel=DATA)] = "*",
-    vocab: Annotated[int | None, typer.Option(help="Vocabulary size of a token file.", rich_help_panel=DATA)] = None,
-    held_out: Annotated[float, typer.Option(help="Part of the data for validation.", rich_help_panel=DATA)] = 0.02,
-    size: Annotated[str, typer.Option(help="nano, small, 10m, 100m, 1b or 7b.", rich_help_panel=MODEL)] = "small",
-    layers: Annotated[int | None, typer.Option(help="Layers, instead of the size's.", rich_help_panel=MODEL)] = None,
-    hidden: Annotated[int | None, typer.Option(help="Hidden width.", rich_help_panel=MODEL)] = None,
-    heads: Annotated[int | None, typer.Option(help="Attention heads.", rich_help_panel=MODEL)] = None,
-    context: Annotated[int | None, typer.Option(help="Tokens per sequence.", rich_help_panel=MODEL)] = None,
-    steps: Annotated[int, typer.Option(help="Total training steps.", rich_help_panel=UPDATES)] = 800,
-    batch: Annotated[
-        int | None, typer.Option(help="Sequences per step over all ranks (default: 16).", rich_help_panel=UPDATES)
-    ] = None,
-    accumulate: Annotated[
-        int | None, typer.Option(help="Micro-batches per step (default: 1).", rich_help_panel=UPDATES)
-    ] = None,
-    lr: Annotated[
-        float | None, typer.Option(help="Highest learning rate (default: by model width).", rich_help_panel=UPDATES)
-    ] = None,
-    schedule: Annotated[
-        str | None, typer.Option(help="cosine, linear or constant, after the warm-up.", rich_help_panel=UPDATES)
-    ] = None,
-    warmup: Annotated[
-        int | None, typer.Option(help="Warm-up steps (default: 5 % of the steps).", rich_help_panel=UPDATES)
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of weights, data order and sample.", rich_help_panel=UPDATES)] = 0,
-    config: Annotated[
-        str,
-        typer.Option(help="A preset, or a native, DeepSpeed or Accelerate file.", rich_help_panel=PLACING),
-    ] = "zero3",
-    precision: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16.", rich_help_panel=PLACING)] = None,
-    clip: Annotated[
-        float | None,
-        typer.Option(help="Largest gradient norm; 0 disables clipping (default: 1).", rich_help_panel=PLACING),
-    ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.", rich_help_panel=PLACING)] = "auto",
-    nproc: Annotated[
-        int | None,
-        typer.Option("-n", "--nproc", help="Local ranks (default: one per GPU, else 2).", rich_help_panel=PLACING),
-    ] = None,
-    foresee: Annotated[bool, typer.Option(help="Predict the memory of a rank first.", rich_help_panel=PLACING)] = True,
-    out: Annotated[Path, typer.Option(help="Output folder of the run.", rich_help_panel=OUTPUTS)] = Path("runs/train"),
-    resume: Annotated[
-        Path | None, typer.Option(help="Start from the checkpoints of another run.", rich_help_panel=OUTPUTS)
-    ] = None,
-    fresh: Annotated[
-        bool, typer.Option("--fresh", help="Delete the run in --out and start over.", rich_help_panel=OUTPUTS)
-    ] = False,
-    log_every: Annotated[
-        int | None, typer.Option(help="Steps between progress lines.", rich_help_panel=OUTPUTS)
-    ] = None,
-    eval_every: Annotated[
-        int | None, typer.Option(help="Steps between validations; 0: only at the end.", rich_help_panel=OUTPUTS)
-    ] = None,
-    eval_samples: Annotated[int, typer.Option(help="Sequences per validation.", rich_help_panel=OUTPUTS)] = 256,
-    save_every: Annotated[
-        int | None, typer.Option(help="Steps between checkpoints; 0: only at the end.", rich_help_panel=OUTPUTS)
-    ] = None,
-    keep: Annotated[int, typer.Option(help="Number of checkpoints to keep.", rich_help_panel=OUTPUTS)] = 2,
-    plot: Annotated[bool, typer.Option(help="Plot loss and memory.", rich_help_panel=OUTPUTS)] = True,
-    tensorboard: Annotated[
-        bool, typer.Option("--tensorboard", help="Also write TensorBoard files.", rich_help_panel=OUTPUTS)
-    ] = False,
-    prompt: Annotated[
-        str, typer.Option(help="Text that the sample starts with.", rich_help_panel=OUTPUTS, show_default=False)
-    ] = "import os\n\n\ndef ",
-    sample: Annotated[int, typer.Option(help="Tokens to sample at the end.", rich_help_panel=OUTPUTS)] = 400,
-    debug: Debug = False,
-) -> None:
+def train(**values: Any) -> None:
     """Train a language model. Without arguments: a small one on Python's own sources, in a few minutes.
 
     Ctrl-C saves and exits; the same command continues. Under torchrun, each process is one rank.
     """
-    values = locals()  # every parameter by name; `options_from` sorts them into sections
     from shardwise.train import command
-    from shardwise.train.options import options_from
 
     command.run(options_from(values))
+
+
+def _train_parameters() -> Iterator[Parameter]:
+    """A parameter for every field of the options of `train`."""
+    special = {
+        "paths": typer.Argument(metavar="PATH", show_default=False),
+        "nproc": typer.Option("-n", "--nproc"),
+        "prompt": typer.Option(show_default=False),
+    }
+    by_name = Parameter.KEYWORD_ONLY
+    for section in SECTIONS.values():
+        for name, field in section.model_fields.items():
+            is_switch = field.default is False  # without --no-...
+            info = special.get(name) or (typer.Option(f"--{name}") if is_switch else typer.Option())
+            info.help = field.description
+            info.rich_help_panel = None if name == "paths" else section.model_config["title"]
+            parsed: Any = _parsed_type(field.annotation)
+            yield Parameter(name, by_name, default=field.default, annotation=Annotated[parsed, info])
+    yield Parameter("debug", by_name, default=False, annotation=Debug)
+
+
+def _parsed_type(kind: Any) -> Any:
+    """The type that typer parses. A choice is a string here: the options check it, as they check numbers."""
+    if get_origin(kind) is Literal:
+        return str
+    if get_origin(kind) in (Union, UnionType):
+        return Union[tuple(map(_parsed_type, get_args(kind)))]  # noqa: UP007  # of a tuple
+    return kind
+
+
+train.__signature__ = Signature(list(_train_parameters()))  # type: ignore[attr-defined]  # typer reads it
+app.command()(train)
 
 
 @app.command()
@@ -297,9 +254,7 @@ def main() -> None:
         finally:
             sys.stdout.flush()
     except (ShardwiseError, OSError) as error:
-        if "--debug" in sys.argv:
-            raise
-        if isinstance(error, OSError) and not _is_output_refused():
+        if "--debug" in sys.argv or (isinstance(error, OSError) and not _is_output_refused()):
             raise
         reason = error if isinstance(error, ShardwiseError) else f"nothing can be printed: {error.strerror}"
         typer.secho(f"error: {reason}", fg="red", err=True)
@@ -317,13 +272,6 @@ def _is_output_refused() -> bool:
     return False
 
 
-def _show_warning(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: TextIO | None = None,
-    line: str | None = None,
-) -> None:
+def _show_warning(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
     where = "" if Path(filename).is_relative_to(Path(__file__).parent) else f" ({filename}:{lineno})"
     typer.secho(f"warning: {message}{where}", fg="yellow", err=True)

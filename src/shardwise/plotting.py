@@ -1,11 +1,24 @@
-"""Shared by all plots: matplotlib without a display, and the check of an output path."""
+"""Shared by all plots: matplotlib without a display, the colors of kinds, and the check of an output path."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from shardwise.errors import ConfigError
+
+KIND_COLORS = {
+    "weights": "#3b6fb6",
+    "master": "#7fa3d1",
+    "moments": "#5a9e5f",
+    "grads": "#e08a2e",
+    "activations": "#b25a8f",
+    "in flight": "#b9b9b9",
+    "other": "#dddddd",
+}
+DARK, RED = "#2f4b6e", "#c03030"
 
 
 def pyplot() -> Any:
@@ -20,15 +33,26 @@ def pyplot() -> Any:
     return plt
 
 
+@contextlib.contextmanager
+def figure(path: str | Path, rows: int, columns: int, size: tuple[float, float], **options: Any) -> Iterator[Any]:
+    """A figure and its axes in rows and columns; written to `path` when the context ends."""
+    plt = pyplot()
+    made, axes = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False, **options)
+    yield made, axes
+    for axis in axes.flat:
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.set_axisbelow(True)
+    made.savefig(path, dpi=150)
+    plt.close(made)
+
+
 def check_path(path: str | Path) -> None:
     """Raise a ConfigError for a path that cannot be written, before the measurement starts."""
     plt = pyplot()
     kinds = plt.figure().canvas.get_supported_filetypes()
     plt.close("all")
-    suffix = Path(path).suffix.lstrip(".").lower()
-    if suffix not in kinds:
-        raise ConfigError(
-            f"--plot {path}: the name must end in one of {', '.join('.' + kind for kind in sorted(kinds))}"
-        )
+    suffixes = sorted(f".{kind}" for kind in kinds)
+    if Path(path).suffix.lower() not in suffixes:
+        raise ConfigError(f"--plot {path}: the name must end in one of {', '.join(suffixes)}")
     if not Path(path).absolute().parent.is_dir():
         raise ConfigError(f"--plot {path}: there is no folder {Path(path).absolute().parent}")

@@ -9,7 +9,7 @@ import pytest
 
 from shardwise.compare import Comparison, Settings, compare
 from shardwise.compare.job import CompareRow, parse_rows
-from shardwise.compare.verdict import data_bytes, verdicts
+from shardwise.compare.result import data_bytes, verdicts
 
 NUMEL = 99_072
 

@@ -8,9 +8,8 @@ from rich.console import Console
 
 from shardwise.compare import Comparison, Run, Settings, table
 from shardwise.compare.plot import plot
-from shardwise.compare.result import interval, ratio
+from shardwise.compare.result import interval, mark_wrong, ratio, verdicts
 from shardwise.compare.session import rotated, turns
-from shardwise.compare.verdict import mark_wrong, verdicts
 
 
 def run(preset, peer=None, peak=100, sha="a", losses=(2.0, 1.0), rounds=(0.1, 0.12), sent=50, expected=50):

@@ -12,8 +12,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwise.compare import Settings
-from shardwise.compare.foresight import foresee_settings
 from shardwise.compare.job import CompareJob, CompareRow
+from shardwise.compare.session import foresee_settings
 from shardwise.compare.worker import Worker
 from shardwise.config import Config
 from shardwise.engine.engine import Engine

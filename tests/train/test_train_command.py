@@ -12,8 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardwise.train.folder import RunFolder
-from shardwise.train.metrics import read
+from shardwise.train.folder import RunFolder, read
 from support import run_command
 
 CLI = [sys.executable, "-m", "shardwise", "train"]

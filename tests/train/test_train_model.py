@@ -7,8 +7,8 @@ import torch
 
 from shardwise.errors import ConfigError
 from shardwise.models.decoder import rotate, rotation
+from shardwise.train.job import SIZES, Shape, shape_of
 from shardwise.train.model import LanguageModel, hub_config
-from shardwise.train.shape import SIZES, Shape, shape_of
 
 SMALL = Shape(layers=2, hidden=32, heads=2, context=16)
 

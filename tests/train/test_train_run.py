@@ -13,9 +13,8 @@ import torch
 
 from shardwise.comm.comm import ProcessGroupComm
 from shardwise.errors import ConfigError
-from shardwise.train.folder import RunFolder
+from shardwise.train.folder import RunFolder, read
 from shardwise.train.job import prepare
-from shardwise.train.metrics import read
 from shardwise.train.options import options_of
 from shardwise.train.run import run
 from support import ranks, run_ranks

@@ -10,11 +10,11 @@ import pytest
 from rich.console import Console
 
 from shardwise.errors import ConfigError
-from shardwise.train import metrics
-from shardwise.train.memory import MemoryTrace
-from shardwise.train.metrics import MetricsFiles, StepMetrics, read
+from shardwise.train import folder
+from shardwise.train.folder import MetricsFiles, StepMetrics, read
+from shardwise.train.loop import MemoryTrace
 from shardwise.train.plot import draw
-from shardwise.train.screen import LiveScreen, PlainScreen, SilentScreen, make_screen
+from shardwise.train.screen import LiveScreen, PlainScreen, Screen, make_screen
 
 
 def row(step, val_loss=None):
@@ -50,7 +50,7 @@ def test_a_terminal_gets_a_bar_that_keeps_the_last_validation():
 
 
 def test_only_rank_0_prints(monkeypatch):
-    assert isinstance(make_screen(1), SilentScreen)
+    assert type(make_screen(1)) is Screen
     assert make_screen(1).say("model", "large") is None
     monkeypatch.setattr(sys, "stdout", SimpleNamespace(isatty=lambda: False))
     assert isinstance(make_screen(0), PlainScreen)
@@ -93,7 +93,7 @@ def test_tensorboard_if_it_is_there(tmp_path, monkeypatch):
     assert "val_loss" not in [entry[0] for entry in written[1:]]
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(ConfigError, match="pip install tensorboard"):
-        metrics.check_tensorboard()
+        folder.check_tensorboard()
 
 
 @pytest.mark.parametrize("is_watched", [True, False])

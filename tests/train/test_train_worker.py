@@ -66,7 +66,7 @@ def test_on_a_gpu(tmp_path, arguments):
     """One rank over NCCL, and two that share the GPU over Gloo; stopped by --steps, then continued."""
     import sys
 
-    from shardwise.train.metrics import read
+    from shardwise.train.folder import read
 
     (tmp_path / "text.py").write_text("def f(x):\n    return x + 1\n\n\n" * 200)
     command = [sys.executable, "-m", "shardwise", "train", "text.py", "--size", "nano", "--context", "16"]

@@ -3,9 +3,9 @@
 command   the command line's part: checks, progress, output
 job       settings, rows (presets and peers), and what one process of a row needs to know
 session   the order of a comparison: observe every row, then time all rows in interleaved rounds
-ranks     the parent's side of a row's processes; `worker` is their side
+worker    one rank of a row, in its own process
 systems   how each row trains: shardwise, plain torch, DDP, FSDP2, DeepSpeed
-result    the figures and their JSON; `verdict` judges them, `table` and `plot` show them
+result    the figures, their JSON and the verdicts; `table` and `plot` show them
 """
 
 from shardwise.compare.job import Settings

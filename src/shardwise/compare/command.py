@@ -9,16 +9,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from shardwise.compare import table
 from shardwise.compare.job import Settings, parse_rows
+from shardwise.compare.plot import plot as draw
 from shardwise.compare.session import compare
 from shardwise.errors import ConfigError
-from shardwise.models.built_in import BUILT_IN
-
-WIDTH = 100
-
-
-def list_models() -> str:
-    """The built-in models, one per line."""
-    return "\n".join(f"{name:<12}{entry.summary}" for name, entry in BUILT_IN.items())
+from shardwise.plotting import check_path
 
 
 def run(settings: Settings, presets: str, peers: str, json: Path | None, plot: Path | None) -> None:
@@ -27,29 +21,21 @@ def run(settings: Settings, presets: str, peers: str, json: Path | None, plot: P
     if json is not None and not json.absolute().parent.is_dir():
         raise ConfigError(f"--json {json}: there is no folder {json.absolute().parent}")
     if plot is not None:
-        from shardwise.plotting import check_path
-
         check_path(plot)
-    with _progress() as progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    errors = Console(stderr=True)
+    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
         task = progress.add_task("starting", total=None)
-        comparison = compare(
-            settings,
-            rows,
-            lambda text, done, total: progress.update(task, description=text, completed=done, total=total),
-        )
+
+        def show(text: str, done: int, total: int) -> None:
+            progress.update(task, description=text, completed=done, total=total)
+
+        comparison = compare(settings, rows, show)
     if json is not None:
         comparison.save(json)
     console = Console()
-    table.show(comparison, console if console.is_terminal else Console(width=WIDTH))
+    table.show(comparison, console if console.is_terminal else Console(width=100))
     if all(run.error is not None for run in comparison.runs):
         raise SystemExit(1)
     if plot is not None:
-        from shardwise.compare.plot import plot as draw
-
         draw(comparison, plot)
-
-
-def _progress() -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    console = Console(stderr=True)
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

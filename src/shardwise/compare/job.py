@@ -5,7 +5,6 @@ A row of a peer may need another interpreter, one that has the peer installed.
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import importlib.util
 import json
@@ -15,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 
@@ -28,11 +28,6 @@ SEED = 17
 DEFAULT_PRESETS = ("zero0", "zero1", "zero2", "zero3")
 PEERS: dict[str, tuple[str, ...]] = {"ddp": ("zero0",), "fsdp2": ("zero3",), "deepspeed": ("zero1", "zero2", "zero3")}
 """The peers, each with the presets it corresponds to."""
-SETTINGS_FOLDER = Path(__file__).parent / "settings"
-DEEPSPEED_HINT = (
-    "DeepSpeed is not installed: run `make bench-env` in a checkout of shardwise, or name an interpreter that has it "
-    "in SHARDWISE_BENCH_PYTHON"
-)
 
 
 @dataclass(frozen=True)
@@ -59,10 +54,9 @@ def config_for(settings: Settings, preset: str) -> dict[str, object]:
     }
 
 
-def peer_settings(name: str) -> dict[str, object]:
+def peer_settings(name: str) -> dict[str, Any]:
     """The settings file of a peer, from the folder `settings`."""
-    settings: dict[str, object] = json.loads((SETTINGS_FOLDER / f"{name}.json").read_text())
-    return settings
+    return cast(dict[str, Any], json.loads((Path(__file__).parent / "settings" / f"{name}.json").read_text()))
 
 
 @dataclass(frozen=True)
@@ -103,14 +97,6 @@ class CompareJob:
             return torch.device("cpu")
         return torch.device("cuda", self.rank % torch.cuda.device_count())
 
-    def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> CompareJob:
-        data = json.loads(text)
-        return cls(**{**data, "settings": Settings(**data["settings"]), "row": CompareRow(**data["row"])})
-
 
 def parse_rows(presets: str, peers: str) -> list[CompareRow]:
     """The rows that two comma-separated lists name.
@@ -118,10 +104,10 @@ def parse_rows(presets: str, peers: str) -> list[CompareRow]:
     >>> [row.name for row in parse_rows("zero0,zero3", "ddp,deepspeed-zero3")]
     ['zero0', 'zero3', 'ddp', 'deepspeed zero3']
     """
-    rows = [CompareRow(_known(name, list(PRESETS), "preset")) for name in _names(presets)]
+    rows = [CompareRow(name) for name in _named(presets, list(PRESETS), "preset")]
     choices = [*PEERS, *(f"deepspeed-{preset}" for preset in PEERS["deepspeed"])]
-    for name in _names(peers):
-        peer, _, preset = _known(name, choices, "peer").partition("-")
+    for name in _named(peers, choices, "peer"):
+        peer, _, preset = name.partition("-")
         rows += [CompareRow(each, peer) for each in ([preset] if preset else PEERS[peer])]
     if not rows:
         raise ConfigError("nothing to compare: name at least one preset or peer")
@@ -132,34 +118,24 @@ def interpreter(row: CompareRow) -> str:
     """The Python that can run `row`. Raises a ConfigError that says how to get one if there is none."""
     if row.peer != "deepspeed" or importlib.util.find_spec("deepspeed") is not None:
         return sys.executable
-    for python in _candidates():
-        if _has_deepspeed(python):
-            return str(python)
-    raise ConfigError(DEEPSPEED_HINT)
-
-
-def _candidates() -> Sequence[Path]:
-    named = os.environ.get("SHARDWISE_BENCH_PYTHON")
-    if named:
-        return [Path(named)]
     checkout = Path(__file__).parents[3]
-    return [folder / ".bench-env" / "bin" / "python" for folder in (Path.cwd(), checkout)]
-
-
-def _has_deepspeed(python: Path) -> bool:
-    if not python.exists():
-        return False
+    candidates = [folder / ".bench-env" / "bin" / "python" for folder in (Path.cwd(), checkout)]
+    if named := os.environ.get("SHARDWISE_BENCH_PYTHON"):
+        candidates = [Path(named)]
     look = "import importlib.util, sys; sys.exit(importlib.util.find_spec('deepspeed') is None)"
-    return subprocess.run([python, "-c", look], capture_output=True).returncode == 0
+    for python in candidates:
+        if python.exists() and subprocess.run([python, "-c", look], capture_output=True).returncode == 0:
+            return str(python)
+    raise ConfigError(
+        "DeepSpeed is not installed: run `make bench-env` in a checkout of shardwise, or name an interpreter that has "
+        "it in SHARDWISE_BENCH_PYTHON"
+    )
 
 
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
-
-
-def _known(name: str, choices: Sequence[str], what: str) -> str:
-    if name in choices:
-        return name
-    nearest = difflib.get_close_matches(name, choices, n=1)
-    hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
-    raise ConfigError(f"unknown {what} {name!r}{hint}: choose from {', '.join(choices)}")
+def _named(text: str, choices: Sequence[str], what: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in choices:
+            hint = "".join(f" (did you mean {near!r}?)" for near in difflib.get_close_matches(name, choices, n=1))
+            raise ConfigError(f"unknown {what} {name!r}{hint}: choose from {', '.join(choices)}")
+    return names

@@ -8,41 +8,32 @@ from statistics import median
 from typing import Any
 
 from shardwise.compare.result import Comparison, Run
-from shardwise.compare.table import title
+from shardwise.compare.table import SPLIT, title
 from shardwise.errors import ConfigError
-from shardwise.plotting import pyplot
+from shardwise.plotting import DARK, KIND_COLORS, RED, figure
 
-COLORS = {
-    "weights": "#3b6fb6",
-    "grads": "#e08a2e",
-    "optim": "#5a9e5f",
-    "activations": "#b25a8f",
-    "in_flight": "#b9b9b9",
-}
-WIRE_COLORS = {"gather": "#3b6fb6", "reduce": "#e08a2e", "other": "#b9b9b9"}
-OURS, THEIRS = "#2f4b6e", "#a8b3c2"
+COLORED_AS = {"optim": "moments", "in_flight": "in flight"}
+COLORS = {kind: KIND_COLORS[COLORED_AS.get(kind, kind)] for kind in SPLIT}
+WIRE_COLORS = {"gather": COLORS["weights"], "reduce": COLORS["grads"], "other": COLORS["in_flight"]}
+THEIRS = "#a8b3c2"
 
 
 def plot(comparison: Comparison, path: str | Path) -> None:
     """Draw the measured rows into the file `path`."""
-    plt = pyplot()
     runs = [run for run in comparison.runs if run.peak is not None]
     if not runs:
         raise ConfigError("nothing to draw: every row failed")
-    figure, axes = plt.subplots(1, 3, figsize=(13, 1.8 + 0.38 * len(runs)), sharey=True, layout="constrained")
-    _memory(axes[0], runs)
-    _time(axes[1], runs, comparison)
-    _wire(axes[2], runs)
-    axes[0].set_yticks(range(len(runs)), [run.name for run in runs])
-    axes[0].invert_yaxis()
-    for axis in axes:
-        axis.spines[["top", "right", "left"]].set_visible(False)
-        axis.tick_params(left=False)
-        axis.grid(axis="x", color="#dddddd", linewidth=0.6)
-        axis.set_axisbelow(True)
-    figure.suptitle(title(comparison), x=0.01, ha="left", fontweight="bold")
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    with figure(path, 1, 3, (13, 1.8 + 0.38 * len(runs)), sharey=True) as (made, ((memory, time, wire),)):
+        _memory(memory, runs)
+        _time(time, runs, comparison)
+        _wire(wire, runs)
+        memory.set_yticks(range(len(runs)), [run.name for run in runs])
+        memory.invert_yaxis()
+        for axis in (memory, time, wire):
+            axis.spines["left"].set_visible(False)
+            axis.tick_params(left=False)
+            axis.grid(axis="x", color="#dddddd", linewidth=0.6)
+        made.suptitle(title(comparison), x=0.01, ha="left", fontweight="bold")
 
 
 def _memory(axis: Any, runs: list[Run]) -> None:
@@ -56,21 +47,22 @@ def _memory(axis: Any, runs: list[Run]) -> None:
 
 
 def _time(axis: Any, runs: list[Run], comparison: Comparison) -> None:
-    timed = [(place, run) for place, run in enumerate(runs) if run.step_s is not None]
-    for place, run in timed:
-        assert run.step_s is not None
-        assert run.step_s_spread is not None
-        low, high = run.step_s_spread
-        axis.barh(place, run.step_s * 1e3, height=0.62, color=THEIRS if run.peer else OURS)
-        axis.plot([low * 1e3, high * 1e3], [place, place], color="black", linewidth=1.2)
-        axis.text(max(high, run.step_s) * 1e3, place, f"  {_number(run.step_s * 1e3)}", va="center", fontsize=8)
+    ends_ms = []
+    for place, run in enumerate(runs):
+        if run.step_s is None or run.step_s_spread is None:
+            continue
+        step_ms, low, high = (1e3 * seconds for seconds in (run.step_s, *run.step_s_spread))
+        axis.barh(place, step_ms, height=0.62, color=THEIRS if run.peer else DARK)
+        axis.plot([low, high], [place, place], color="black", linewidth=1.2)
+        axis.text(max(high, step_ms), place, f"  {_number(step_ms)}", va="center", fontsize=8)
+        ends_ms.append(high)
     if comparison.alone_step_s_rounds:
         alone_ms = median(comparison.alone_step_s_rounds) * 1e3
-        axis.axvline(alone_ms, color="#c03030", linewidth=1, linestyle="--", label="without any communication")
+        axis.axvline(alone_ms, color=RED, linewidth=1, linestyle="--", label="without any communication")
         _legend(axis)
     axis.set_title("time of a step, ms (line: 95 % interval)", loc="left", fontsize=10)
-    if timed:
-        axis.set_xlim(0, 1.2e3 * max(max(run.step_s_spread or [0]) for _, run in timed))
+    if ends_ms:
+        axis.set_xlim(0, 1.2 * max(ends_ms))
 
 
 def _wire(axis: Any, runs: list[Run]) -> None:

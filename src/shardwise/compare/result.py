@@ -1,21 +1,30 @@
-"""The figures of a comparison and their JSON (docs/compare.md describes each field), with the statistics of rounds."""
+"""The figures of a comparison, their JSON (docs/compare.md describes each field), the statistics of rounds, and the
+verdicts: equal bits, memory that falls with the stage, bytes by the formula, peers that agree.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import random
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
-from shardwise.compare.job import CompareRow, Settings
+from shardwise.compare.job import ALONE, DEFAULT_PRESETS, CompareRow, Settings
+from shardwise.config.presets import PRESETS
 from shardwise.errors import ConfigError
+from shardwise.sizes import format_bytes
 
 SCHEMA = 1
 RESAMPLES = 2000
+LOSS_TOLERANCE = {"fp32": 1e-3, "bf16": 3e-2, "fp16": 3e-2}
+"""How far a peer's loss may differ from ours, as a part of the first loss: peers add and cast in another order."""
+WIRE_SLACK = 0.001
 
 
 def interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float]:
@@ -117,32 +126,102 @@ class Comparison:
         return next((run for run in self.runs if run.peer == "ddp" and run.step_s_rounds), self.runs[0])
 
     def to_dict(self) -> dict[str, Any]:
-        settings = dataclasses.asdict(self.settings)
-        alone = self.alone_step_s_rounds
-        return {
-            "schema": SCHEMA,
-            **settings,
-            "parameters": self.parameters,
-            "alone_step_s": median(alone) if alone else None,
-            "alone_step_s_rounds": alone,
-            "rounds_in_fresh_processes": self.rounds_in_fresh_processes,
-            "versions": self.versions,
-            "made": self.made,
-            "runs": [dataclasses.asdict(run) for run in self.runs],
-        }
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Comparison:
-        """Read what `to_dict` wrote."""
-        if data.get("schema") != SCHEMA:
-            raise ConfigError(f"schema {data.get('schema')!r} is not {SCHEMA}: another version wrote the file")
-        settings = Settings(**{each.name: data[each.name] for each in dataclasses.fields(Settings)})
-        own = ("parameters", "alone_step_s_rounds", "rounds_in_fresh_processes", "versions", "made")
-        return cls(settings, [Run(**run) for run in data["runs"]], **{name: data[name] for name in own})
+        data = dataclasses.asdict(self)
+        settings, runs = data.pop("settings"), data.pop("runs")
+        alone = median(self.alone_step_s_rounds) if self.alone_step_s_rounds else None
+        return {"schema": SCHEMA, **settings, "alone_step_s": alone, **data, "runs": runs}
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Comparison:
-        return cls.from_dict(json.loads(Path(path).read_text()))
+        """Read what `save` wrote."""
+        data = json.loads(Path(path).read_text())
+        if data.get("schema") != SCHEMA:
+            raise ConfigError(f"schema {data.get('schema')!r} is not {SCHEMA}: another version wrote the file")
+        settings = Settings(**{each.name: data[each.name] for each in dataclasses.fields(Settings)})
+        own = {each.name: data[each.name] for each in dataclasses.fields(cls) if each.name in data}
+        return cls(**own | {"settings": settings, "runs": [Run(**run) for run in data["runs"]]})
+
+
+class Verdict(NamedTuple):
+    name: str
+    is_good: bool
+    text: str
+
+
+def verdicts(comparison: Comparison) -> list[Verdict]:
+    """Every verdict that the rows allow: one whose rows are missing is left out."""
+    return [*_bits(comparison), *_inversions(comparison), *_wire(comparison), *_failures(comparison)]
+
+
+def mark_wrong(comparison: Comparison) -> None:
+    """Mark the peers whose losses differ from ours: their times and bytes belong to another computation."""
+    ours = next((run for run in _ours(comparison) if run.losses), None)
+    for run in comparison.runs:
+        if ours is not None and run.peer not in (None, ALONE.peer):
+            allowed = LOSS_TOLERANCE[comparison.settings.precision] * abs(ours.losses[0])
+            for step, (loss, expected) in enumerate(zip(run.losses, ours.losses, strict=False)):
+                if run.wrong is None and not abs(loss - expected) <= allowed:  # written so that NaN disagrees
+                    run.wrong = f"loss {loss:.6g} at step {step}, where {ours.name} has {expected:.6g}"
+
+
+def _bits(comparison: Comparison) -> Iterator[Verdict]:
+    """Stages with the same order of accumulation must agree to the bit. With K = 1 there is only one order."""
+    classes: dict[str, list[Run]] = defaultdict(list)
+    for run in _ours(comparison):
+        if run.weights_sha256 is not None:
+            several = comparison.settings.accumulate > 1
+            classes[PRESETS[run.preset].grads.sharding if several else "all"].append(run)
+    for runs in classes.values():
+        steps = len(runs[0].losses)
+        if len({run.weights_sha256 for run in runs}) > 1:
+            shown = ", ".join(f"{run.name} {str(run.weights_sha256)[:8]}" for run in runs)
+            yield Verdict("bits", False, f"weights differ after {steps} steps: {shown}")
+        elif len(runs) > 1:
+            names = " = ".join(run.name for run in runs)
+            yield Verdict("bits", True, f"{names}, every bit of every weight after {steps} steps")
+
+
+def _inversions(comparison: Comparison) -> Iterator[Verdict]:
+    peaks = {run.preset: run.peak for run in _ours(comparison) if run.peak is not None}
+    stages = [name for name in DEFAULT_PRESETS if name in peaks]
+    worse = [
+        f"{higher} needs {format_bytes(peaks[higher] - peaks[lower])} more than {lower}"
+        for lower, higher in pairwise(stages)
+        if peaks[higher] > peaks[lower]
+    ]
+    if worse:
+        yield Verdict("memory", False, "upside down: " + "; ".join(worse))
+    elif len(stages) > 1:
+        yield Verdict("memory", True, "no inversion: " + " ≥ ".join(stages))
+
+
+def _wire(comparison: Comparison) -> Iterator[Verdict]:
+    over = [
+        f"{run.name} sends {format_bytes(data_bytes(run))} instead of {format_bytes(expected)}"
+        for run in _ours(comparison)
+        if (expected := run.expected_wire_bytes_per_step) is not None
+        and run.wire_bytes_per_step
+        and data_bytes(run) > expected * (1 + WIRE_SLACK)
+    ]
+    if over:
+        yield Verdict("wire", False, "; ".join(over))
+    elif any(run.wire_bytes_per_step for run in _ours(comparison)):
+        yield Verdict("wire", True, "no more bytes than the formula")
+
+
+def _failures(comparison: Comparison) -> Iterator[Verdict]:
+    for run in comparison.runs:
+        if run.error is not None or run.wrong is not None:
+            yield Verdict(run.name, False, run.error or f"wrong: {run.wrong}")
+
+
+def data_bytes(run: Run) -> int:
+    """The bytes sent in a step, without control messages."""
+    return run.wire_bytes_per_step["gather"] + run.wire_bytes_per_step["reduce"]
+
+
+def _ours(comparison: Comparison) -> list[Run]:
+    return [run for run in comparison.runs if run.peer is None]

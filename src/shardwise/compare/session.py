@@ -9,21 +9,29 @@ Between turns the processes wait if the memory of all rows fits at once. Otherwi
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+import os
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
 from statistics import fmean, median
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, cast
 
-from shardwise.compare import verdict
-from shardwise.compare.job import ALONE, CompareRow, Settings, interpreter
-from shardwise.compare.ranks import RowFailed, RowRanks
-from shardwise.compare.result import Comparison, Run, ratio
+import torch
+
+from shardwise.compare.job import ALONE, CompareJob, CompareRow, Settings, config_for, interpreter
+from shardwise.compare.result import Comparison, Run, mark_wrong, ratio
+from shardwise.config import Config
 from shardwise.errors import ConfigError
-from shardwise.machine import env
-from shardwise.machine.launch import cores
+from shardwise.machine import env, launch
+from shardwise.machine.local_ranks import LocalRanks
 from shardwise.machine.memory import host_bytes
 from shardwise.models import loading
 from shardwise.partition.policy import DTYPES
+
+if TYPE_CHECKING:
+    from shardwise.planning.dry_run import Foreseen
 
 TURN_STEPS = 4
 WARM_STEPS = 2
@@ -31,28 +39,24 @@ LEAD_STEPS = 1
 RANKS_PER_CORE = 4
 MEMORY_PART = 0.8
 """The part of the free memory that waiting processes may use."""
+TIMEOUT_S = 600.0
+GRACE_S = 2.0
+"""How long after a rank's failure the others may still report theirs, and how long a rank may take to exit."""
 
 
-class Progress(Protocol):
-    """Receives what is being done, and how much of the whole is done."""
-
-    def __call__(self, text: str, done: int, total: int) -> None: ...
+Progress = Callable[[str, int, int], object]
+"""Receives what is being done, and how much of the whole is done."""
 
 
-def no_progress(text: str, done: int, total: int) -> None:
-    """Show nothing."""
-
-
-def compare(settings: Settings, rows: Sequence[CompareRow], progress: Progress = no_progress) -> Comparison:
+def compare(settings: Settings, rows: Sequence[CompareRow], progress: Progress = lambda *_: None) -> Comparison:
     """Train the same model on the same data in every row, and measure. Bad input raises a ConfigError."""
     check(settings, rows)
     session = CompareSession(settings, rows, progress)
     session.observe()
     session.time()
-    comparison = session.comparison
-    verdict.mark_wrong(comparison)
-    comparison.made = env.made()
-    return comparison
+    mark_wrong(session.comparison)
+    session.comparison.made = env.made()
+    return session.comparison
 
 
 def check(settings: Settings, rows: Sequence[CompareRow]) -> None:
@@ -62,10 +66,13 @@ def check(settings: Settings, rows: Sequence[CompareRow]) -> None:
         raise ConfigError(f"unknown precision {settings.precision!r}: choose from {', '.join(DTYPES)}")
     if settings.accumulate < 1 or settings.steps < 1:
         raise ConfigError(f"steps ({settings.steps}) and accumulate ({settings.accumulate}) are at least 1")
-    env.check_device(settings.device)
-    most = max(8, RANKS_PER_CORE * cores())
+    if settings.device not in ("cpu", "cuda"):
+        raise ConfigError(f"unknown device {settings.device!r}: choose cpu or cuda")
+    if settings.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device cuda: torch finds no CUDA device here (`shardwise env` says more)")
+    most = max(8, RANKS_PER_CORE * launch.cores())
     if not 1 <= settings.world_size <= most:
-        raise ConfigError(f"nproc is {settings.world_size}: from 1 to {most} make sense on {cores()} cores")
+        raise ConfigError(f"nproc is {settings.world_size}: from 1 to {most} make sense on {launch.cores()} cores")
     for row in rows:
         interpreter(row)
 
@@ -79,7 +86,7 @@ class CompareSession:
         self.comparison = Comparison(settings, [Run(row.preset, row.peer) for row in rows])
         self._runs = dict(zip(rows, self.comparison.runs, strict=True))
         self._progress = progress
-        self._turns = list(turns(settings.steps))
+        self._turns = turns(settings.steps)
         self._done = 0
         self._host_bytes = 0
 
@@ -88,7 +95,7 @@ class CompareSession:
         for row in self.rows:
             self._report(f"{row.name}: memory and bytes sent")
             try:
-                with RowRanks(self.settings, row) as ranks:
+                with contextlib.closing(RowRanks(self.settings, row)) as ranks:
                     answers = ranks.ask("observe")
             except RowFailed as failure:
                 self._runs[row].error = str(failure)
@@ -101,11 +108,12 @@ class CompareSession:
 
     def _foresee(self, row: CompareRow) -> None:
         """Predict the peak of a preset's row by a dry run, if one can."""
-        from shardwise.compare.foresight import foresee_peak
+        from shardwise.planning.dry_run import Untraceable
 
         if row.peer is None:
-            peak = foresee_peak(self.settings, row.preset)
-            self._runs[row].predicted_peak_bytes = [peak] * self.settings.world_size if peak is not None else None
+            with contextlib.suppress(Untraceable, ValueError):
+                peak_bytes = foresee_settings(self.settings, row.preset).peak_bytes
+                self._runs[row].predicted_peak_bytes = [peak_bytes] * self.settings.world_size
 
     def time(self) -> None:
         """Step times, losses and weight hashes of every row that has not failed."""
@@ -114,35 +122,19 @@ class CompareSession:
             rows.append(ALONE)
         fits = self._fits_in_memory()
         self.comparison.rounds_in_fresh_processes = not fits
-        timing = (KeptTiming if fits else FreshTiming)(self.settings)
-        with timing:
+        timed = [TimedRow(self.settings, row, keeps_ranks=fits) for row in rows]
+        with contextlib.ExitStack() as stack:
+            for each in timed:
+                stack.callback(each.end)
             for number, steps in enumerate(self._turns):
-                is_last = number == len(self._turns) - 1
-                for row in rotated(rows, number):
-                    if row not in timing.errors:
-                        self._report(f"{row.name}: round {number + 1} of {len(self._turns)}")
-                        timing.turn(row, steps, is_last)
-        for row in rows:
-            self._store_times(row, timing)
-
-    def _store_times(self, row: CompareRow, timing: Timing) -> None:
-        if row == ALONE:
-            self.comparison.alone_step_s_rounds = timing.rounds[row]
-        if row not in self._runs:
-            return
-        run = self._runs[row]
-        run.error = timing.errors.get(row)
-        if run.error is None:
-            run.set_times(timing.rounds[row])
-            run.losses = timing.losses[row]
-            answers = timing.finished[row]
-            run.peak_rss_bytes = [answer["peak_rss_bytes"] for answer in answers]
-            hashes = {answer["weights_sha256"] for answer in answers}
-            run.weights_sha256 = hashes.pop()
-            if hashes and row != ALONE:
-                run.error = "the ranks ended with different weights"
-            if timing.rounds.get(ALONE):
-                run.comm_share = max(0.0, 1 - 1 / ratio(run.step_s_rounds, timing.rounds[ALONE])[0])
+                for each in rotated(timed, number):
+                    if each.error is None:
+                        self._report(f"{each.row.name}: round {number + 1} of {len(self._turns)}")
+                        each.turn(steps, is_last=number == len(self._turns) - 1)
+        alone = self.comparison.alone_step_s_rounds = next((each.rounds for each in timed if each.row == ALONE), [])
+        for each in timed:
+            if each.row in self._runs:
+                each.store(self._runs[each.row], alone)
 
     def _fits_in_memory(self) -> bool:
         if self._host_bytes > MEMORY_PART * host_bytes("MemAvailable"):
@@ -150,7 +142,8 @@ class CompareSession:
         if self.settings.device == "cpu":
             return True
         needed = sum(sum(run.peak_bytes) for run in self.comparison.runs)
-        return needed <= MEMORY_PART * env.free_device_bytes()
+        free = sum(torch.cuda.mem_get_info(index)[0] for index in range(torch.cuda.device_count()))
+        return needed <= MEMORY_PART * free
 
     def _report(self, text: str) -> None:
         total = len(self.rows) + (len(self.rows) + (self.settings.world_size > 1)) * len(self._turns)
@@ -158,87 +151,165 @@ class CompareSession:
         self._done += 1
 
 
-class Timing:
-    """Measured times per row. Subclasses differ in how long the processes live."""
+class TimedRow:
+    """A row in the rounds. With `keeps_ranks`, its processes live from the first round to the last.
 
-    def __init__(self, settings: Settings) -> None:
+    Otherwise every turn starts new processes, which train from the beginning.
+    """
+
+    def __init__(self, settings: Settings, row: CompareRow, keeps_ranks: bool) -> None:
         self.settings = settings
-        self.rounds: dict[CompareRow, list[float]] = defaultdict(list)
-        self.losses: dict[CompareRow, list[float]] = defaultdict(list)
-        self.finished: dict[CompareRow, list[dict[str, Any]]] = {}
-        self.errors: dict[CompareRow, str] = {}
-        self._stack = contextlib.ExitStack()
+        self.row = row
+        self.rounds: list[float] = []
+        self.error: str | None = None
+        self._keeps_ranks = keeps_ranks
+        self._ranks: RowRanks | None = None
+        self._losses: list[float] = []
+        self._finished: list[dict[str, Any]] = []
 
-    def __enter__(self) -> Timing:
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self._stack.close()
-
-    def turn(self, row: CompareRow, steps: int, is_last: bool) -> None:
-        """Train `row` for a few steps. Its failure is recorded, and the other rows continue."""
+    def turn(self, steps: int, is_last: bool) -> None:
+        """Train for a few steps. A failure is recorded, and the other rows continue."""
         try:
-            with self._ranks(row) as (ranks, lead):
-                answers = ranks.ask("steps", lead, steps)
-                self.rounds[row].append(median(map(fmean, zip(*(each["step_s"] for each in answers), strict=True))))
-                self._note_losses(row, list(map(fmean, zip(*(each["losses"] for each in answers), strict=True))))
-                if is_last:
-                    self.finished[row] = ranks.ask("finish")
+            lead = LEAD_STEPS
+            if self._ranks is None:
+                self._ranks, self._losses, lead = RowRanks(self.settings, self.row), [], WARM_STEPS
+                self._ranks.ask("build")
+            answers = self._ranks.ask("steps", lead, steps)
+            self.rounds.append(median(map(fmean, zip(*(each["step_s"] for each in answers), strict=True))))
+            self._losses += map(fmean, zip(*(each["losses"] for each in answers), strict=True))
+            if is_last:
+                self._finished = self._ranks.ask("finish")
         except RowFailed as failure:
-            self.errors[row] = str(failure)
+            self.error = str(failure)
+        if not self._keeps_ranks:
+            self.end()
 
-    def _ranks(self, row: CompareRow) -> contextlib.AbstractContextManager[tuple[RowRanks, int]]:
-        """Ranks that are ready to train, and the number of steps they need to warm up."""
-        raise NotImplementedError
+    def end(self) -> None:
+        """End the processes."""
+        if self._ranks is not None:
+            self._ranks.close()
+            self._ranks = None
 
-    def _note_losses(self, row: CompareRow, losses: list[float]) -> None:
-        self.losses[row] += losses
-
-
-class KeptTiming(Timing):
-    """The processes of a row live from the first round to the last."""
-
-    def __init__(self, settings: Settings) -> None:
-        super().__init__(settings)
-        self._kept: dict[CompareRow, RowRanks] = {}
-
-    @contextlib.contextmanager
-    def _ranks(self, row: CompareRow) -> Iterator[tuple[RowRanks, int]]:
-        if row in self._kept:
-            yield self._kept[row], LEAD_STEPS
-        else:
-            ranks = self._kept[row] = self._stack.enter_context(RowRanks(self.settings, row))
-            ranks.ask("build")
-            yield ranks, WARM_STEPS
+    def store(self, run: Run, alone: list[float]) -> None:
+        """Store the figures, and the share of communication if the times without it are known."""
+        run.error = self.error
+        if run.error is None:
+            run.set_times(self.rounds)
+            run.losses = self._losses
+            run.peak_rss_bytes = [answer["peak_rss_bytes"] for answer in self._finished]
+            hashes = {answer["weights_sha256"] for answer in self._finished}
+            run.weights_sha256 = hashes.pop()
+            if hashes and self.row != ALONE:
+                run.error = "the ranks ended with different weights"
+            if alone:
+                run.comm_share = max(0.0, 1 - 1 / ratio(run.step_s_rounds, alone)[0])
 
 
-class FreshTiming(Timing):
-    """Every turn starts new processes, which train from the beginning."""
-
-    @contextlib.contextmanager
-    def _ranks(self, row: CompareRow) -> Iterator[tuple[RowRanks, int]]:
-        with RowRanks(self.settings, row) as ranks:
-            ranks.ask("build")
-            yield ranks, WARM_STEPS
-
-    def _note_losses(self, row: CompareRow, losses: list[float]) -> None:
-        self.losses[row] = losses
+class RowFailed(Exception):
+    """A row cannot continue. The message is what its line of the table shows."""
 
 
-def turns(steps: int) -> Iterator[int]:
+class RowRanks:
+    """The ranks of one row in fresh processes, which run until `close`."""
+
+    def __init__(self, settings: Settings, row: CompareRow) -> None:
+        self._ranks = LocalRanks("compare", GRACE_S)
+        self._connections: list[Connection] = []
+        threads = launch.threads_per_rank(settings.world_size)
+        try:
+            for rank in range(settings.world_size):
+                self._start(CompareJob(settings, row, rank, str(self._ranks.folder / "store"), threads))
+        except BaseException:
+            self.close()
+            raise
+
+    def ask(self, verb: str, *arguments: Any, timeout_s: float = TIMEOUT_S) -> list[dict[str, Any]]:
+        """Every rank's answer, in rank order. The first failure ends all ranks and raises `RowFailed`."""
+        answers: dict[int, dict[str, Any]] = {}
+        waiting: dict[Any, int] = {connection: rank for rank, connection in enumerate(self._connections)}
+        deadline = time.monotonic() + timeout_s
+        with contextlib.suppress(OSError):  # a rank that has exited is noticed when its answer is read
+            for connection in self._connections:
+                connection.send((verb, arguments))
+        while waiting and (left_s := deadline - time.monotonic()) > 0:
+            for ready in wait(list(waiting), left_s):
+                rank = waiting.pop(ready)
+                answers[rank] = self._answer(rank)
+            if any("error" in answer for answer in answers.values()):
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+        errors = [answers[rank] for rank in sorted(answers) if "error" in answers[rank]]
+        if errors or waiting:
+            self.close()
+        if errors:
+            # An exception says more than the death of a rank that lost its connections because of it.
+            first = min(errors, key=lambda answer: answer.get("is_death", False))
+            raise (loading.WorkloadError if first["is_input"] else RowFailed)(first["error"])
+        if waiting:
+            raise RowFailed(f"no answer to {verb!r} after {timeout_s:g} s")
+        return [answers[rank]["value"] for rank in sorted(answers)]
+
+    def close(self) -> None:
+        """Close the pipes, on which the ranks exit, and kill what still runs after a moment."""
+        for connection in self._connections:
+            connection.close()
+        self._ranks.close()
+
+    def _start(self, job: CompareJob) -> None:
+        ours, theirs = Pipe()
+        self._connections.append(ours)
+        ours.send(job)
+        command = [interpreter(job.row), "-m", "shardwise.compare.worker", str(theirs.fileno())]
+        self._ranks.start(command, _environment(job), pass_fds=[theirs.fileno()])
+        theirs.close()
+
+    def _answer(self, rank: int) -> dict[str, Any]:
+        try:
+            return cast(dict[str, Any], self._connections[rank].recv())
+        except (EOFError, OSError):
+            return {"error": self._ranks.describe_exit(rank, GRACE_S), "is_input": False, "is_death": True}
+
+
+def _environment(job: CompareJob) -> dict[str, str]:
+    settings = job.settings
+    added = {
+        "LOCAL_RANK": str(job.device.index or 0) if settings.device == "cuda" else str(job.rank),
+        "WORLD_SIZE": str(settings.world_size),
+        "LOCAL_WORLD_SIZE": str(settings.world_size),
+        "MASTER_ADDR": "127.0.0.1",  # read by DeepSpeed; the ranks meet through the store
+        "MASTER_PORT": "29500",
+        "OMP_NUM_THREADS": str(job.threads),
+        "DS_ACCELERATOR": settings.device,
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    }
+    if settings.device == "cpu":
+        added |= launch.heap_environment()  # for every row, peers included
+        added |= launch.matmul_environment() if settings.precision != "fp32" else {}
+    return {**os.environ, **added}
+
+
+def foresee_settings(settings: Settings, preset: str) -> Foreseen:
+    """A dry run of one preset. Raises `Untraceable`, or a ConfigError as the comparison itself would."""
+    # Here, because every rank loads this package, and ranks foresee nothing.
+    from shardwise.planning.dry_run import Scenario, dry_run
+    from shardwise.planning.kernels import CPU, cuda
+
+    config = Config.load(config_for(settings, preset)).for_world_size(settings.world_size)
+    kernels = CPU if settings.device == "cpu" else cuda()
+    return dry_run(Scenario(partial(loading.load, settings.model, "cpu"), config, settings.world_size, kernels))
+
+
+def turns(steps: int) -> list[int]:
     """The timed steps of each round.
 
-    >>> list(turns(10))
+    >>> turns(10)
     [4, 4, 2]
     """
-    while steps > 0:
-        yield min(steps, TURN_STEPS)
-        steps -= TURN_STEPS
+    return [min(TURN_STEPS, steps - done) for done in range(0, steps, TURN_STEPS)]
 
 
-def rotated(rows: Sequence[CompareRow], number: int) -> list[CompareRow]:
+def rotated(rows: Sequence[Any], number: int) -> list[Any]:
     """The rows in another order each round, so that no row always follows the same one."""
-    start = number % len(rows) if rows else 0
+    start = number % max(1, len(rows))
     return [*rows[start:], *rows[:start]]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -17,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import shardwise
-from shardwise.compare.job import LEARNING_RATE, WEIGHT_DECAY, CompareJob, config_for, peer_settings
+from shardwise.compare.job import ALONE, LEARNING_RATE, WEIGHT_DECAY, CompareJob, config_for, peer_settings
 from shardwise.config.costs import sent, wire_times
 from shardwise.config.presets import PRESETS
 from shardwise.models.loading import loss_of
@@ -31,19 +32,15 @@ class System:
     def __init__(self, job: CompareJob, model: nn.Module) -> None:
         self.job = job
         self.model = model
-        self.wrapped = self.wrap(model)
-        self.optimizer: torch.optim.Optimizer = self.make_optimizer()
+        self.wrapped, self.optimizer = self.wrap(model)
         self.scaler = torch.amp.GradScaler(job.device.type, enabled=job.dtype == torch.float16)
 
     has_master = False
     """Whether the optimizer's parameters are a master copy that the model does not compute with."""
 
-    def wrap(self, model: nn.Module) -> Any:
-        return model
-
-    def make_optimizer(self) -> torch.optim.Optimizer:
-        params = [param for param in self.wrapped.parameters() if param.requires_grad]
-        return torch.optim.AdamW(params, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True)
+    def wrap(self, model: nn.Module) -> tuple[Any, torch.optim.Optimizer]:
+        """What is called instead of the model, and the optimizer."""
+        return model, _adamw(model)
 
     def forward(self, batch: dict[str, Any], is_last: bool) -> torch.Tensor:
         """The loss of one micro-batch. `is_last`: the update follows."""
@@ -77,34 +74,20 @@ class System:
         yield from (param.detach() for param in self.model.parameters())
 
     def expected_wire_bytes(self) -> int | None:
-        """The bytes that a rank sends in a step by the formula of contract C3; None for a system without one."""
-        return None
-
-    def _wire_bytes(self, preset: str) -> int:
-        """What a step sends of the trainable parameters, placed as in `preset`."""
-        times = sum(wire_times(PRESETS[preset], self.job.settings.accumulate))
+        """The bytes that a rank sends in a step by the formula of contract C3; None without communication."""
+        if self.job.row == ALONE:
+            return None
+        times = sum(wire_times(PRESETS[self.job.row.preset], self.job.settings.accumulate))
         numel = sum(whole_numel(param) for param in self.model.parameters() if param.requires_grad)
-        return sent(times * numel * self.job.dtype.itemsize, self.job.settings.world_size)
-
-
-class Shardwise(System):
-    """shardwise under a preset."""
-
-    wrapped: shardwise.Engine
-
-    def wrap(self, model: nn.Module) -> shardwise.Engine:
-        config = config_for(self.job.settings, self.job.row.preset)
-        optimizer = torch.optim.AdamW(
-            [param for param in model.parameters() if param.requires_grad], lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY
-        )
-        return shardwise.initialize(model, optimizer, config)
-
-    def make_optimizer(self) -> torch.optim.Optimizer:
-        return cast(torch.optim.Optimizer, self.wrapped.optimizer)
+        return sent(times * numel * self.wire_dtype.itemsize, self.job.settings.world_size)
 
     @property
-    def has_master(self) -> bool:  # type: ignore[override]  # a property here
-        return self.job.dtype != torch.float32
+    def wire_dtype(self) -> torch.dtype:
+        return self.job.dtype
+
+
+class EngineSystem(System):
+    """A system whose engine clips, scales and updates by itself, once it has had all micro-batches of a step."""
 
     def forward(self, batch: dict[str, Any], is_last: bool) -> torch.Tensor:
         return loss_of(self.wrapped(**batch))
@@ -116,6 +99,19 @@ class Shardwise(System):
 
     def update(self) -> None:
         self.wrapped.step()
+
+
+class Shardwise(EngineSystem):
+    """shardwise under a preset."""
+
+    def wrap(self, model: nn.Module) -> tuple[Any, torch.optim.Optimizer]:
+        config = config_for(self.job.settings, self.job.row.preset)
+        engine = shardwise.initialize(model, _adamw(model, fused=None), config)
+        return engine, cast(torch.optim.Optimizer, engine.optimizer)
+
+    @property
+    def has_master(self) -> bool:  # type: ignore[override]  # a property here
+        return self.job.dtype != torch.float32
 
     def on_grads(self, hook: Callable[[str, torch.Tensor], None]) -> None:
         if self.wrapped.config.placement.grads.tier == "device":  # the hook would fetch others
@@ -135,10 +131,8 @@ class Shardwise(System):
 class DDP(System):
     """torch's DistributedDataParallel."""
 
-    wrapped: DistributedDataParallel
-
-    def wrap(self, model: nn.Module) -> DistributedDataParallel:
-        return DistributedDataParallel(model, **cast(dict[str, Any], peer_settings("ddp")))
+    def wrap(self, model: nn.Module) -> tuple[Any, torch.optim.Optimizer]:
+        return DistributedDataParallel(model, **peer_settings("ddp")), _adamw(model)
 
     def forward(self, batch: dict[str, Any], is_last: bool) -> torch.Tensor:
         with contextlib.nullcontext() if is_last else self.wrapped.no_sync():
@@ -153,30 +147,28 @@ class DDP(System):
 
         self.wrapped.register_comm_hook(None, allreduce_hook)
 
-    def expected_wire_bytes(self) -> int:
-        itemsize = torch.float32.itemsize  # weights and gradients stay fp32 under autocast
-        return self._wire_bytes("zero0") * itemsize // self.job.dtype.itemsize
+    @property
+    def wire_dtype(self) -> torch.dtype:
+        return torch.float32  # weights and gradients stay fp32 under autocast
 
 
 class FSDP2(System):
     """torch's fully_shard on each of shardwise's units and the root, with fp32 shards and 16-bit computing."""
 
-    def wrap(self, model: nn.Module) -> nn.Module:
+    def wrap(self, model: nn.Module) -> tuple[Any, torch.optim.Optimizer]:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         settings = peer_settings("fsdp2")
         dtype = None if self.job.dtype == torch.float32 else self.job.dtype
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
         mesh = dist.device_mesh.init_device_mesh(self.job.device.type, (self.job.settings.world_size,))
-        options: dict[str, Any] = {
-            "mesh": mesh,
-            "mp_policy": policy,
-            "reshard_after_forward": settings["reshard_after_forward"],
-        }
-        for group in _unit_modules(model):
-            fully_shard(group, **options)
-        fully_shard(model, **{**options, "reshard_after_forward": settings["root_reshard_after_forward"]})
-        return model
+        shard = partial(fully_shard, mesh=mesh, mp_policy=policy)
+        for spec in divide(model):
+            if spec.runs and spec.runs[0] != ("",):  # the root's own modules come last
+                modules = [model.get_submodule(path) for path in spec.runs[0]]
+                shard(modules, reshard_after_forward=settings["reshard_after_forward"])
+        shard(model, reshard_after_forward=settings["root_reshard_after_forward"])
+        return model, _adamw(model)
 
     def forward(self, batch: dict[str, Any], is_last: bool) -> torch.Tensor:
         return loss_of(self.wrapped(**batch))
@@ -184,11 +176,8 @@ class FSDP2(System):
     def weights(self) -> Iterator[torch.Tensor]:
         yield from (cast(Any, param).full_tensor().detach() for param in self.model.parameters())
 
-    def expected_wire_bytes(self) -> int:
-        return self._wire_bytes("zero3")
 
-
-class DeepSpeed(System):
+class DeepSpeed(EngineSystem):
     """DeepSpeed's stages 1 to 3, in an interpreter that has it installed.
 
     A bucket size of "auto" is the whole model, at most 5e8 elements (DeepSpeed's own default).
@@ -196,33 +185,18 @@ class DeepSpeed(System):
 
     has_master = True
 
-    def wrap(self, model: nn.Module) -> Any:
+    def wrap(self, model: nn.Module) -> tuple[Any, torch.optim.Optimizer]:
         os.environ.setdefault("DS_ACCELERATOR", self.job.device.type)
         import deepspeed  # type: ignore[import-not-found]  # a peer
 
         deepspeed.utils.logger.setLevel("ERROR")
-        params = [param for param in model.parameters() if param.requires_grad]
-        optimizer = torch.optim.AdamW(params, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True)
         deepspeed.init_distributed(dist_init_required=False, verbose=False)
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=self._config(params))
-        return engine
-
-    def make_optimizer(self) -> torch.optim.Optimizer:
-        inner: torch.optim.Optimizer = self.wrapped.optimizer.optimizer
-        return inner
+        engine, *_ = deepspeed.initialize(model=model, optimizer=_adamw(model), config=self._config(model))
+        return engine, engine.optimizer.optimizer
 
     def forward(self, batch: dict[str, Any], is_last: bool) -> torch.Tensor:
         dtype = self.job.dtype
-        cast = map_tensors(batch, lambda t: t.to(dtype) if t.is_floating_point() else t)
-        return loss_of(self.wrapped(**cast))
-
-    def backward(self, loss: torch.Tensor, is_last: bool) -> None:
-        self.wrapped.backward(loss)
-        if not is_last:
-            self.wrapped.step()
-
-    def update(self) -> None:
-        self.wrapped.step()
+        return super().forward(map_tensors(batch, lambda t: t.to(dtype) if t.is_floating_point() else t), is_last)
 
     def shards(self) -> Iterable[torch.Tensor]:
         return (param.ds_tensor for param in self.model.parameters() if hasattr(param, "ds_tensor"))
@@ -234,19 +208,14 @@ class DeepSpeed(System):
             with deepspeed.zero.GatheredParameters([param], enabled=self.job.row.preset == "zero3"):
                 yield param.detach()
 
-    def expected_wire_bytes(self) -> int:
-        return self._wire_bytes(self.job.row.preset)
-
-    def _config(self, params: list[nn.Parameter]) -> dict[str, Any]:
+    def _config(self, model: nn.Module) -> dict[str, Any]:
         settings = self.job.settings
         config = peer_settings(f"deepspeed_{self.job.row.preset}")
-        zero: dict[str, Any] = config["zero_optimization"]  # type: ignore[assignment]  # JSON
-        numel = sum(param.numel() for param in params)
-        for key, value in zero.items():
-            if value == "auto":
-                zero[key] = min(numel, 500_000_000)
+        numel = sum(param.numel() for param in model.parameters() if param.requires_grad)
+        zero = config["zero_optimization"]
         return {
             **config,
+            "zero_optimization": {k: min(numel, 500_000_000) if v == "auto" else v for k, v in zero.items()},
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": settings.accumulate,
             "gradient_clipping": settings.clip_norm or 0.0,
@@ -254,18 +223,10 @@ class DeepSpeed(System):
         }
 
 
-SYSTEMS: dict[str | None, type[System]] = {
-    None: Shardwise,
-    "alone": System,
-    "ddp": DDP,
-    "fsdp2": FSDP2,
-    "deepspeed": DeepSpeed,
-}
-
-
 def make_system(job: CompareJob, model: nn.Module) -> System:
     """The system of a job's row."""
-    return SYSTEMS[job.row.peer](job, model)
+    peers: dict[str, type[System]] = {"alone": System, "ddp": DDP, "fsdp2": FSDP2, "deepspeed": DeepSpeed}
+    return (peers[job.row.peer] if job.row.peer is not None else Shardwise)(job, model)
 
 
 def whole_numel(param: nn.Parameter) -> int:
@@ -273,8 +234,6 @@ def whole_numel(param: nn.Parameter) -> int:
     return int(getattr(param, "ds_numel", param.numel()))
 
 
-def _unit_modules(model: nn.Module) -> Iterator[list[nn.Module]]:
-    """The modules of each of shardwise's units, without the root's."""
-    for spec in divide(model):
-        if spec.runs and spec.runs[0] != ("",):
-            yield [model.get_submodule(path) for path in spec.runs[0]]
+def _adamw(model: nn.Module, fused: bool | None = True) -> torch.optim.Optimizer:
+    params = [param for param in model.parameters() if param.requires_grad]
+    return torch.optim.AdamW(params, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=fused)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from rich.console import Console, Group, RenderableType
+from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.compare.result import Comparison, Run, ratio
-from shardwise.compare.verdict import data_bytes, verdicts
+from shardwise.compare.result import Comparison, data_bytes, ratio, verdicts
 from shardwise.sizes import format_count
 
 SPLIT = ("weights", "grads", "optim", "activations", "in_flight")
@@ -19,43 +16,33 @@ NOTHING = "–"
 
 def show(comparison: Comparison, console: Console) -> None:
     """Print the tables and the verdicts."""
-    console.print(render(comparison))
-
-
-def render(comparison: Comparison) -> RenderableType:
-    parts: list[RenderableType] = [Text(title(comparison), style="bold")]
+    console.print(Text(title(comparison), style="bold"))
     if any(run.peak is not None for run in comparison.runs):
-        parts += [
-            Text("\nMemory per rank in MB, from outside: the peak, as planned, its parts; at rest; the process"),
-            memory_table(comparison),
-        ]
+        console.print(Text("\nMemory per rank in MB, from outside: peak, as planned, its parts; at rest; the process"))
+        console.print(memory_table(comparison))
     if any(run.step_s is not None for run in comparison.runs):
         count = len(comparison.reference.step_s_rounds)
         rounds = "1 round" if count == 1 else f"{count} rounds"
-        parts += [
-            Text(f"\nA step: median time and its 95 % interval ({rounds}); MB sent by a rank"),
-            time_table(comparison),
-        ]
-    return Group(*parts, Text(), _verdicts(comparison))
+        console.print(Text(f"\nA step: median time and its 95 % interval ({rounds}); MB sent by a rank"))
+        console.print(time_table(comparison))
+    console.print()
+    lines = Table.grid(padding=(0, 1))
+    for verdict in verdicts(comparison):
+        mark = "[green]✓[/]" if verdict.is_good else "[red]✗[/]"
+        lines.add_row(mark, f"[bold]{escape(verdict.name)}[/]", escape(verdict.text))
+    console.print(lines)
 
 
 def title(comparison: Comparison) -> str:
     settings = comparison.settings
-    parts = [
-        f"{settings.model} ({format_count(comparison.parameters)} parameters)",
-        f"{settings.world_size} ranks on {settings.device}",
-        settings.precision,
-    ]
-    if settings.accumulate > 1:
-        parts.append(f"{settings.accumulate} micro-batches")
-    return ", ".join(parts)
+    text = f"{settings.model} ({format_count(comparison.parameters)} parameters), {settings.world_size} ranks "
+    text += f"on {settings.device}, {settings.precision}"
+    return text + (f", {settings.accumulate} micro-batches" if settings.accumulate > 1 else "")
 
 
 def memory_table(comparison: Comparison) -> Table:
     """The peak of every row, and its parts."""
-    table = _table()
-    for name in ("peak", "plan", "saved", *SPLIT, "rest w", "rest g", "rest o", "RSS"):
-        table.add_column(name.replace("_", " "), justify="right")
+    table = _table("peak", "plan", "saved", *SPLIT, "rest w", "rest g", "rest o", "RSS")
     for run in comparison.runs:
         if run.peak is None:
             continue
@@ -75,28 +62,23 @@ def memory_table(comparison: Comparison) -> Table:
 def time_table(comparison: Comparison) -> Table:
     """Step times, the cost of communication, bytes sent, losses."""
     reference = comparison.reference
-    table = _table()
-    for name in ("ms", "interval", "× alone", f"× {reference.name}", "gather", "reduce", "sent", "/formula", "loss"):
-        table.add_column(name, justify="right")
+    versus = f"× {reference.name}"
+    table = _table("ms", "interval", "× alone", versus, "gather", "reduce", "sent", "/formula", "loss")
     for run in comparison.runs:
         if run.step_s is not None and run.step_s_spread is not None:
             low, high = run.step_s_spread
+            wire, expected = run.wire_bytes_per_step, run.expected_wire_bytes_per_step
             table.add_row(
                 escape(run.name),
                 f"[bold]{_ms(run.step_s)}[/]",
                 f"{_ms(low)}–{_ms(high)}" if len(run.step_s_rounds) > 1 else NOTHING,
                 _times(run.step_s_rounds, comparison.alone_step_s_rounds),
                 "1" if run is reference else _times(run.step_s_rounds, reference.step_s_rounds),
-                *_wire_cells(run),
+                *(_mb(wire.get(kind)) for kind in ("gather", "reduce", "total")),
+                f"{data_bytes(run) / expected:.2f}" if expected and wire else NOTHING,
                 f"{run.losses[-1]:.4g}",
             )
     return table
-
-
-def _wire_cells(run: Run) -> Iterable[str]:
-    wire, expected = run.wire_bytes_per_step, run.expected_wire_bytes_per_step
-    yield from (_mb(wire.get(kind)) for kind in ("gather", "reduce", "total"))
-    yield f"{data_bytes(run) / expected:.2f}" if expected and wire else NOTHING
 
 
 def _times(rounds: list[float], reference: list[float]) -> str:
@@ -106,27 +88,19 @@ def _times(rounds: list[float], reference: list[float]) -> str:
     return f"{middle:.2f}" + (f" ±{max(high - middle, middle - low):.2f}" if len(rounds) > 1 else "")
 
 
-def _verdicts(comparison: Comparison) -> RenderableType:
-    lines = Table.grid(padding=(0, 1))
-    for verdict in verdicts(comparison):
-        mark = "[green]✓[/]" if verdict.is_good else "[red]✗[/]"
-        lines.add_row(mark, f"[bold]{escape(verdict.name)}[/]", escape(verdict.text))
-    return lines
-
-
-def _table() -> Table:
+def _table(*columns: str) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("", justify="left", no_wrap=True)
+    for name in columns:
+        table.add_column(name.replace("_", " "), justify="right")
     return table
 
 
 def _mb(size_bytes: int | None) -> str:
-    if size_bytes is None:
-        return NOTHING
+    if not size_bytes:
+        return NOTHING if size_bytes is None else "0"
     size = size_bytes / 1e6
-    return (
-        "0" if not size_bytes else f"{size:.0f}" if size >= 99.95 else f"{size:.1f}" if size >= 0.95 else f"{size:.2f}"
-    )
+    return f"{size:.{0 if size >= 99.95 else 1 if size >= 0.95 else 2}f}"
 
 
 def _ms(seconds: float) -> str:

@@ -1,8 +1,8 @@
 """One rank of one row, in its own process: it builds the row's system and answers requests through a pipe.
 
-Started as `python -m shardwise.compare.worker JOB PIPE`. Requests are `(verb, arguments)`, answers are plain data. An
-exception is sent as an answer, then the process exits. Memory and wire are measured by observers of storages and
-collectives, never from shardwise's own ledger.
+Started as `python -m shardwise.compare.worker PIPE`. The job comes first; then requests are `(verb, arguments)` and
+answers are plain data. An exception is sent as an answer, then the process exits. Memory and wire are measured by
+observers of storages and collectives, never from shardwise's own ledger.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
 from datetime import timedelta
+from itertools import pairwise
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -38,7 +38,6 @@ from shardwise.tensors import map_tensors
 WARM_STEPS = 2
 """The first step creates the optimizer's state; DDP rearranges its buckets in the second."""
 OBSERVED_STEPS = 2
-WIRE_KINDS = {"gather": ("gather",), "reduce": ("reduce", "all_to_all")}
 
 
 class Worker:
@@ -46,13 +45,51 @@ class Worker:
 
     def __init__(self, job: CompareJob) -> None:
         self.job = job
-        self.system: System | None = None
         self._next_step = 0
 
     def observe(self) -> dict[str, Any]:
-        """Memory and wire of a few steps."""
-        seen = observe(self.job, self._make, self._train_step)
-        return {**seen, "peak_rss_bytes": process_memory().peak_bytes, "versions": env.versions()}
+        """Build a system and train it for a few steps under both observers; what they measured."""
+        resting: dict[str, int] = {}
+
+        def note_resting() -> None:
+            # The update begins: all gradients are there, activations and buffers are not. Some systems update in parts.
+            if is_warm and not resting:
+                resting.update(merge_kinds(by_kind(memory.breakdown)))
+
+        is_warm = False
+        labelling = Labelling(names=False, before_update=note_resting)
+        with (
+            StorageObserver(self.job.device, label=labelling.label_new) as memory,
+            WireObserver(control=is_control) as wire,
+        ):
+            before = memory.current_bytes
+            system = self._make()
+            system.watch_wire()
+            labelling.attach(memory, system.model, system.optimizer, master=system.has_master)
+            system.on_grads(lambda name, shard: labelling.label(memory, "grads", name, shard))
+            for shard in system.shards():
+                labelling.label(memory, "weights", "shard", shard)
+            for step in range(WARM_STEPS):
+                self._train_step(system, step)
+            startup_peak_bytes = memory.peak_bytes - before
+            gc.collect()
+            memory.reset_peak()
+            is_warm = True
+            for step in range(WARM_STEPS, WARM_STEPS + OBSERVED_STEPS):
+                wire.records.clear()
+                self._train_step(system, step)
+            labelling.detach()
+            return {
+                "peak_bytes": memory.peak_bytes - before,
+                "peak_split_bytes": merge_kinds(by_kind(memory.breakdown_at_peak)),
+                "startup_peak_bytes": startup_peak_bytes,
+                "resting_bytes": {kind: resting[kind] for kind in ("weights", "grads", "optim")},
+                "wire_bytes_per_step": wire_by_kind(wire),
+                "expected_wire_bytes_per_step": system.expected_wire_bytes(),
+                "peak_rss_bytes": process_memory().peak_bytes,
+                "versions": env.versions(),
+                "parameters": sum(whole_numel(param) for param in system.model.parameters()),
+            }
 
     def build(self) -> dict[str, Any]:
         """Build the system."""
@@ -65,29 +102,24 @@ class Worker:
         The timer does not wait for transfers that a step leaves pending, because training does not either: it counts
         those of the last leading step, and not those of the last timed step.
         """
-        assert self.system is not None
-        system, first = self.system, self._next_step
+        first = self._next_step
         self._next_step += lead + timed
         gc.collect()
-        losses = [self._train_step(system, first + index) for index in range(lead)]
+        losses = [self._train_step(self.system, first + index) for index in range(lead)]
         timer = StepTimer(self.job.device)
-        with _no_gc():
-            for index in range(lead, lead + timed):
-                losses.append(self._train_step(system, first + index))
-                timer.tick()
+        gc.disable()  # keeps Python's garbage collector out of timed steps
+        for index in range(lead, lead + timed):
+            losses.append(self._train_step(self.system, first + index))
+            timer.tick()
+        gc.enable()
         return {"step_s": timer.seconds(), "losses": [loss.item() for loss in losses]}
 
     def finish(self) -> dict[str, Any]:
         """The hash of the trained weights, and the peak memory of this process."""
-        assert self.system is not None
         sha = hashlib.sha256()
         for tensor in self.system.weights():
             sha.update(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-        return {
-            "weights_sha256": sha.hexdigest(),
-            "steps": self._next_step,
-            "peak_rss_bytes": process_memory().peak_bytes,
-        }
+        return {"weights_sha256": sha.hexdigest(), "peak_rss_bytes": process_memory().peak_bytes}
 
     def _make(self) -> System:
         torch.manual_seed(SEED)
@@ -109,48 +141,7 @@ class Worker:
 
     def _batch(self, number: int) -> dict[str, Any]:
         batch = loading.arguments(self._make_batch, self.job.rank, number)
-        moved: dict[str, Any] = map_tensors(batch, lambda tensor: tensor.to(self.job.device))
-        return moved
-
-
-def observe(job: CompareJob, build: Callable[[], System], train_step: Callable[[System, int], Any]) -> dict[str, Any]:
-    """Build a system and train it under both observers; what they measured, as plain data."""
-    resting: dict[str, int] = {}
-
-    def note_resting() -> None:
-        # The update begins: all gradients are there, activations and buffers are not. Some systems update in parts.
-        if is_warm and not resting:
-            resting.update(merge_kinds(by_kind(memory.breakdown)))
-
-    is_warm = False
-    labelling = Labelling(names=False, before_update=note_resting)
-    with (
-        StorageObserver(job.device, label=labelling.label_new) as memory,
-        WireObserver(control=is_control) as wire,
-    ):
-        before = memory.current_bytes
-        system = build()
-        system.watch_wire()
-        _attach(labelling, memory, system)
-        for step in range(WARM_STEPS):
-            train_step(system, step)
-        startup_peak_bytes = memory.peak_bytes - before
-        gc.collect()
-        memory.reset_peak()
-        is_warm = True
-        for step in range(WARM_STEPS, WARM_STEPS + OBSERVED_STEPS):
-            wire.records.clear()
-            train_step(system, step)
-        labelling.detach()
-        return {
-            "peak_bytes": memory.peak_bytes - before,
-            "peak_split_bytes": merge_kinds(by_kind(memory.breakdown_at_peak)),
-            "startup_peak_bytes": startup_peak_bytes,
-            "resting_bytes": {kind: resting[kind] for kind in ("weights", "grads", "optim")},
-            "wire_bytes_per_step": wire_by_kind(wire),
-            "expected_wire_bytes_per_step": system.expected_wire_bytes(),
-            "parameters": sum(whole_numel(param) for param in system.model.parameters()),
-        }
+        return cast(dict[str, Any], map_tensors(batch, lambda tensor: tensor.to(self.job.device)))
 
 
 def is_control(record: WireRecord) -> bool:
@@ -167,8 +158,8 @@ def wire_by_kind(wire: WireObserver) -> dict[str, int]:
     totals: Counter[str] = Counter(gather=0, reduce=0, other=wire.control_sent_bytes)
     for record in wire.data:
         name = (record.group if "reduce" in record.group else "gather") if "send" in record.op else record.op
-        kinds = (kind for kind, words in WIRE_KINDS.items() if any(word in name for word in words))
-        totals[next(kinds, "other")] += record.sent_bytes
+        is_reduce = "reduce" in name or "all_to_all" in name
+        totals["gather" if "gather" in name else "reduce" if is_reduce else "other"] += record.sent_bytes
     return {**totals, "total": sum(totals.values())}
 
 
@@ -179,13 +170,6 @@ def merge_kinds(split: dict[str, int]) -> dict[str, int]:
         "optim": split["master"] + split["moments"],
         "in_flight": split["in flight"] + split["other"],
     }
-
-
-def _attach(labelling: Labelling, memory: StorageObserver, system: System) -> None:
-    labelling.attach(memory, system.model, system.optimizer, master=system.has_master)
-    system.on_grads(lambda name, shard: labelling.label(memory, "grads", name, shard))
-    for shard in system.shards():
-        labelling.label(memory, "weights", "shard", shard)
 
 
 class StepTimer:
@@ -205,21 +189,10 @@ class StepTimer:
             self._ticks.append(time.perf_counter())
 
     def seconds(self) -> list[float]:
-        pairs = zip(self._ticks, self._ticks[1:], strict=False)
-        if self._is_cuda:
-            torch.cuda.synchronize()
-            return [first.elapsed_time(second) / 1e3 for first, second in pairs]
-        return [second - first for first, second in pairs]
-
-
-@contextlib.contextmanager
-def _no_gc() -> Iterator[None]:
-    """Keep Python's garbage collector out of timed steps."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
+        if not self._is_cuda:
+            return [second - first for first, second in pairwise(self._ticks)]
+        torch.cuda.synchronize()
+        return [first.elapsed_time(second) / 1e3 for first, second in pairwise(self._ticks)]
 
 
 def _start(job: CompareJob) -> None:
@@ -227,39 +200,34 @@ def _start(job: CompareJob) -> None:
     torch.set_num_threads(job.threads)
     if settings.deterministic:
         torch.use_deterministic_algorithms(True)
-    backend = "gloo"
+    backend, world_size = "gloo", settings.world_size
     if settings.device == "cuda":
         torch.cuda.set_device(job.device)
-        if settings.world_size <= torch.cuda.device_count():
+        if world_size <= torch.cuda.device_count():
             backend = "cpu:gloo,cuda:nccl"
-    store = FileStore(job.store, settings.world_size)
-    dist.init_process_group(
-        backend, store=store, rank=job.rank, world_size=settings.world_size, timeout=timedelta(minutes=10)
-    )
+    store = FileStore(job.store, world_size)
+    dist.init_process_group(backend, None, timedelta(minutes=10), world_size, job.rank, store)
 
 
-def serve(connection: Connection, job: CompareJob) -> None:
+def serve(connection: Connection) -> None:
     """Answer requests until the parent closes the pipe."""
-    _start(job)
-    worker = Worker(job)
-    verbs: dict[str, Callable[..., Any]] = {
-        "observe": worker.observe, "build": worker.build, "steps": worker.steps, "finish": worker.finish
-    }  # fmt: skip
+    worker = Worker(connection.recv())
+    _start(worker.job)
     while True:
         try:
             verb, arguments = connection.recv()
         except EOFError:
             return
-        connection.send({"value": verbs[verb](*arguments)})
+        assert verb in ("observe", "build", "steps", "finish")
+        connection.send({"value": getattr(worker, verb)(*arguments)})
 
 
 def main() -> None:
     faulthandler.enable()  # a crash in a kernel writes its stack to the log
-    connection = Connection(int(sys.argv[2]))
-    job = CompareJob.from_json(sys.argv[1])
+    connection = Connection(int(sys.argv[1]))
     code = 0
     try:
-        serve(connection, job)
+        serve(connection)
     except Exception as error:
         traceback.print_exc()
         is_input = isinstance(error, loading.WorkloadError)

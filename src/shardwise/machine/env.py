@@ -1,16 +1,23 @@
-"""What this machine has: versions, devices, links, measured bandwidths, and what is missing."""
+"""What this machine has: versions, devices, links, measured bandwidths in GB/s (1e9 bytes), and what is missing."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
+import mmap
 import os
 import platform
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +25,14 @@ import torch
 
 from shardwise._version import __version__
 from shardwise.errors import ConfigError
-from shardwise.machine.bandwidth import (
-    COPY_BYTES,
-    DISK_BYTES,
-    device_links_gbs,
-    disk_gbs,
-    host_copy_gbs,
-    host_device_gbs,
-)
-from shardwise.machine.launch import SAFE_ISA, bf16_products_work, cores
+from shardwise.machine.launch import SAFE_ISA, bf16_products_work, cores, cpu_field
 from shardwise.machine.memory import host_bytes
 from shardwise.sizes import format_bytes
 
+COPY_BYTES = 1 << 28
+DISK_BYTES = 1 << 30
+BLOCK_BYTES = 1 << 20
+DISK_THREADS = 8
 PACKAGES = {
     "matplotlib": "plots: pip install 'shardwise[plot]'",
     "transformers": "Hugging Face models: pip install 'shardwise[hf]'",
@@ -54,7 +57,8 @@ class Environment:
 
     def __str__(self) -> str:
         lines = ["versions", *(f"  {name:<36}{value}" for name, value in self.versions.items())]
-        lines += ["hardware", *(f"  {name:<36}{_shown(value)}" for name, value in self.hardware.items())]
+        memory = {"memory_bytes": format_bytes(self.hardware["memory_bytes"])}
+        lines += ["hardware", *(f"  {name:<36}{value}" for name, value in (self.hardware | memory).items())]
         for title, rates in (("bandwidth, GB/s", self.bandwidth_gbs), ("links between GPUs, GB/s", self.links_gbs)):
             if rates:
                 lines += [title, *(f"  {name:<36}{rate:.1f}" for name, rate in rates.items())]
@@ -69,7 +73,8 @@ def inspect(
     if disk is not None and not disk.is_dir():
         raise ConfigError(f"--disk {disk}: there is no such folder")
     if measure:
-        found.bandwidth_gbs = {"host memory copy": host_copy_gbs(copy_bytes), **host_device_gbs(copy_bytes)}
+        found.bandwidth_gbs = {"host memory copy": host_copy_gbs(copy_bytes)}
+        found.bandwidth_gbs |= host_device_gbs(copy_bytes)
         found.links_gbs = device_links_gbs(copy_bytes)
         if disk is not None:
             found.bandwidth_gbs |= disk_gbs(disk, disk_bytes)
@@ -90,7 +95,8 @@ def versions() -> dict[str, str]:
 
 def hardware() -> dict[str, Any]:
     """Processor, cores, memory and GPUs."""
-    found: dict[str, Any] = {"cpu": _cpu_name(), "cores": cores(), "memory_bytes": host_bytes("MemTotal")}
+    found: dict[str, Any] = {"cpu": cpu_field("model name") or platform.processor() or sys.platform}
+    found |= {"cores": cores(), "memory_bytes": host_bytes("MemTotal")}
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         found[f"cuda:{index}"] = f"{properties.name}, {format_bytes(properties.total_memory)}"
@@ -116,17 +122,92 @@ def notes(packages: Mapping[str, str] = PACKAGES, bf16_works: Callable[[], bool]
     return found
 
 
-def check_device(name: str) -> None:
-    """Raise a ConfigError if this machine has no such device."""
-    if name not in ("cpu", "cuda"):
-        raise ConfigError(f"unknown device {name!r}: choose cpu or cuda")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device cuda: torch finds no CUDA device here (`shardwise env` says more)")
+def host_copy_gbs(copy_bytes: int = COPY_BYTES) -> float:
+    """A copy in host memory with all threads: bytes read plus bytes written."""
+    source = torch.ones(copy_bytes, dtype=torch.uint8)
+    return _gbs(2 * copy_bytes, partial(torch.empty_like(source).copy_, source))
 
 
-def free_device_bytes() -> int:
-    """Free memory of all GPUs together."""
-    return sum(torch.cuda.mem_get_info(index)[0] for index in range(torch.cuda.device_count()))
+def host_device_gbs(copy_bytes: int = COPY_BYTES) -> dict[str, float]:
+    """Pinned host memory to the first GPU, back, and both at once; empty without a GPU."""
+    if not torch.cuda.is_available():
+        return {}
+    host = [torch.empty(copy_bytes, dtype=torch.uint8).pin_memory() for _ in range(2)]
+    device = [torch.empty(copy_bytes, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    copies = [(device[0], host[0], torch.cuda.Stream()), (host[1], device[1], torch.cuda.Stream())]
+
+    def gbs(*ways: int) -> float:
+        def work() -> None:
+            for target, source, stream in (copies[way] for way in ways):
+                with torch.cuda.stream(stream):
+                    target.copy_(source, non_blocking=True)
+
+        return _gbs(len(ways) * copy_bytes, work)
+
+    return {"host to device": gbs(0), "device to host": gbs(1), "both at once": gbs(0, 1)}
+
+
+def device_links_gbs(copy_bytes: int = COPY_BYTES) -> dict[str, float]:
+    """A copy from every GPU to every other."""
+    rates = {}
+    for pair in permutations(range(torch.cuda.device_count()), 2):
+        source, target = (torch.empty(copy_bytes, dtype=torch.uint8, device=f"cuda:{index}") for index in pair)
+        rates[f"cuda:{pair[0]} to cuda:{pair[1]}"] = _gbs(copy_bytes, partial(target.copy_, source))
+    return rates
+
+
+def disk_gbs(folder: Path, size_bytes: int = DISK_BYTES) -> dict[str, float]:
+    """Writing and reading a file below `folder` with 8 threads, past the page cache (O_DIRECT) if possible."""
+    with tempfile.TemporaryDirectory(dir=folder, prefix="shardwise-env-") as inside:
+        path = Path(inside) / "data"
+        path.touch()
+        direct = getattr(os, "O_DIRECT", 0)
+        try:
+            os.close(os.open(path, os.O_RDWR | direct))
+        except OSError:
+            direct = 0
+        how = f"{DISK_THREADS} threads" + (", O_DIRECT" if direct else ", through the page cache")
+        rates = {}
+        for name, flags, transfer in (("write", os.O_WRONLY, os.pwritev), ("read", os.O_RDONLY, os.preadv)):
+            seconds = _disk_s(path, flags | direct, transfer, size_bytes)
+            rates[f"disk {name} ({how})"] = size_bytes / seconds / 1e9
+        return rates
+
+
+def _disk_s(path: Path, flags: int, transfer: Callable[..., int], size_bytes: int) -> float:
+    part = size_bytes // DISK_THREADS // BLOCK_BYTES * BLOCK_BYTES
+
+    def work(index: int) -> None:
+        handle = os.open(path, flags)
+        # O_DIRECT requires aligned buffers; anonymous maps start on a page boundary.
+        with contextlib.closing(mmap.mmap(-1, BLOCK_BYTES)) as block:
+            for offset in range(index * part, (index + 1) * part, BLOCK_BYTES):
+                transfer(handle, [block], offset)
+        if flags & os.O_WRONLY:
+            os.fsync(handle)
+        os.close(handle)
+
+    start = time.perf_counter()
+    with ThreadPoolExecutor(DISK_THREADS) as pool:
+        list(pool.map(work, range(DISK_THREADS)))
+    return time.perf_counter() - start
+
+
+def _gbs(size_bytes: int, work: Callable[[], object], repeats: int = 5) -> float:
+    """The rate of the fastest of several repetitions of `work`, which moves `size_bytes`."""
+    times = []
+    for _ in range(repeats):
+        _synchronize()
+        start = time.perf_counter()
+        work()
+        _synchronize()
+        times.append(time.perf_counter() - start)
+    return size_bytes / min(times) / 1e9
+
+
+def _synchronize() -> None:
+    for index in range(torch.cuda.device_count()):
+        torch.cuda.synchronize(index)
 
 
 def _version(name: str) -> str | None:
@@ -136,14 +217,6 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or sys.platform
-
-
 def _commit() -> str | None:
     """The commit of the checkout that contains this package, followed by a plus if files differ from it.
 
@@ -151,18 +224,9 @@ def _commit() -> str | None:
     """
     if named := os.environ.get("SHARDWISE_COMMIT"):
         return named
-    folder = Path(__file__).parent
+    command = ["git", "describe", "--always", "--dirty=+", "--abbrev=10"]
     try:
-        text = subprocess.check_output(
-            ["git", "describe", "--always", "--dirty=+", "--abbrev=10"],
-            cwd=folder,
-            text=True,
-            stderr=subprocess.DEVNULL,
-        )
+        found = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
-    return text.strip()
-
-
-def _shown(value: Any) -> str:
-    return format_bytes(value) if isinstance(value, int) and value > 2**20 else str(value)
+    return found.stdout.strip()

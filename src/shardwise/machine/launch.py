@@ -6,6 +6,7 @@ machine share its cores.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -52,17 +53,15 @@ def heap_environment() -> dict[str, str]:
 @cache
 def bf16_products_work() -> bool:
     """Whether bf16 matrix products work here. Some virtual machines report AMX but kill processes that use it."""
-    if "amx_bf16" not in _cpu_flags():
+    if "amx_bf16" not in cpu_field("flags").split():
         return True
-    result = subprocess.run([sys.executable, "-c", _BF16_PRODUCT], capture_output=True)
-    return result.returncode == 0
+    return subprocess.run([sys.executable, "-c", _BF16_PRODUCT], capture_output=True).returncode == 0
 
 
 def run(ranks: int, command: Sequence[str], threads: int | None = None) -> NoReturn:
     """Replace this process by torchrun with `ranks` processes of a script, or of a module named after `-m`."""
-    environment = run_environment(ranks, threads)
     arguments = run_command(ranks, command)
-    os.execve(arguments[0], arguments, environment)
+    os.execve(arguments[0], arguments, run_environment(ranks, threads))
 
 
 def run_command(ranks: int, command: Sequence[str]) -> list[str]:
@@ -77,8 +76,7 @@ def run_command(ranks: int, command: Sequence[str]) -> list[str]:
         raise ConfigError("nothing to run: name a script, as in `shardwise run -n 2 train.py`")
     if command[0] != "-m" and not Path(command[0]).is_file():
         raise ConfigError(f"there is no script {command[0]!r}")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    return [*launcher, *command]
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *command]
 
 
 def run_environment(ranks: int, threads: int | None = None) -> dict[str, str]:
@@ -89,9 +87,10 @@ def run_environment(ranks: int, threads: int | None = None) -> dict[str, str]:
     return {**os.environ, **added}
 
 
-def _cpu_flags() -> frozenset[str]:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return frozenset()
-    return frozenset(next((line for line in lines if line.startswith("flags")), "").split())
+def cpu_field(name: str) -> str:
+    """A field of the first processor in /proc/cpuinfo; empty if there is none."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(name):
+                return line.partition(":")[2].strip()
+    return ""

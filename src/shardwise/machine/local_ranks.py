@@ -53,7 +53,7 @@ class FailureReport:
             return None
 
 
-class LocalRanks:
+class LocalRanks(contextlib.AbstractContextManager["LocalRanks"]):
     """The processes of one run on this machine. Use as a context manager: leaving it kills every rank that still runs.
 
     `grace_s`: how long a rank may take to exit by itself before it is killed.
@@ -67,9 +67,6 @@ class LocalRanks:
         self.folder = Path(self._temporary.name)
         self.stop_requests = 0
 
-    def __enter__(self) -> LocalRanks:
-        return self
-
     def __exit__(self, *exception: Any) -> None:
         self.close()
 
@@ -78,29 +75,13 @@ class LocalRanks:
         self.kill()
         self._temporary.cleanup()
 
-    def start(
-        self,
-        command: Sequence[str],
-        environment: Mapping[str, str],
-        *,
-        shows_output: bool = False,
-        pass_fds: Sequence[int] = (),
-    ) -> None:
-        """Start the next rank. Its output goes to its log; `shows_output` leaves standard output where ours is."""
+    def start(self, command: Sequence[str], environment: Mapping[str, str], **options: Any) -> None:
+        """Start the next rank, with `options` of Popen. Its output goes to its log; `stdout=None` leaves it on ours."""
         rank = len(self._processes)
         own = {"RANK": str(rank), FOLDER: str(self.folder), PARENT: str(os.getpid())}
         with self._log(rank).open("wb") as log:
-            self._processes.append(
-                subprocess.Popen(
-                    command,
-                    env={**environment, **own},
-                    stdin=subprocess.DEVNULL,
-                    stdout=None if shows_output else log,
-                    stderr=log,
-                    pass_fds=pass_fds,
-                    start_new_session=True,
-                )
-            )
+            options = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, "start_new_session": True, **options}
+            self._processes.append(subprocess.Popen(command, env={**environment, **own}, **options))
         self._unkilled.append(self._processes[-1])
 
     def wait(self) -> None:
@@ -150,7 +131,11 @@ class LocalRanks:
 
     def failure(self) -> tuple[int, str] | None:
         """Exit code and message of the failure that explains the others: a death, else the earliest report."""
-        failures = [self._failure(rank, code) for rank, code in enumerate(self.exit_codes) if code]
+        failures = []
+        for rank, code in enumerate(self.exit_codes):
+            if code:
+                report = FailureReport.read(self.folder, rank)
+                failures.append((report.order, code, report.message) if report else (-1.0, 1, self.describe_exit(rank)))
         return min(failures, key=lambda failure: failure[0])[1:] if failures else None
 
     def describe_exit(self, rank: int, timeout_s: float = 0.0) -> str:
@@ -162,12 +147,6 @@ class LocalRanks:
         hint = " (out of memory?)" if code == -signal.SIGKILL else ""
         last = self._log(rank).read_text(errors="replace").strip().splitlines()[-1:]
         return f"rank {rank} ended with {how}{hint}" + "".join(f": {line}" for line in last)
-
-    def _failure(self, rank: int, code: int) -> tuple[float, int, str]:
-        report = FailureReport.read(self.folder, rank)
-        if report is not None:
-            return report.order, code, report.message
-        return -1.0, 1, self.describe_exit(rank)
 
     def _log(self, rank: int) -> Path:
         return self.folder / f"rank{rank}.log"

@@ -32,7 +32,7 @@ from shardwise.engine.engine import Engine
 from shardwise.machine.memory import process_memory
 from shardwise.observe.labels import KINDS, Labelling, by_kind
 from shardwise.observe.storage import StorageObserver
-from shardwise.plotting import check_path, pyplot
+from shardwise.plotting import DARK, RED, check_path, figure
 
 BANDS = ("#dbe6f4", "#f7e6d3", "#dcecdd", "#f0dfe9")
 MOST_NAMES = 40
@@ -89,7 +89,8 @@ class MemoryAnalyzer:
         self._observer = StorageObserver(self._device, label=self._labelling.label_new)
         self._model = model
         self._optimizer = optimizer
-        self._peak_bytes = 0
+        self.peak_bytes = 0
+        """The most that was allocated at once."""
         self._at_peak: dict[str, int] = {}
         self._started_s: float | None = None
 
@@ -106,13 +107,13 @@ class MemoryAnalyzer:
         self._started_s = time.perf_counter()
         if self._model is not None:
             self.watch(self._model, self._optimizer)
-        self._add("start")
+        self.record("start")
         return self
 
     def stop(self) -> None:
         """Stop watching and drop the references to the model. The recorded points stay."""
         if self._observer.peak_bytes != self.points[-1].allocated_bytes:
-            self._add("end")
+            self.record("end")
         self._labelling.detach()
         self._observer.__exit__(None, None, None)
         self._model = self._optimizer = self._started_s = None
@@ -132,7 +133,16 @@ class MemoryAnalyzer:
         """Record the memory at this moment."""
         if self._started_s is None:
             raise RuntimeError("the analyzer is not watching: use it as a context manager, or call start() first")
-        return self._add(name)
+        allocated, peak = self._observer.current_bytes, self._observer.peak_bytes
+        split = self._observer.breakdown_at_peak
+        if peak >= self.peak_bytes:
+            self.peak_bytes, self._at_peak = peak, split
+        is_cuda = self._device.type == "cuda"
+        reserved = torch.cuda.memory_reserved(self._device) if is_cuda else process_memory().now_bytes
+        change = allocated - self.points[-1].allocated_bytes if self.points else 0
+        self.points.append(MemoryPoint(name, self._now(), allocated, reserved, change, peak, by_kind(split)))
+        self._observer.reset_peak()
+        return self.points[-1]
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -145,11 +155,6 @@ class MemoryAnalyzer:
         finally:
             self.record(name)
             self.phases.append((name, start, self._now()))
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most that was allocated at once."""
-        return self._peak_bytes
 
     def at_peak(self) -> dict[str, int]:
         """Bytes by kind at the peak."""
@@ -185,39 +190,16 @@ class MemoryAnalyzer:
             lines.append(f"{each.name:<16}{_mb(each.peak_bytes):>10}{saved:>8}{split}")
         return "\n".join(lines)
 
-    def _add(self, name: str) -> MemoryPoint:
-        allocated, peak = self._observer.current_bytes, self._observer.peak_bytes
-        split = self._observer.breakdown_at_peak
-        if peak >= self._peak_bytes:
-            self._peak_bytes, self._at_peak = peak, split
-        before = self.points[-1].allocated_bytes if self.points else allocated
-        point = MemoryPoint(
-            name, self._now(), allocated, self._reserved_bytes(), allocated - before, peak, by_kind(split)
-        )
-        self.points.append(point)
-        self._observer.reset_peak()
-        return point
-
     def _now(self) -> float:
         return time.perf_counter() - (self._started_s or 0.0)
-
-    def _reserved_bytes(self) -> int:
-        if self._device.type == "cuda":
-            return torch.cuda.memory_reserved(self._device)
-        return process_memory().now_bytes
 
 
 def draw_timelines(analyzers: Sequence[MemoryAnalyzer], path: str | Path) -> None:
     """Draw several analyzers below each other, with a common scale of bytes."""
     check_path(path)
-    plt = pyplot()
-    figure, axes = plt.subplots(
-        len(analyzers), 1, figsize=(11, 0.8 + 3.2 * len(analyzers)), sharey=True, squeeze=False, layout="constrained"
-    )
-    for axis, analyzer in zip(axes[:, 0], analyzers, strict=True):
-        _draw_timeline(axis, analyzer)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    with figure(path, len(analyzers), 1, (11, 0.8 + 3.2 * len(analyzers)), sharey=True) as (_, axes):
+        for axis, analyzer in zip(axes[:, 0], analyzers, strict=True):
+            _draw_timeline(axis, analyzer)
 
 
 def _draw_timeline(axis: Any, analyzer: MemoryAnalyzer) -> None:
@@ -227,10 +209,10 @@ def _draw_timeline(axis: Any, analyzer: MemoryAnalyzer) -> None:
         color = colors.setdefault(name, BANDS[len(colors) % len(BANDS)])
         axis.axvspan(start, end, color=color, label=name if is_new else None)
     times = [point.time_s for point in analyzer.points]
-    axis.plot(times, [point.allocated_bytes / 1e6 for point in analyzer.points], color="#2f4b6e", marker="o", ms=3)
+    axis.plot(times, [point.allocated_bytes / 1e6 for point in analyzer.points], color=DARK, marker="o", ms=3)
     middles = [(first + second) / 2 for first, second in pairwise(times)]
     peaks = [point.peak_bytes / 1e6 for point in analyzer.points[1:]]
-    axis.plot(middles, peaks, color="#c03030", marker="^", ms=4, linestyle="none", label="peak between points")
+    axis.plot(middles, peaks, color=RED, marker="^", ms=4, linestyle="none", label="peak between points")
     if len(analyzer.points) <= MOST_NAMES:
         inside = {name for name, _, _ in analyzer.phases} | {f"before {name}" for name, _, _ in analyzer.phases}
         for point in analyzer.points:
@@ -239,7 +221,6 @@ def _draw_timeline(axis: Any, analyzer: MemoryAnalyzer) -> None:
     axis.set_title(f"{analyzer.name}: allocated, MB (peak {analyzer.peak_bytes / 1e6:.4g})", loc="left", fontsize=10)
     axis.set_xlabel("seconds", fontsize=8)
     axis.set_ylim(bottom=0)
-    axis.spines[["top", "right"]].set_visible(False)
     axis.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
 
 

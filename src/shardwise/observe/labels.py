@@ -18,7 +18,8 @@ A label is `kind|name`, or the kind alone. `by_kind` sums the bytes of each kind
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ class Labelling:
     (40, 40)
     """
 
-    def __init__(self, names: bool = True, before_update: Callable[[], None] | None = None) -> None:
+    def __init__(self, names: bool = True, before_update: Callable[[], None] = lambda: None) -> None:
         self._names = names
         self._before_update = before_update
         self._depth = 0
@@ -64,22 +65,17 @@ class Labelling:
                 self._watch_module(observer, path, module)
         for name, param in model.named_parameters():
             if param.requires_grad and param.is_leaf:
-                hook = self._grad_labeller(observer, name)
-                handle = param.register_post_accumulate_grad_hook(hook)
-                self._handles.append(handle)
+                hook = partial(self._label_grad, observer, name)
+                self._handles.append(param.register_post_accumulate_grad_hook(hook))
         if optimizer is not None:
             names = {id(param): name for name, param in model.named_parameters()}
 
-            def pre_hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            def label_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
                 self._label_optimizer(observer, optimizer, names, master)
-                if self._before_update is not None:
-                    self._before_update()
 
-            def post_hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-                self._label_optimizer(observer, optimizer, names, master)  # the step may have created state
-
-            self._handles.append(optimizer.register_step_pre_hook(pre_hook))
-            self._handles.append(optimizer.register_step_post_hook(post_hook))
+            self._handles.append(optimizer.register_step_pre_hook(label_optimizer))
+            self._handles.append(optimizer.register_step_pre_hook(lambda *_: self._before_update()))
+            self._handles.append(optimizer.register_step_post_hook(label_optimizer))  # the step may create state
 
     def label(self, observer: StorageObserver, kind: str, name: str, tensor: torch.Tensor) -> None:
         """Label the storage of `tensor`. A storage that is larger than the tensor is named `... and others`."""
@@ -106,21 +102,17 @@ class Labelling:
         # Called after an exception too: activation checkpointing stops a recomputation early by raising one.
         self._handles.append(module.register_forward_hook(leave, always_call=True))
 
-    def _grad_labeller(self, observer: StorageObserver, name: str) -> Callable[[torch.Tensor], None]:
-        def hook(param: torch.Tensor) -> None:
-            if param.grad is not None:
-                self.label(observer, "grads", name, param.grad)
-
-        return hook
+    def _label_grad(self, observer: StorageObserver, name: str, param: torch.Tensor) -> None:
+        if param.grad is not None:
+            self.label(observer, "grads", name, param.grad)
 
     def _label_optimizer(
         self, observer: StorageObserver, optimizer: torch.optim.Optimizer, names: Mapping[int, str], master: bool
     ) -> None:
-        for param in _params(optimizer):
+        for param in (param for group in optimizer.param_groups for param in group["params"]):
             name = names.get(id(param)) or f"part of {describe(param)}"
             self.label(observer, "master" if master else "weights", name, param)
-            if param.grad is not None:
-                self.label(observer, "grads", name, param.grad)
+            self._label_grad(observer, name, param)
             for key, value in optimizer.state.get(param, {}).items():
                 if isinstance(value, torch.Tensor):
                     self.label(observer, "moments", f"{name}.{key}", value)
@@ -141,7 +133,3 @@ def describe(tensor: torch.Tensor) -> str:
     '2x3 float32'
     """
     return f"{'x'.join(map(str, tensor.shape)) or 'scalar'} {str(tensor.dtype).removeprefix('torch.')}"
-
-
-def _params(optimizer: torch.optim.Optimizer) -> Iterable[nn.Parameter]:
-    return (param for group in optimizer.param_groups for param in group["params"])

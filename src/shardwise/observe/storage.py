@@ -78,7 +78,8 @@ class StorageObserver(TorchDispatchMode):
         self._bytes = 0
         self._peak_bytes = 0
         self._by_label: Counter[str] = Counter()
-        self._at_peak: dict[str, int] = {}
+        self.breakdown_at_peak: dict[str, int] = {}
+        """Bytes by label at the moment of the peak."""
 
     @property
     def current_bytes(self) -> int:
@@ -99,17 +100,12 @@ class StorageObserver(TorchDispatchMode):
         self._remove_freed()
         return {label: nbytes for label, nbytes in self._by_label.items() if nbytes}
 
-    @property
-    def breakdown_at_peak(self) -> dict[str, int]:
-        """Bytes by label at the moment of the peak."""
-        return dict(self._at_peak)
-
     def reset_peak(self) -> None:
         """Restart the peak from the bytes alive now."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         self._remove_freed()
-        self._peak_bytes, self._at_peak = self._bytes, self.breakdown
+        self._peak_bytes, self.breakdown_at_peak = self._bytes, self.breakdown
 
     def add_scratch(self, size_bytes: int) -> None:
         """Include in the peak `size_bytes` that an operator allocated and freed inside."""
@@ -183,7 +179,9 @@ class StorageObserver(TorchDispatchMode):
         return entry
 
     def _lies_here(self, tensor: torch.Tensor) -> bool:
-        return tensor.device == self.device and not hasattr(tensor, "__tensor_flatten__") and _has_storage(tensor)
+        if tensor.device != self.device or hasattr(tensor, "__tensor_flatten__"):
+            return False
+        return tensor.layout == torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
     def _add(self, storage: torch.UntypedStorage, label: str) -> _Entry:
         entry = _Entry(storage, self._freed.append)
@@ -213,7 +211,7 @@ class StorageObserver(TorchDispatchMode):
 
     def _note_peak(self) -> None:
         if self._bytes > self._peak_bytes:
-            self._peak_bytes, self._at_peak = self._bytes, {k: v for k, v in self._by_label.items() if v}
+            self._peak_bytes, self.breakdown_at_peak = self._bytes, {k: v for k, v in self._by_label.items() if v}
 
     def _wrapped_resize(self) -> Callable[[torch.UntypedStorage, int], Any]:
         original = self._original_resize
@@ -232,10 +230,6 @@ class StorageObserver(TorchDispatchMode):
         return resize_
 
 
-def _has_storage(tensor: torch.Tensor) -> bool:
-    return tensor.layout == torch.strided and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-
-
 def _tensors_alive() -> Iterator[torch.Tensor]:
     for thing in gc.get_objects():
         if issubclass(type(thing), torch.Tensor):  # isinstance would load lazy proxies
@@ -243,19 +237,15 @@ def _tensors_alive() -> Iterator[torch.Tensor]:
 
 
 def _tensors_in(things: Iterable[Watchable]) -> Iterator[torch.Tensor]:
-    """The tensors of modules and optimizers with their gradients, and those inside wrappers such as DTensor."""
+    """The tensors of modules and optimizers, and those inside wrappers such as DTensor."""
     for thing in things:
         if isinstance(thing, nn.Module):
             yield from _tensors_in([*thing.parameters(), *thing.buffers()])
         elif isinstance(thing, torch.optim.Optimizer):
-            yield from _tensors_in(_optimizer_tensors(thing))
+            values = (value for state in thing.state.values() for value in state.values())
+            yield from _tensors_in(value for value in values if isinstance(value, torch.Tensor))
         elif hasattr(thing, "__tensor_flatten__"):
             names, _ = thing.__tensor_flatten__()
             yield from _tensors_in(getattr(thing, name) for name in names)
         elif isinstance(thing, torch.Tensor):  # the parts of a DTensor include its mesh
             yield thing
-
-
-def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    for state in optimizer.state.values():
-        yield from (value for value in state.values() if isinstance(value, torch.Tensor))

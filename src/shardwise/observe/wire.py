@@ -21,7 +21,6 @@ collectives issued in C++ (DDP's reducer) or through `torch.ops._c10d_functional
 
 import functools
 import inspect
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -101,10 +100,6 @@ def _scatter(call: _Call) -> tuple[int, int]:
     return (_nbytes(parts), call.others(parts)) if call.is_root("src") else (0, 0)
 
 
-def _send(call: _Call) -> tuple[int, int]:
-    return call.nbytes("tensor"), call.nbytes("tensor")
-
-
 def _batch(call: _Call) -> tuple[int, int]:
     sent = sum(_nbytes(op.tensor) for op in call.arguments["p2p_op_list"] if op.op is c10d.isend)
     return sent, sent
@@ -123,14 +118,14 @@ FORMULAS: dict[str, Formula] = {
     "batch_isend_irecv": _batch,
     "broadcast": _share("tensor"),
     "gather": _gather,
-    "isend": _send,
+    "isend": lambda call: (call.nbytes("tensor"), call.nbytes("tensor")),
     "monitored_barrier": lambda call: (0, 0),
     "reduce": _share("tensor"),
     "reduce_scatter": _parts("input_list"),
     "reduce_scatter_single": _share("input"),
     "reduce_scatter_tensor": _share("input"),
     "scatter": _scatter,
-    "send": _send,
+    "send": lambda call: (call.nbytes("tensor"), call.nbytes("tensor")),
 }
 # Object collectives call these inside their own module. No others are replaced there: torch compares some functions by
 # identity (`op is isend`, the coalescing manager), and old names that call new ones would count twice.
@@ -169,13 +164,6 @@ class WireObserver:
         """The records that are not control messages."""
         return [record for record in self.records if not self._is_control(record)]
 
-    def by_op(self) -> dict[str, int]:
-        """Bytes sent by operation, without control messages."""
-        totals: Counter[str] = Counter()
-        for record in self.data:
-            totals[record.op] += record.sent_bytes
-        return dict(totals)
-
     def __enter__(self) -> "WireObserver":
         for name, formula in FORMULAS.items():
             if hasattr(dist, name):
@@ -206,15 +194,13 @@ class WireObserver:
         return wrapper
 
     def _record(self, name: str, formula: Formula, arguments: dict[str, Any]) -> None:
-        group = _group_of(arguments)
-        rank = dist.get_rank(group)
+        operations = arguments.get("p2p_op_list")
+        group = operations[0].group if operations else arguments.get("group")
+        rank, world_size = dist.get_rank(group), dist.get_world_size(group)
         if rank >= 0:  # a rank outside the group: the call does nothing
-            call = _Call(arguments, rank, dist.get_world_size(group))
-            payload_bytes, sent_bytes = formula(call)
+            sizes = formula(_Call(arguments, rank, world_size))
             described = getattr(group, "group_desc", "") or ""
-            self.records.append(
-                WireRecord(name, payload_bytes, sent_bytes, _dtype_of(arguments), call.world_size, described)
-            )
+            self.records.append(WireRecord(name, *sizes, _dtype_of(arguments), world_size, described))
 
     def _unwrap_p2p_ops(self) -> None:
         """`P2POp` accepts only torch's own isend and irecv, so pass it the function behind the wrapper."""
@@ -237,11 +223,6 @@ def _torch_function(function: Any) -> Any:
 
 def _nbytes(value: Any) -> int:
     return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else sum(map(_nbytes, value))
-
-
-def _group_of(arguments: dict[str, Any]) -> Any:
-    operations = arguments.get("p2p_op_list")
-    return operations[0].group if operations else arguments.get("group")
 
 
 def _dtype_of(arguments: dict[str, Any]) -> torch.dtype | None:

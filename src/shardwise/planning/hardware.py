@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from shardwise.errors import ConfigError
-from shardwise.machine import bandwidth, env
+from shardwise.machine import env
 from shardwise.memory.ledger import PAGE_BYTES
 from shardwise.sizes import format_bytes
 
@@ -98,7 +98,7 @@ def here() -> Hardware:
         raise ConfigError("--here: torch finds no CUDA device on this machine; give --gpus and --gpu-memory instead")
     smallest = min(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count()))
     host = env.hardware()["memory_bytes"]
-    links = bandwidth.device_links_gbs().values()
-    up_and_down = bandwidth.host_device_gbs()["both at once"] / 2
+    links = env.device_links_gbs().values()
+    up_and_down = env.host_device_gbs()["both at once"] / 2
     rates = Rates(gpu_link=min(links) * 1e9 if links else None, host_link=up_and_down * 1e9)
     return Hardware(torch.cuda.device_count(), smallest, host, shutil.disk_usage(".").free, rates=rates)

@@ -9,11 +9,9 @@ import sys
 
 from shardwise.machine import launch
 from shardwise.machine.local_ranks import LocalRanks
-from shardwise.train.folder import RunFolder
+from shardwise.train.folder import RunFolder, check_tensorboard
 from shardwise.train.job import prepare
 from shardwise.train.options import TrainOptions
-
-DEFAULT_RANKS = 2
 
 
 def run(options: TrainOptions) -> None:
@@ -23,7 +21,7 @@ def run(options: TrainOptions) -> None:
 
         serve(options)
     gpus = 0 if options.placing.device == "cpu" else count_gpus()
-    world_size = options.placing.nproc or gpus or DEFAULT_RANKS
+    world_size = options.placing.nproc or gpus or 2
     if not _check(options, world_size):
         return
     code = run_ranks(options, world_size, on_cpu=not gpus)
@@ -47,7 +45,7 @@ def run_ranks(options: TrainOptions, world_size: int, on_cpu: bool) -> int:
     command = [sys.executable, "-m", "shardwise.train.worker", options.model_dump_json()]
     with LocalRanks("train") as ranks, ranks.stopping_on_signals():
         for rank in range(world_size):
-            ranks.start(command, environment | {"LOCAL_RANK": str(rank)}, shows_output=rank == 0)
+            ranks.start(command, environment | {"LOCAL_RANK": str(rank)}, **({"stdout": None} if rank == 0 else {}))
         ranks.wait()
         return report(ranks)
 
@@ -60,11 +58,9 @@ def report(ranks: LocalRanks) -> int:
     if ranks.stop_requests and -signal.SIGTERM in ranks.exit_codes:
         print("stopped before the first step")  # the signal came before the ranks could handle it
         return 0
-    failure = ranks.failure()
-    if failure is None:
-        return 0
-    code, message = failure
-    print(f"error: {message}", file=sys.stderr)
+    code, message = ranks.failure() or (0, "")
+    if code:
+        print(f"error: {message}", file=sys.stderr)
     return code
 
 
@@ -74,14 +70,11 @@ def _check(options: TrainOptions, world_size: int) -> bool:
     folder = RunFolder(options.outputs.out)
     folder.open()
     if options.outputs.tensorboard:
-        from shardwise.train.metrics import check_tensorboard
-
         check_tensorboard()
     if options.outputs.fresh:
         return True
     folder.check(job.identity)
     if (done := folder.finished_steps()) >= job.steps:
         print(f"{folder.root} is finished: {done} steps are done. --steps {2 * done} continues, --fresh starts over.")
-        sys.stdout.flush()
         return False
     return True

@@ -16,43 +16,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from shardwise.errors import ConfigError
 from shardwise.sizes import format_bytes, format_count
-from shardwise.train.shape import BYTES
 
+BYTES = 256
+"""The vocabulary size of text, which is read as bytes."""
 HEAD_BYTES = 4096
 TOKEN_SUFFIXES = (".npy", ".bin")
 MOST_IN_BIN = 2**16
 # Tests and tables: much text that teaches little.
 STANDARD_LIBRARY_SKIPS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "pydoc_data"}
-
-
-class Corpus(Protocol):
-    """A sequence of tokens."""
-
-    @property
-    def length(self) -> int:
-        """The number of tokens."""
-
-    @property
-    def vocabulary(self) -> int:
-        """Every token is below this number."""
-
-    @property
-    def is_text(self) -> bool:
-        """Whether the tokens are bytes of text."""
-
-    @property
-    def fingerprint(self) -> str:
-        """The same for the same data in any folder."""
-
-    def read(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """The tokens from `start` up to `stop`."""
 
 
 class TextFile:
@@ -97,10 +74,12 @@ class TextCorpus:
 
     @property
     def fingerprint(self) -> str:
+        """The same for the same data in any folder."""
         lines = [f"{file.name} {file.size} {file.head_crc}" for file in self._files]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
     def read(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """The tokens from `start` up to `stop`."""
         text, index = b"", bisect_right(self._ends, start)
         while start < stop:
             begin, end = self._ends[index] - self._files[index].size - 1, min(stop, self._ends[index])
@@ -111,7 +90,7 @@ class TextCorpus:
 
 @dataclass(frozen=True)
 class TokenCorpus:
-    """A memory-mapped array of token numbers."""
+    """A memory-mapped array of token numbers, each below `vocabulary`."""
 
     path: Path
     array: npt.NDArray[np.integer]
@@ -139,6 +118,9 @@ class TokenCorpus:
         return tokens
 
 
+Corpus = TextCorpus | TokenCorpus
+
+
 def open_corpus(paths: Sequence[str], pattern: str = "*", vocabulary: int | None = None) -> Corpus:
     """The corpus of `paths`: a token file (.npy or .bin) or text; without paths, Python's standard library."""
     if not paths:
@@ -162,9 +144,8 @@ def standard_library() -> TextCorpus:
             f"this Python ({sys.executable}) has no sources of its standard library: name text files or "
             "folders to train on, as in `shardwise train notes.txt src/`"
         )
-    return TextCorpus(
-        [TextFile(path, path.relative_to(root).as_posix()) for path in paths], "Python's standard library, "
-    )
+    files = [TextFile(path, path.relative_to(root).as_posix()) for path in paths]
+    return TextCorpus(files, "Python's standard library, ")
 
 
 def _text_files(path: Path, pattern: str) -> Iterator[TextFile]:
@@ -186,11 +167,8 @@ def _below(root: Path, pattern: str) -> list[Path]:
         found = [path for path in root.rglob(pattern) if path.is_file()]
     except (OSError, ValueError, NotImplementedError) as error:
         raise ConfigError(f"{root}: cannot be searched for {pattern!r}: {error}") from None
-    return sorted(path for path in found if not any(map(_is_hidden, path.relative_to(root).parts)))
-
-
-def _is_hidden(part: str) -> bool:
-    return part.startswith(".") or part == "__pycache__"
+    parts = {path: path.relative_to(root).parts for path in found}
+    return sorted(path for path in found if not any(part[0] == "." or part == "__pycache__" for part in parts[path]))
 
 
 def _tokens(paths: Sequence[str], vocabulary: int | None) -> TokenCorpus:

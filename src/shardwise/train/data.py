@@ -99,14 +99,14 @@ def split(corpus: Corpus, context: int, held_out: float) -> tuple[Windows, Windo
     return Windows(corpus, 0, trained, context), Windows(corpus, trained * context, validation, context)
 
 
+@dataclass
 class SampleLoader:
     """A rank's batches. Its only state is `taken`, the number of samples that all ranks have used so far."""
 
-    def __init__(self, windows: Windows, share: BatchShare, seed: int) -> None:
-        self.windows = windows
-        self.share = share
-        self.seed = seed
-        self.taken = 0
+    windows: Windows
+    share: BatchShare
+    seed: int
+    taken: int = 0
 
     @property
     def epoch(self) -> float:

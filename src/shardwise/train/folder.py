@@ -1,7 +1,9 @@
-"""The output folder of a run: its files, which run it contains, and whether that run is finished."""
+"""The output folder of a run: its files, which run it contains, whether that run is finished, and its metrics."""
 
 from __future__ import annotations
 
+import csv
+import dataclasses
 import json
 import os
 import shutil
@@ -13,43 +15,21 @@ from typing import Any
 from shardwise.errors import ConfigError
 
 
-@dataclass(frozen=True)
 class RunFolder:
     """The folder of a run. Only rank 0 writes to it, except for checkpoints and the export."""
 
-    root: Path
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "root", Path(self.root))
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.root / "checkpoints"
-
-    @property
-    def export(self) -> Path:
-        return self.root / "export"
-
-    @property
-    def plot(self) -> Path:
-        return self.root / "plot.png"
-
-    @property
-    def sample(self) -> Path:
-        return self.root / "sample.txt"
-
-    @property
-    def report(self) -> Path:
-        return self.root / "report.txt"
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.checkpoints = root / "checkpoints"
+        self.export = root / "export"
+        self.plot = root / "plot.png"
+        self.sample = root / "sample.txt"
+        self.report = root / "report.txt"
+        self.record = root / "run.json"  # the run's identity and, once it is finished, the number of its steps
 
     def error(self, rank: int) -> Path:
         """The traceback of a rank that failed."""
         return self.root / f"error-rank{rank}.txt"
-
-    @property
-    def record(self) -> Path:
-        """The file with the identity of the run and, once it is finished, the number of its steps."""
-        return self.root / "run.json"
 
     def open(self) -> None:
         """Create the folder and check that it is writable."""
@@ -122,3 +102,66 @@ def check_identity(found: dict[str, Any], wanted: dict[str, Any], where: str) ->
         if (there := found["data"].get(key)) != value:
             what = "on other data" if key == "fingerprint" else f"with another {key} ({there} there, {value} now)"
             raise ConfigError(f"{where} holds a run {what}: {advice}")
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One step, over all ranks. Memory is that of the rank that uses most."""
+
+    step: int
+    tokens: int
+    loss: float
+    val_loss: float | None
+    lr: float
+    grad_norm: float
+    tokens_per_s: float
+    memory_bytes: int
+    peak_bytes: int
+    time_s: float
+
+
+class MetricsFiles:
+    """The metrics of a run so far, and their files. Continuing after `step` drops later rows."""
+
+    def __init__(self, folder: Path, step: int, tensorboard: bool = False) -> None:
+        self._lines, self._table = folder / "metrics.jsonl", folder / "metrics.csv"
+        self._board = None
+        self.rows: list[StepMetrics] = []
+        kept = [row for row in read(self._lines) if row.step <= step]
+        self._lines.write_text("")
+        self._table.write_text(",".join(field.name for field in dataclasses.fields(StepMetrics)) + "\n")
+        self.add(kept)
+        if tensorboard:
+            self._board = check_tensorboard()(str(folder / "tensorboard"), purge_step=step + 1)
+
+    def add(self, rows: list[StepMetrics]) -> None:
+        self.rows += rows
+        with self._lines.open("a") as lines, self._table.open("a", newline="") as table:
+            lines.writelines(json.dumps(dataclasses.asdict(row)) + "\n" for row in rows)
+            csv.writer(table, lineterminator="\n").writerows(map(dataclasses.astuple, rows))
+        if self._board is not None:
+            for row in rows:
+                for name in ("loss", "val_loss", "lr", "grad_norm", "tokens_per_s", "memory_bytes", "peak_bytes"):
+                    if (value := getattr(row, name)) is not None:
+                        self._board.add_scalar(name, value, row.step)
+            self._board.flush()
+
+
+def read(path: Path) -> list[StepMetrics]:
+    """The rows of a file of JSON lines, without a last line that a crash cut off."""
+    rows = []
+    for line in path.read_text().splitlines() if path.is_file() else ():
+        try:
+            rows.append(StepMetrics(**json.loads(line)))
+        except (ValueError, TypeError):
+            break
+    return rows
+
+
+def check_tensorboard() -> Any:
+    """TensorBoard's writer class. Raises a ConfigError if the package is missing."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise ConfigError("--tensorboard needs the package: pip install tensorboard") from None
+    return SummaryWriter

@@ -1,6 +1,6 @@
-"""`TrainJob`: the options of a run, checked and resolved for a number of ranks, without torch or a process group.
+"""`TrainJob`: the options of a run, checked and resolved for a number of ranks, and the `Shape` of its model.
 
-Wrong options raise a ConfigError here, before any process starts.
+Wrong options raise a ConfigError here, before any process starts. Neither torch nor a process group is needed.
 """
 
 from __future__ import annotations
@@ -8,15 +8,19 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Self, cast
+
+from pydantic import Field, ValidationError, model_validator
 
 from shardwise.config import Config
-from shardwise.config.sections import Batch, Gradients, OptimizerSection, Precision
+from shardwise.config.sections import Batch, Gradients, OptimizerSection, Precision, Section
+from shardwise.config.values import nearest, one_of
 from shardwise.errors import ConfigError
-from shardwise.train.corpus import Corpus, open_corpus
+from shardwise.models.dimensions import Dimensions
+from shardwise.sizes import format_count
+from shardwise.train.corpus import BYTES, Corpus, open_corpus
 from shardwise.train.data import BatchShare, Windows, split
 from shardwise.train.options import TrainOptions
-from shardwise.train.shape import Shape, shape_of
 
 DEFAULT_BATCH = 16
 DEFAULT_CLIP = 1.0
@@ -25,6 +29,69 @@ DEFAULT_RATE = 4e-3
 RATE_WIDTH = 128
 RATE_FLOOR = 0.1
 """Where the decay ends, as a part of the highest rate."""
+
+
+class Shape(Section):
+    """The dimensions of a decoder.
+
+    >>> Shape(layers=2, hidden=64, heads=2, context=128).parameters
+    139584
+    """
+
+    layers: int = Field(ge=1)
+    hidden: int = Field(ge=8)
+    heads: int = Field(ge=1)
+    context: int = Field(ge=2)
+    vocabulary: int = Field(default=BYTES, ge=2)
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> Self:
+        if self.hidden % (2 * self.heads):
+            raise ValueError(f"hidden {self.hidden} must be a multiple of 2 x heads ({self.heads})")
+        return self
+
+    @property
+    def dimensions(self) -> Dimensions:
+        """Those of a Llama. The width inside a layer is 8/3 of hidden, a multiple of 32."""
+        width = -(-8 * self.hidden // 96) * 32
+        return Dimensions("llama", self.hidden, self.layers, self.heads, self.vocabulary, width)
+
+    @property
+    def parameters(self) -> int:
+        return self.dimensions.parameters
+
+    def __str__(self) -> str:
+        return (
+            f"{format_count(self.parameters)} parameters: {self.layers} layers, hidden {self.hidden}, "
+            f"{self.heads} heads, context {self.context}"
+        )
+
+
+SIZES: dict[str, dict[str, int]] = {
+    "nano": {"layers": 2, "hidden": 32, "heads": 2, "context": 64},
+    "small": {"layers": 4, "hidden": 128, "heads": 4, "context": 128},
+    "10m": {"layers": 6, "hidden": 384, "heads": 6, "context": 256},
+    "100m": {"layers": 12, "hidden": 768, "heads": 12, "context": 1024},
+    "1b": {"layers": 24, "hidden": 2048, "heads": 16, "context": 2048},
+    "7b": {"layers": 32, "hidden": 4096, "heads": 32, "context": 4096},
+}
+
+
+def shape_of(size: str, vocabulary: int, **given: int | None) -> Shape:
+    """A named size with some of its dimensions replaced. Raises a ConfigError for an invalid one.
+
+    >>> shape_of("small", 256, layers=8).layers
+    8
+    """
+    if size not in SIZES:
+        raise ConfigError(f"--size {size}: expected {one_of(SIZES)}{nearest(size, SIZES)}")
+    values: dict[str, Any] = SIZES[size] | {key: value for key, value in given.items() if value is not None}
+    try:
+        return Shape(vocabulary=vocabulary, **values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = f"--{first['loc'][0]} {values.get(str(first['loc'][0]), vocabulary)}: " if first["loc"] else ""
+        raise ConfigError(f"{where}{first['msg'].removeprefix('Value error, ')}") from None
 
 
 @dataclass(frozen=True)
@@ -44,9 +111,7 @@ class TrainJob:
     @property
     def batch(self) -> int:
         """Sequences per step over all ranks."""
-        size = self.config.batch.global_batch_size
-        assert size is not None
-        return size
+        return cast(int, self.config.batch.global_batch_size)  # `_batch` resolved it
 
     @property
     def tokens_per_step(self) -> int:

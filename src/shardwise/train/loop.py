@@ -8,33 +8,91 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 
 from shardwise.comm.comm import Comm
 from shardwise.engine.engine import Engine
+from shardwise.machine.memory import process_memory
+from shardwise.observe.analyzer import MemoryAnalyzer
 from shardwise.train.data import Indices, SampleLoader, validation_batches
-from shardwise.train.folder import RunFolder
+from shardwise.train.folder import MetricsFiles, RunFolder, StepMetrics
 from shardwise.train.job import TrainJob
-from shardwise.train.memory import MemoryTrace, StepWatch, memory_in_use
-from shardwise.train.metrics import MetricsFiles, PendingMetrics, StepMetrics
 from shardwise.train.screen import Screen
 
 WATCHED = 2
 """The memory of the last steps is measured; the report shows that of the very last one."""
 
 
-class ProcessState(Protocol):
-    """What the loop needs to know about the process it runs in."""
+@dataclass
+class MemoryTrace:
+    """One step in short intervals: when each ended, and the bytes by kind at its peak."""
+
+    times_s: list[float]
+    kinds: list[dict[str, int]]
+    phases: list[tuple[str, float, float]]
 
     @property
-    def device(self) -> torch.device: ...
+    def peak_bytes(self) -> int:
+        return sum(self.at_peak.values())
 
     @property
-    def stop_requested(self) -> bool: ...
+    def at_peak(self) -> dict[str, int]:
+        """Bytes by kind at the peak of the step."""
+        return max(self.kinds, key=lambda kinds: sum(kinds.values()))
+
+
+class StepWatch(MemoryAnalyzer):
+    """Measures the memory of steps of an engine, on every rank: a point after each module and each gradient.
+
+    The optimizer's state gets its label when the optimizer runs, so watch one step before the step that counts.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self._hooked = engine.module
+        self._handles: list[Any] = []
+
+    def start(self) -> StepWatch:
+        super().start()
+        for module in self._hooked.modules():
+            if next(module.parameters(recurse=False), None) is not None:
+                self._handles.append(module.register_forward_hook(self._on_hook))
+        for param in self._hooked.parameters():
+            self._handles.append(param.register_post_accumulate_grad_hook(self._on_hook))
+        return self
+
+    def stop(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+        super().stop()
+
+    def begin_step(self) -> None:
+        """Drop the points of earlier steps."""
+        self.points.clear()
+        self.phases.clear()
+        self.record("before the step")
+
+    def end_step(self) -> MemoryTrace:
+        """The trace since `begin_step`."""
+        self.record("end of the step")
+        first, *points = self.points
+        times_s = [point.time_s - first.time_s for point in points]
+        phases = [(name, start - first.time_s, end - first.time_s) for name, start, end in self.phases]
+        return MemoryTrace(times_s, [point.peak_kinds for point in points], phases)
+
+    def _on_hook(self, *_: Any) -> None:
+        self.record("")
+
+
+@dataclass
+class RankProcess:
+    """The process that the loop runs in. A signal sets `stop_requested`."""
+
+    device: torch.device
+    stop_requested: bool = False
 
 
 @dataclass
@@ -42,7 +100,7 @@ class TrainLoop:
     """A run on one rank. Rank 0 has `metrics`."""
 
     job: TrainJob
-    process: ProcessState
+    process: RankProcess
     comm: Comm
     engine: Engine
     loader: SampleLoader
@@ -53,7 +111,8 @@ class TrainLoop:
         self.step = 0
         self.elapsed_s = 0.0
         self.trace: MemoryTrace | None = None
-        self._pending = PendingMetrics()
+        # Losses, norms and rates of recent steps. They stay on the device: reading them makes the host wait for it.
+        self._pending: list[tuple[torch.Tensor, torch.Tensor, float]] = []
         self._mark_s = time.perf_counter()
         self._speed = 0.0
         self._saved_step = 0
@@ -70,12 +129,13 @@ class TrainLoop:
         self._mark_s = time.perf_counter()
         try:
             with contextlib.ExitStack() as stack:
-                watch = None
+                watch: StepWatch | None = None
                 while self.step < self.job.steps and not self._agree_to_stop():
                     if watch is None and self.step >= self.job.steps - WATCHED:
                         self._flush()  # measuring slows steps down: keep them out of the speed
                         self.engine.finish_save()  # and keep the buffers of a save out of the measured memory
-                        watch = stack.enter_context(StepWatch(self.engine))
+                        watch = StepWatch(self.engine)
+                        stack.enter_context(watch)
                     self._train_step(watch)
                     self._after_step()
         finally:
@@ -102,55 +162,53 @@ class TrainLoop:
 
     def save(self, blocking: bool) -> None:
         """Save a checkpoint, with the position of this loop."""
-        state = {"step": self.step, "taken": self.loader.taken, "elapsed_s": self.elapsed_s}
-        outputs = self.job.options.outputs
-        self.engine.save(
-            RunFolder(outputs.out).checkpoints,
-            tag=f"step-{self.step}",
-            blocking=blocking,
-            state=state | {"identity": self.job.identity},
-            keep=outputs.keep,
-        )
+        position = {"step": self.step, "taken": self.loader.taken, "elapsed_s": self.elapsed_s}
+        state = {**position, "identity": self.job.identity}
+        outputs, tag = self.job.options.outputs, f"step-{self.step}"
+        folder = RunFolder(outputs.out).checkpoints
+        self.engine.save(folder, tag=tag, blocking=blocking, state=state, keep=outputs.keep)
         self._saved_step = self.step
 
     def _train_step(self, watch: StepWatch | None) -> None:
+        assert self.engine.optimizer is not None
         losses = torch.zeros((), device=self.process.device)
-        phase = watch.phase if watch is not None else _no_phase
-        with watch.step() if watch is not None else contextlib.nullcontext() as trace:
-            for batch in self.loader.step():
-                inputs, targets = self._move(batch)
-                with phase("forward"):
-                    loss = self.engine(inputs, targets)
-                losses += loss.detach() / self.loader.share.accumulation
-                with phase("backward"):
-                    self.engine.backward(loss)
-                del loss
-                rate = self._rate()
-                with phase("update"):
-                    self.engine.step()
-        self.trace = trace
+        phase = watch.phase if watch is not None else contextlib.nullcontext
+        if watch is not None:
+            watch.begin_step()
+        for batch in self.loader.step():
+            inputs, targets = self._move(batch)
+            with phase("forward"):
+                loss = self.engine(inputs, targets)
+            losses += loss.detach() / self.loader.share.accumulation
+            with phase("backward"):
+                self.engine.backward(loss)
+            del loss
+            rate = self.engine.optimizer.param_groups[0]["lr"]
+            with phase("update"):
+                self.engine.step()
+        self.trace = watch.end_step() if watch is not None else None
         assert self.engine.grad_norm is not None
-        self._pending.add(losses, self.engine.grad_norm, rate)
+        self._pending.append((losses, self.engine.grad_norm, float(rate)))
         self.step += 1
         self.screen.advance(self.step)
 
     def _after_step(self) -> None:
         job, step = self.job, self.step
-        if job.is_due("eval", step):
-            self._flush(validate=True)
-        elif job.is_due("log", step):
-            self._flush()
+        if job.is_due("eval", step) or job.is_due("log", step):
+            self._flush(validate=job.is_due("eval", step))
         if job.is_due("save", step) and step < job.steps:
             self._flush()  # the metrics files must reach the step of the checkpoint
             self.save(blocking=False)
 
     def _flush(self, validate: bool = False) -> None:
         """Average, write and show the metrics of the steps since the last flush. A collective."""
-        count = len(self._pending)
-        if not count:
+        if not self._pending:
             return
-        rates = self._pending.rates
-        losses, norms = self._pending.take(self.comm)
+        losses, norms, rates = zip(*self._pending, strict=True)
+        count, first = len(rates), self.step - len(rates) + 1
+        mean_losses = self.comm.share(torch.stack(losses).double().cpu()).mean(0).tolist()  # in rank order
+        grad_norms = torch.stack(norms).double().tolist()
+        self._pending.clear()
         seconds = time.perf_counter() - self._mark_s
         self.elapsed_s += seconds
         val_loss = self.evaluate() if validate else None
@@ -159,37 +217,34 @@ class TrainLoop:
             self._speed = round(count * self.job.tokens_per_step / max(seconds, 1e-9), 1)
         rows = [
             StepMetrics(
-                step=(step := self.step - count + 1 + index),
+                step=step,
                 tokens=step * self.job.tokens_per_step,
-                loss=losses[index],
-                val_loss=val_loss if index == count - 1 else None,
-                lr=rates[index],
-                grad_norm=norms[index],
+                loss=loss,
+                val_loss=val_loss if step == self.step else None,
+                lr=rate,
+                grad_norm=norm,
                 tokens_per_s=self._speed,
                 memory_bytes=memory[0],
                 peak_bytes=memory[1],
                 time_s=round(self.elapsed_s, 3),
             )
-            for index in range(count)
+            for step, (loss, norm, rate) in enumerate(zip(mean_losses, grad_norms, rates, strict=True), first)
         ]
         if self.metrics is not None:
             self.metrics.add(rows)
-        left_s = (self.job.steps - self.step) * seconds / count
-        self.screen.show(rows[-1], left_s)
+        self.screen.show(rows[-1], eta_s=(self.job.steps - self.step) * seconds / count)
         self._mark_s = time.perf_counter()
 
     def _agree_to_stop(self) -> bool:
         return bool(self.comm.share(torch.tensor([int(self.process.stop_requested)])).any())
-
-    def _rate(self) -> float:
-        assert self.engine.optimizer is not None
-        return float(self.engine.optimizer.param_groups[0]["lr"])
 
     def _move(self, batch: Indices) -> tuple[torch.Tensor, torch.Tensor]:
         rows = torch.from_numpy(batch).to(self.process.device)
         return rows[:, :-1], rows[:, 1:]
 
 
-@contextlib.contextmanager
-def _no_phase(name: str) -> Iterator[None]:
-    yield
+def memory_in_use(device: torch.device) -> tuple[int, int]:
+    """Bytes now and at the peak: of torch's allocator on a GPU, of the whole process on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+    return process_memory()

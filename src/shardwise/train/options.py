@@ -1,4 +1,7 @@
-"""The options of `shardwise train`: small sections, validated at construction, sent to the ranks as JSON."""
+"""The options of `shardwise train`: small sections, validated at construction, sent to the ranks as JSON.
+
+Every field is an option of the command line, which has its default and help text from here.
+"""
 
 from __future__ import annotations
 
@@ -6,88 +9,97 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from shardwise.config.sections import Section
 from shardwise.errors import ConfigError
 
-Precision = Literal["fp32", "bf16", "fp16"]
+
+class OptionSection(BaseModel):
+    """Base of the sections. The title is that of a panel in the help."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class DataOptions(Section):
-    """The training data."""
+class DataOptions(OptionSection, title="Data"):
+    paths: list[str] = Field(
+        default=[],
+        description="Text files, folders, or one .npy/.bin token file (default: Python's standard library).",
+    )
+    glob: str = Field(default="*", min_length=1, description="Which files of folders to read.")
+    vocab: int | None = Field(default=None, ge=2, description="Vocabulary size of a token file.")
+    held_out: float = Field(default=0.02, ge=0, lt=1, description="Part of the data for validation.")
 
-    paths: tuple[str, ...] = Field(default=(), description="text files, folders, or one token file")
-    glob: str = Field(default="*", min_length=1, description="which files of folders to read")
-    vocab: int | None = Field(default=None, ge=2, description="vocabulary size of a token file")
-    held_out: float = Field(default=0.02, ge=0, lt=1, description="part for validation")
 
-
-class ModelOptions(Section):
+class ModelOptions(OptionSection, title="Model"):
     """A named size, and dimensions that replace its own."""
 
-    size: str = "small"
-    layers: int | None = None
-    hidden: int | None = None
-    heads: int | None = None
-    context: int | None = None
+    size: str = Field(default="small", description="nano, small, 10m, 100m, 1b or 7b.")
+    layers: int | None = Field(default=None, description="Layers, instead of the size's.")
+    hidden: int | None = Field(default=None, description="Hidden width.")
+    heads: int | None = Field(default=None, description="Attention heads.")
+    context: int | None = Field(default=None, description="Tokens per sequence.")
 
 
-class UpdateOptions(Section):
-    """Steps, batch and learning rate."""
-
-    steps: int = Field(default=800, ge=1)
-    batch: int | None = Field(default=None, ge=1, description="sequences per step over all ranks")
-    accumulate: int | None = Field(default=None, ge=1, description="micro-batches per step")
-    lr: float | None = Field(default=None, gt=0)
-    schedule: Literal["cosine", "linear", "constant"] | None = None
-    warmup: int | None = Field(default=None, ge=0)
-    seed: int = Field(default=0, ge=0)
-
-
-class PlacingOptions(Section):
-    """Configuration, precision and processes."""
-
-    config: str = Field(default="zero3", description="a preset, or a native, DeepSpeed or Accelerate file")
-    precision: Precision | None = None
-    clip: float | None = Field(default=None, ge=0)
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    nproc: int | None = Field(default=None, ge=1)
-    foresee: bool = Field(default=True, description="predict the memory by a dry run first")
+class UpdateOptions(OptionSection, title="Training"):
+    steps: int = Field(default=800, ge=1, description="Total training steps.")
+    batch: int | None = Field(default=None, ge=1, description="Sequences per step over all ranks (default: 16).")
+    accumulate: int | None = Field(default=None, ge=1, description="Micro-batches per step (default: 1).")
+    lr: float | None = Field(default=None, gt=0, description="Highest learning rate (default: by model width).")
+    schedule: Literal["cosine", "linear", "constant"] | None = Field(
+        default=None, description="cosine, linear or constant, after the warm-up."
+    )
+    warmup: int | None = Field(default=None, ge=0, description="Warm-up steps (default: 5 % of the steps).")
+    seed: int = Field(default=0, ge=0, description="Seed of weights, data order and sample.")
 
 
-class IntervalOptions(Section):
-    """Steps between events; 0 means only at the end, None is derived from the number of steps."""
-
-    log_every: int | None = Field(default=None, ge=1)
-    eval_every: int | None = Field(default=None, ge=0)
-    save_every: int | None = Field(default=None, ge=0)
-    eval_samples: int = Field(default=256, ge=1)
-
-
-class OutputOptions(Section):
-    """Output files."""
-
-    out: Path = Path("runs/train")
-    resume: Path | None = Field(default=None, description="checkpoints of another run to start from")
-    fresh: bool = False
-    keep: int = Field(default=2, ge=1, description="number of checkpoints to keep")
-    plot: bool = True
-    tensorboard: bool = False
-    prompt: str = Field(default="import os\n\n\ndef ", min_length=1)
-    sample: int = Field(default=400, ge=0, description="tokens to sample at the end")
+class PlacingOptions(OptionSection, title="Where and how it runs"):
+    config: str = Field(default="zero3", description="A preset, or a native, DeepSpeed or Accelerate file.")
+    precision: Literal["fp32", "bf16", "fp16"] | None = Field(default=None, description="fp32, bf16 or fp16.")
+    clip: float | None = Field(
+        default=None, ge=0, description="Largest gradient norm; 0 disables clipping (default: 1)."
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto, cpu or cuda.")
+    nproc: int | None = Field(default=None, ge=1, description="Local ranks (default: one per GPU, else 2).")
+    foresee: bool = Field(default=True, description="Predict the memory of a rank first.")
 
 
-class TrainOptions(Section):
+class OutputOptions(OptionSection, title="Progress and files"):
+    out: Path = Field(default=Path("runs/train"), description="Output folder of the run.")
+    resume: Path | None = Field(default=None, description="Start from the checkpoints of another run.")
+    fresh: bool = Field(default=False, description="Delete the run in --out and start over.")
+    keep: int = Field(default=2, ge=1, description="Number of checkpoints to keep.")
+    plot: bool = Field(default=True, description="Plot loss and memory.")
+    tensorboard: bool = Field(default=False, description="Also write TensorBoard files.")
+    prompt: str = Field(default="import os\n\n\ndef ", min_length=1, description="Text that the sample starts with.")
+    sample: int = Field(default=400, ge=0, description="Tokens to sample at the end.")
+
+
+class IntervalOptions(OptionSection, title="Progress and files"):
+    """Steps between events; None is derived from the number of steps."""
+
+    log_every: int | None = Field(default=None, ge=1, description="Steps between progress lines.")
+    eval_every: int | None = Field(default=None, ge=0, description="Steps between validations; 0: only at the end.")
+    eval_samples: int = Field(default=256, ge=1, description="Sequences per validation.")
+    save_every: int | None = Field(default=None, ge=0, description="Steps between checkpoints; 0: only at the end.")
+
+
+class TrainOptions(OptionSection):
     """All sections."""
 
     data: DataOptions = DataOptions()
     model: ModelOptions = ModelOptions()
     updates: UpdateOptions = UpdateOptions()
     placing: PlacingOptions = PlacingOptions()
-    intervals: IntervalOptions = IntervalOptions()
     outputs: OutputOptions = OutputOptions()
+    intervals: IntervalOptions = IntervalOptions()
     debug: bool = False
+
+
+SECTIONS: dict[str, type[OptionSection]] = {
+    name: type(field.default)
+    for name, field in TrainOptions.model_fields.items()
+    if isinstance(field.default, OptionSection)
+}
 
 
 def options_of(**sections: Any) -> TrainOptions:
@@ -102,9 +114,5 @@ def options_of(**sections: Any) -> TrainOptions:
 
 def options_from(values: Mapping[str, Any]) -> TrainOptions:
     """Options from the parameters of the command line, each of which one section has under the same name."""
-    given = {**values, "paths": tuple(values["paths"] or ())}
-    sections: dict[str, Any] = {"debug": given["debug"]}
-    for name, section in TrainOptions.model_fields.items():
-        if isinstance(section.annotation, type) and issubclass(section.annotation, Section):
-            sections[name] = {key: given[key] for key in section.annotation.model_fields}
-    return options_of(**sections)
+    sections = {name: {key: values[key] for key in section.model_fields} for name, section in SECTIONS.items()}
+    return options_of(debug=values["debug"], **sections)

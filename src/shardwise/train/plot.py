@@ -6,40 +6,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shardwise.plotting import pyplot
-from shardwise.train.memory import MemoryTrace
-from shardwise.train.metrics import StepMetrics
+from shardwise.plotting import DARK, KIND_COLORS, RED, figure
+from shardwise.train.folder import StepMetrics
+from shardwise.train.loop import MemoryTrace
 
-COLORS = {
-    "weights": "#3b6fb6",
-    "master": "#7fa3d1",
-    "moments": "#5a9e5f",
-    "grads": "#e08a2e",
-    "activations": "#b25a8f",
-    "in flight": "#b9b9b9",
-    "other": "#dddddd",
-}
-DARK, RED = "#2f4b6e", "#c03030"
 NARROW = 0.1
 """Phases shorter than this part of the step are not named in the figure."""
 
 
 def draw(rows: Sequence[StepMetrics], trace: MemoryTrace | None, title: str, path: Path) -> None:
     """Write the figure to `path`. Raises a ConfigError if matplotlib is missing."""
-    plt = pyplot()
-    figure, axes = plt.subplots(1, 2, figsize=(12, 4.2), layout="constrained")
-    _loss(axes[0], rows)
-    if trace is not None and len(trace.times_s) > 2:
-        _step(axes[1], trace)
-    else:
-        _memory(axes[1], rows)
-    for axis in axes:
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(axis="y", color="#dddddd", linewidth=0.6)
-        axis.set_axisbelow(True)
-    figure.suptitle(title, x=0.01, ha="left", fontweight="bold", fontsize=11)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    with figure(path, 1, 2, (12, 4.2)) as (made, ((left, right),)):
+        _loss(left, rows)
+        if trace is not None and len(trace.times_s) > 2:
+            _step(right, trace)
+        else:
+            _memory(right, rows)
+        for axis in (left, right):
+            axis.grid(axis="y", color="#dddddd", linewidth=0.6)
+        made.suptitle(title, x=0.01, ha="left", fontweight="bold", fontsize=11)
 
 
 def _loss(axis: Any, rows: Sequence[StepMetrics]) -> None:
@@ -71,10 +56,12 @@ def smoothed(values: Sequence[float]) -> list[float]:
 
 
 def _step(axis: Any, trace: MemoryTrace) -> None:
-    kinds = [kind for kind in COLORS if any(moment.get(kind) for moment in trace.kinds)]
+    kinds = [kind for kind in KIND_COLORS if any(moment.get(kind) for moment in trace.kinds)]
     times_ms = [0.0, *(1e3 * moment for moment in trace.times_s)]
     heights = [[moment.get(kind, 0) / 1e6 for moment in (trace.kinds[0], *trace.kinds)] for kind in kinds]
-    axis.stackplot(times_ms, heights, colors=[COLORS[kind] for kind in kinds], labels=kinds, linewidth=0, step="pre")
+    axis.stackplot(
+        times_ms, heights, colors=[KIND_COLORS[kind] for kind in kinds], labels=kinds, linewidth=0, step="pre"
+    )
     peak_mb = trace.peak_bytes / 1e6
     axis.axhline(peak_mb, color=RED, linewidth=1, linestyle="--")
     axis.text(times_ms[-1], peak_mb, f"peak {peak_mb:.3g}", color=RED, ha="right", va="bottom", fontsize=9)

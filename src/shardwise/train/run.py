@@ -19,12 +19,11 @@ from shardwise.comm.comm import Comm
 from shardwise.engine.engine import Engine
 from shardwise.errors import ConfigError
 from shardwise.train.data import SampleLoader
-from shardwise.train.folder import RunFolder, check_identity
+from shardwise.train.folder import MetricsFiles, RunFolder, StepMetrics, check_identity
 from shardwise.train.job import TrainJob, rate_factor
-from shardwise.train.loop import ProcessState, TrainLoop
-from shardwise.train.memory import MemoryTrace
-from shardwise.train.metrics import MetricsFiles, StepMetrics
+from shardwise.train.loop import MemoryTrace, RankProcess, TrainLoop
 from shardwise.train.model import LanguageModel
+from shardwise.train.plot import draw
 from shardwise.train.screen import Screen, duration, make_screen
 
 BETAS = (0.9, 0.95)
@@ -34,27 +33,23 @@ TEMPERATURE = 0.85
 """With less, a small model repeats itself; with more, it produces noise."""
 
 
-def run(job: TrainJob, process: ProcessState, comm: Comm) -> None:
+def run(job: TrainJob, process: RankProcess, comm: Comm) -> None:
     """Train from the start or from the newest checkpoint; finish unless a signal stopped the run."""
     folder = RunFolder(job.options.outputs.out)
     _open(folder, job, comm)
     screen = make_screen(comm.rank)
     _introduce(job, process, screen)
-    foreseen_bytes = _foresee(job, process, screen) if comm.rank == 0 else None
+    foreseen_bytes = _foresee(job, process, screen) if job.options.placing.foresee and comm.rank == 0 else None
     engine = build_engine(job, process)
     if foreseen_bytes is not None:
         engine.expect(foreseen_bytes)
     with _warnings_on(screen):
         state = _load(folder, job, engine)
-    loop = TrainLoop(
-        job=job,
-        process=process,
-        comm=comm,
-        engine=engine,
-        loader=SampleLoader(job.windows[0], job.share(comm.rank), job.options.updates.seed),
-        screen=screen,
-        metrics=_metrics(folder, job, state) if comm.rank == 0 else None,
-    )
+    metrics = None
+    if comm.rank == 0:
+        metrics = MetricsFiles(folder.root, int(state["step"]) if state else 0, job.options.outputs.tensorboard)
+    loader = SampleLoader(job.windows[0], job.share(comm.rank), job.options.updates.seed)
+    loop = TrainLoop(job, process, comm, engine, loader, screen, metrics)
     if state is not None:
         loop.resume(state)
         screen.say("resume", f"at step {loop.step} of {job.steps}, sample {loop.loader.taken}")
@@ -65,7 +60,7 @@ def run(job: TrainJob, process: ProcessState, comm: Comm) -> None:
     comm.share_object(None)  # exit together: rank 0 may still be writing
 
 
-def build_engine(job: TrainJob, process: ProcessState) -> Engine:
+def build_engine(job: TrainJob, process: RankProcess) -> Engine:
     """An engine with the model, optimizer and schedule of the job."""
     torch.manual_seed(job.options.updates.seed)
     with shardwise.deferred_init(device=process.device):
@@ -77,10 +72,8 @@ def build_engine(job: TrainJob, process: ProcessState) -> Engine:
 def _optimizer(params: Iterable[Any], rate: float) -> torch.optim.Optimizer:
     """AdamW, without weight decay on vectors (norms)."""
     given = list(params)
-    groups = [
-        {"params": [param for param in given if param.ndim > 1], "weight_decay": WEIGHT_DECAY},
-        {"params": [param for param in given if param.ndim <= 1], "weight_decay": 0.0},
-    ]
+    matrices, vectors = [p for p in given if p.ndim > 1], [p for p in given if p.ndim <= 1]
+    groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=rate, betas=BETAS, fused=True)
 
 
@@ -98,7 +91,9 @@ def _open(folder: RunFolder, job: TrainJob, comm: Comm) -> None:
     if comm.rank == 0:
         try:
             folder.open()
-            if job.options.outputs.fresh and not _is_restart():
+            # When torchrun restarts this process after a failure, --fresh has already cleared the folder.
+            is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+            if job.options.outputs.fresh and not is_restart:
                 folder.clear()
             folder.check(job.identity, job.options.outputs.resume)
             folder.write_record(job.identity, job.options.outputs.resume)
@@ -106,11 +101,6 @@ def _open(folder: RunFolder, job: TrainJob, comm: Comm) -> None:
             error = str(found)
     if (error := comm.share_object(error)[0]) is not None:
         raise ConfigError(error)
-
-
-def _is_restart() -> bool:
-    """Whether torchrun restarted this process after a failure. --fresh has then already cleared the folder."""
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
 @contextlib.contextmanager
@@ -133,38 +123,37 @@ def _load(folder: RunFolder, job: TrainJob, engine: Engine) -> dict[str, Any] | 
         return None
     bases = list(engine.lr_scheduler.base_lrs)
     state = engine.load(source, fallback=folder.has_checkpoint)
-    _keep_rate(engine, bases)
+    scheduler = engine.lr_scheduler
+    if isinstance(scheduler, LambdaLR):  # the rate and schedule of this command, not those of the checkpoint
+        scheduler.base_lrs = bases
+        for group, base, shape in zip(scheduler.optimizer.param_groups, bases, scheduler.lr_lambdas, strict=True):
+            group["lr"] = base * shape(scheduler.last_epoch)
     if not isinstance(state, dict) or "identity" not in state:
         raise ConfigError(f"{source} was not made by `shardwise train`: it has no position in the data")
     check_identity(state["identity"], job.identity, str(source))
     return state
 
 
-def _keep_rate(engine: Engine, bases: list[Any]) -> None:
-    """Use the rate and schedule of this command instead of those of the checkpoint."""
-    scheduler = engine.lr_scheduler
-    if isinstance(scheduler, LambdaLR):
-        scheduler.base_lrs = bases
-        for group, base, shape in zip(scheduler.optimizer.param_groups, bases, scheduler.lr_lambdas, strict=True):
-            group["lr"] = base * shape(scheduler.last_epoch)
+def _foresee(job: TrainJob, process: RankProcess, screen: Screen) -> int | None:
+    """The peak of a rank's tensors in a step; None if a dry run is not possible (states on the disk)."""
+    from shardwise.planning.dry_run import Scenario, Untraceable, dry_run
+    from shardwise.planning.kernels import CPU, cuda
 
+    def make_batch(rank: int, step: int) -> dict[str, torch.Tensor]:
+        samples = torch.zeros(job.share(0).micro_batch, job.shape.context + 1, dtype=torch.long)
+        return {"tokens": samples[:, :-1], "targets": samples[:, 1:]}
 
-def _metrics(folder: RunFolder, job: TrainJob, state: dict[str, Any] | None) -> MetricsFiles:
-    return MetricsFiles(folder.root, int(state["step"]) if state else 0, job.options.outputs.tensorboard)
-
-
-def _foresee(job: TrainJob, process: ProcessState, screen: Screen) -> int | None:
-    if not job.options.placing.foresee:
+    kernels = CPU if process.device.type == "cpu" else cuda()
+    try:
+        scenario = Scenario(lambda: (LanguageModel(job.shape), make_batch), job.config, job.world_size, kernels)
+        peak_bytes = dry_run(scenario).peak_bytes
+    except (Untraceable, ValueError):
         return None
-    from shardwise.train.foresee import foresee
-
-    peak_bytes = foresee(job, process.device)
-    if peak_bytes is not None:
-        screen.say("memory", f"{peak_bytes / 2**20:.2f} MiB of tensors a rank at the peak of a step, by a dry run")
+    screen.say("memory", f"{peak_bytes / 2**20:.2f} MiB of tensors a rank at the peak of a step, by a dry run")
     return peak_bytes
 
 
-def _introduce(job: TrainJob, process: ProcessState, screen: Screen) -> None:
+def _introduce(job: TrainJob, process: RankProcess, screen: Screen) -> None:
     config, (train, validation) = job.config, job.windows
     held_out = f"{validation.count} of {train.count + validation.count} samples held out"
     kind = "GPU" if process.device.type == "cuda" else "CPU"
@@ -172,11 +161,8 @@ def _introduce(job: TrainJob, process: ProcessState, screen: Screen) -> None:
     ranks = f"{job.world_size} rank{'s' * (job.world_size > 1)}"
     screen.say("model", str(job.shape))
     screen.say("data", f"{job.corpus}; {held_out}")
-    screen.say(
-        "run",
-        f"{job.options.placing.config} on {ranks} ({kind}), {config.precision.compute}, "
-        f"{job.batch} x {job.shape.context} tokens a step{accumulation}",
-    )
+    batch = f"{job.batch} x {job.shape.context} tokens a step{accumulation}"
+    screen.say("run", f"{job.options.placing.config} on {ranks} ({kind}), {config.precision.compute}, {batch}")
 
 
 def finish(loop: TrainLoop, folder: RunFolder, foreseen_bytes: int | None) -> None:
@@ -185,7 +171,10 @@ def finish(loop: TrainLoop, folder: RunFolder, foreseen_bytes: int | None) -> No
     # Before sampling, whose gathers would count in the report.
     report = f"{loop.engine.report()}\n{_observed(loop.trace, foreseen_bytes)}".rstrip()
     text = _sample(loop)
-    _export(loop, folder)
+    if loop.metrics is not None:
+        shutil.rmtree(folder.export, ignore_errors=True)  # the export of an earlier, shorter run
+    loop.comm.share_object(None)
+    loop.engine.export(folder.export)
     if loop.metrics is None:
         return
     folder.report.write_text(report + "\n")
@@ -196,7 +185,11 @@ def finish(loop: TrainLoop, folder: RunFolder, foreseen_bytes: int | None) -> No
     if loop.metrics.rows:
         _summarise(loop, loop.metrics.rows)
         if job.options.outputs.plot:
-            _plot(loop, loop.metrics.rows, folder)
+            plotted = f"{job.shape}; {job.options.placing.config} on {job.world_size} rank(s)"
+            try:
+                draw(loop.metrics.rows, loop.trace, plotted, folder.plot)
+            except ConfigError as error:
+                screen.say("plot", f"left out: {error}")
     _list_files(folder, screen)
     folder.write_record(job.identity, job.options.outputs.resume, finished_steps=job.steps)
     screen.say("next", f"--steps {2 * job.steps} continues, --fresh starts over")
@@ -211,20 +204,21 @@ def _summarise(loop: TrainLoop, rows: list[StepMetrics]) -> None:
         loop.screen.say("loss", f"{last.loss:.3f}, validation {last.val_loss:.3f}{bits}")
 
 
+@torch.no_grad()
 def _sample(loop: TrainLoop) -> str:
-    outputs, corpus = loop.job.options.outputs, loop.job.corpus
+    """The prompt and what the model makes of it, each token drawn from at most a context of tokens before it."""
+    outputs, corpus, engine = loop.job.options.outputs, loop.job.corpus, loop.engine
     if not outputs.sample:
         return ""
-    prompt = list(outputs.prompt.encode()) if corpus.is_text else loop.job.windows[1].corpus.read(0, 1).tolist()
-    tokens = sample(loop.engine, prompt, outputs.sample, loop.job.shape.context, loop.job.options.updates.seed)
+    tokens = list(outputs.prompt.encode()) if corpus.is_text else corpus.read(0, 1).tolist()
+    generator = torch.Generator().manual_seed(loop.job.options.updates.seed)
+    engine.eval()
+    for _ in range(outputs.sample):
+        inputs = torch.tensor([tokens[-loop.job.shape.context :]], device=loop.process.device)
+        probabilities = torch.softmax(engine(inputs)[0, -1].double().cpu() / TEMPERATURE, dim=-1)
+        tokens.append(int(torch.multinomial(probabilities, 1, generator=generator)))
+    engine.train()
     return as_text(tokens, corpus.is_text)
-
-
-def _export(loop: TrainLoop, folder: RunFolder) -> None:
-    if loop.metrics is not None:
-        shutil.rmtree(folder.export, ignore_errors=True)  # the export of an earlier, shorter run
-    loop.comm.share_object(None)
-    loop.engine.export(folder.export)
 
 
 def _observed(trace: MemoryTrace | None, foreseen_bytes: int | None) -> str:
@@ -234,16 +228,6 @@ def _observed(trace: MemoryTrace | None, foreseen_bytes: int | None) -> str:
     parts = ", ".join(f"{kind} {size / 2**20:.2f}" for kind, size in trace.at_peak.items() if size >= 2**10)
     foreseen = f" ({foreseen_bytes / 2**20:.2f} foreseen)" if foreseen_bytes is not None else ""
     return f"measured from outside: a peak of {trace.peak_bytes / 2**20:.2f} MiB in the last step{foreseen}\n  {parts}"
-
-
-def _plot(loop: TrainLoop, rows: list[StepMetrics], folder: RunFolder) -> None:
-    from shardwise.train.plot import draw
-
-    job = loop.job
-    try:
-        draw(rows, loop.trace, f"{job.shape}; {job.options.placing.config} on {job.world_size} rank(s)", folder.plot)
-    except ConfigError as error:
-        loop.screen.say("plot", f"left out: {error}")
 
 
 def _list_files(folder: RunFolder, screen: Screen) -> None:
@@ -258,21 +242,6 @@ def _list_files(folder: RunFolder, screen: Screen) -> None:
     for path, what in names.items():
         if path.exists():
             screen.say("file", f"{path}{'/' * path.is_dir()}  {what}")
-
-
-@torch.no_grad()
-def sample(engine: Engine, prompt: Sequence[int], count: int, context: int, seed: int = 0) -> list[int]:
-    """The prompt and `count` sampled tokens, each drawn from at most `context` tokens before it. All ranks call it."""
-    device = next(engine.module.parameters()).device
-    generator = torch.Generator().manual_seed(seed)
-    tokens = list(prompt)
-    engine.eval()
-    for _ in range(count):
-        logits = engine(torch.tensor([tokens[-context:]], device=device))[0, -1]
-        probabilities = torch.softmax(logits.double().cpu() / TEMPERATURE, dim=-1)
-        tokens.append(int(torch.multinomial(probabilities, 1, generator=generator)))
-    engine.train()
-    return tokens
 
 
 def as_text(tokens: Sequence[int], is_text: bool) -> str:

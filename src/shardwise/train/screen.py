@@ -5,23 +5,21 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from typing import Any, Protocol, TextIO, cast
+from typing import Any, TextIO, cast
 
 from rich.console import Console
 from rich.panel import Panel
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from shardwise.train.metrics import StepMetrics
-
-WIDTH = 100
+from shardwise.train.folder import StepMetrics
 
 
-class Screen(Protocol):
-    """Where a run shows its progress."""
+class Screen:
+    """Where a run shows its progress. This one shows nothing, for ranks other than 0."""
 
     def say(self, label: str, text: str) -> None:
-        """A fact, under a short label."""
+        """Show a fact, under a short label."""
 
     def start(self, step: int, steps: int) -> None:
         """Training starts at `step`, of `steps`."""
@@ -30,58 +28,49 @@ class Screen(Protocol):
         """`step` steps are done."""
 
     def show(self, row: StepMetrics, eta_s: float) -> None:
-        """The metrics of a step, and the time left."""
+        """Show the metrics of a step, and the time left."""
 
     def stop(self) -> None:
         """Training ends or pauses."""
 
     def text(self, title: str, text: str) -> None:
-        """A title and several lines of text."""
+        """Show a title and several lines of text."""
 
 
-class SilentScreen:
-    """No output, for ranks other than 0."""
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *args: None
-
-
-class PlainScreen:
+class PlainScreen(Screen):
     """Lines without control codes, for files and pipes."""
 
-    def __init__(self) -> None:
-        self._steps = 0
+    _steps = 0
 
     def say(self, label: str, text: str) -> None:
-        print(f"{label:<9}{text}", file=surviving(sys.stdout), flush=True)
+        self._print(f"{label:<9}{text}")
 
     def start(self, step: int, steps: int) -> None:
         self._steps = steps
 
-    def advance(self, step: int) -> None:
-        pass
-
     def show(self, row: StepMetrics, eta_s: float) -> None:
         width = len(str(self._steps))
-        print(
-            f"step {row.step:>{width}}/{self._steps}  {_figures(row)}  left {duration(eta_s)}",
-            file=surviving(sys.stdout),
-            flush=True,
-        )
-
-    def stop(self) -> None:
-        pass
+        self._print(f"step {row.step:>{width}}/{self._steps}  {_figures(row)}  left {duration(eta_s)}")
 
     def text(self, title: str, text: str) -> None:
-        print(f"\n--- {title}\n{text.rstrip()}\n---\n", file=surviving(sys.stdout), flush=True)
+        self._print(f"\n--- {title}\n{text.rstrip()}\n---\n")
+
+    def _print(self, text: str) -> None:
+        print(text, file=SurvivingStream(sys.stdout), flush=True)
 
 
-class LiveScreen:
+class LiveScreen(Screen):
     """A progress bar with the newest metrics beside it."""
 
     def __init__(self, console: Console) -> None:
+        columns = (
+            TextColumn("[bold]{task.completed}[/]/{task.total}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[figures]}"),
+            TimeRemainingColumn(compact=True, elapsed_when_finished=True),
+        )
         self._console = console
-        self._progress: Progress | None = None
+        self._progress = Progress(*columns, console=console, expand=True)
         self._task = TaskID(0)
         self._val_loss: float | None = None
 
@@ -89,35 +78,24 @@ class LiveScreen:
         self._console.print(Text.assemble((f"{label:<9}", "bold cyan"), text))
 
     def start(self, step: int, steps: int) -> None:
-        columns = (
-            TextColumn("[bold]{task.completed}[/]/{task.total}"),
-            BarColumn(bar_width=None),
-            TextColumn("{task.fields[figures]}"),
-            TimeRemainingColumn(compact=True, elapsed_when_finished=True),
-        )
-        self._progress = Progress(*columns, console=self._console, expand=True)
         self._task = self._progress.add_task("train", completed=step, total=steps, figures="first step ...")
         self._progress.start()
 
     def advance(self, step: int) -> None:
-        if self._progress is not None:
-            self._progress.update(self._task, completed=step)
+        self._progress.update(self._task, completed=step)
 
     def show(self, row: StepMetrics, eta_s: float) -> None:
-        self._val_loss = row.val_loss if row.val_loss is not None else self._val_loss
-        if self._progress is not None:
-            self._progress.update(self._task, figures=_figures(row, self._val_loss))
+        self._val_loss = self._val_loss if row.val_loss is None else row.val_loss
+        self._progress.update(self._task, figures=_figures(row, self._val_loss))
 
     def stop(self) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-        self._progress = None
+        self._progress.stop()
 
     def text(self, title: str, text: str) -> None:
         self._console.print(Panel(Text(text.rstrip()), title=title, title_align="left", border_style="cyan"))
 
 
-class _SurvivingStream:
+class SurvivingStream:
     """A stream that ignores write errors: if its terminal or pipe is closed, the run must still save."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -136,21 +114,16 @@ class _SurvivingStream:
         return getattr(self._stream, name)
 
 
-def surviving(stream: TextIO) -> TextIO:
-    """The stream, with write errors ignored."""
-    return cast(TextIO, _SurvivingStream(stream))
-
-
 def make_screen(rank: int) -> Screen:
     """The screen for a rank's standard output."""
     if rank != 0:
-        return SilentScreen()
-    return LiveScreen(Console(file=surviving(sys.stdout))) if sys.stdout.isatty() else PlainScreen()
+        return Screen()
+    return LiveScreen(Console(file=cast(TextIO, SurvivingStream(sys.stdout)))) if sys.stdout.isatty() else PlainScreen()
 
 
 def _figures(row: StepMetrics, val_loss: float | None = None) -> str:
     """The metrics in fixed widths, so that columns line up."""
-    val_loss = row.val_loss if row.val_loss is not None else val_loss
+    val_loss = val_loss if row.val_loss is None else row.val_loss
     validated = f"  val {val_loss:.3f}" if val_loss is not None else ""
     memory = f"memory {row.memory_bytes / 1e6:.0f} MB (peak {row.peak_bytes / 1e6:.0f})"
     return f"loss {row.loss:.3f}{validated}  {row.tokens_per_s:>6.0f} tokens/s  {memory}"

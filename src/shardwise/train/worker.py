@@ -11,7 +11,6 @@ import signal
 import sys
 import time
 import traceback
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
@@ -27,6 +26,7 @@ from shardwise.machine import local_ranks
 from shardwise.machine.local_ranks import FailureReport
 from shardwise.train.folder import RunFolder
 from shardwise.train.job import TrainJob, prepare
+from shardwise.train.loop import RankProcess
 from shardwise.train.options import TrainOptions
 from shardwise.train.run import run
 
@@ -36,47 +36,26 @@ LISTEN_S = 1.0
 CONSEQUENCES = ("closed by peer", "connection", "gloo", "nccl", "timed out", "store")
 
 
-@dataclass
-class RankProcess:
-    """The process of one rank. A signal sets `stop_requested`."""
-
-    rank: int
-    world_size: int
-    device: torch.device
-    stop_requested: bool = False
-
-    @classmethod
-    def of(cls, options: TrainOptions) -> RankProcess:
-        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        wanted = options.placing.device
-        if wanted == "cuda" and not torch.cuda.is_available():
-            raise ConfigError("--device cuda: torch sees no GPU here; `shardwise env` shows what is missing")
-        if wanted == "cpu" or not torch.cuda.is_available():
-            return cls(rank, world_size, torch.device("cpu"))
-        local = int(os.environ.get("LOCAL_RANK", rank))
-        device = torch.device("cuda", local % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-        return cls(rank, world_size, device)
-
-    def watch_signals(self) -> None:
-        for number in local_ranks.stop_signals():
-            signal.signal(number, self._on_signal)
-
-    def _on_signal(self, *_: object) -> None:
-        self.stop_requested = True
+def choose_device(wanted: str, rank: int) -> torch.device:
+    """The device of this rank; on a GPU, the current one from here on."""
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch sees no GPU here; `shardwise env` shows what is missing")
+    if wanted == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
 
 
-def join(process: RankProcess) -> Store:
+def join(rank: int, device: torch.device) -> Store:
     """Start the process group through the folder of local ranks or torchrun's rendezvous; returns the store."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", process.world_size))
-    shared = process.device.type == "cuda" and local > torch.cuda.device_count()  # NCCL needs one GPU per rank
-    backend = "cpu:gloo,cuda:nccl" if process.device.type == "cuda" and not shared else "gloo"
-    store: Store
-    if folder := os.environ.get(local_ranks.FOLDER):
-        store = FileStore(str(Path(folder) / "store"), process.world_size)
-    else:
-        store, _, _ = next(iter(rendezvous("env://")))
-    dist.init_process_group(backend, store=store, rank=process.rank, world_size=process.world_size, timeout=TIMEOUT)
+    world_size = int(os.environ["WORLD_SIZE"])
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    has_own_gpu = device.type == "cuda" and local <= torch.cuda.device_count()  # NCCL needs one GPU per rank
+    backend = "cpu:gloo,cuda:nccl" if has_own_gpu else "gloo"
+    folder = os.environ.get(local_ranks.FOLDER)
+    store: Store = FileStore(f"{folder}/store", world_size) if folder else next(iter(rendezvous("env://")))[0]
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
     return store
 
 
@@ -85,9 +64,10 @@ def serve(options: TrainOptions) -> NoReturn:
     rank, code = int(os.environ["RANK"]), 0
     store: Store | None = None
     try:
-        process = RankProcess.of(options)
-        process.watch_signals()
-        store = join(process)
+        process = RankProcess(choose_device(options.placing.device, rank))
+        for number in local_ranks.stop_signals():
+            signal.signal(number, lambda *_: setattr(process, "stop_requested", True))
+        store = join(rank, process.device)
         comm = ProcessGroupComm(None, torch.device("cpu"))
         run(_agreed_job(options, comm), process, comm)
     except ShardwiseError as error:
@@ -140,14 +120,11 @@ def report_failure(
         return
     if is_consequence:
         time.sleep(listen_s)
-    if store is None or _is_first(store, rank):
-        print(f"error: {message}", file=sys.stderr, flush=True)
-
-
-def _is_first(store: Store, rank: int) -> bool:
-    with contextlib.suppress(Exception):  # the store may have ended with its rank
-        return bool(store.compare_set("shardwise/train/error", "", str(rank)) == str(rank).encode())
-    return True
+    if store is not None:
+        with contextlib.suppress(Exception):  # the store may have ended with its rank
+            if store.compare_set("shardwise/train/error", "", str(rank)) != str(rank).encode():
+                return  # another rank was first
+    print(f"error: {message}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -59,15 +59,22 @@ class Checkpointable(Protocol):
     def zero_grad(self) -> None: ...
 
 
-def on_all_ranks(comm: Comm, work: Callable[[], T]) -> T:
-    """This rank's result of `work`; a CheckpointError on all ranks if any of them failed. A collective."""
+def on_all_ranks(comm: Comm | None, work: Callable[[], T]) -> T:
+    """This rank's result of `work`; a CheckpointError on all ranks if any of them failed. A collective.
+
+    Without `comm`, this process does the work alone.
+    """
+    if comm is None:
+        return work()
     results: list[T] = []
     _run(comm, lambda: results.append(work()))
     return results[0]
 
 
-def on_rank_0(comm: Comm, work: Callable[[], T]) -> T:
-    """Rank 0's result of `work`, on all ranks; a CheckpointError on all ranks if it failed. A collective."""
+def on_rank_0(comm: Comm | None, work: Callable[[], T]) -> T:
+    """Rank 0's result of `work`, on all ranks; a CheckpointError on all ranks if it failed. As `on_all_ranks`."""
+    if comm is None:
+        return work()
     return cast(T, _run(comm, lambda: work() if comm.rank == 0 else None)[0])
 
 
@@ -81,10 +88,9 @@ def _run(comm: Comm, work: Callable[[], T]) -> list[T]:
         failure = error
     message = None if failure is None else f"rank {comm.rank}: {failure or type(failure).__name__}"
     outcomes = comm.share_object((value, message, isinstance(failure, DamagedError)), "checkpoint")
-    failed = [(message, is_damage) for _, message, is_damage in outcomes if message is not None]
+    failed = {message: is_damage for _, message, is_damage in outcomes if message is not None}
     if failed:
-        kind = DamagedError if all(is_damage for _, is_damage in failed) else CheckpointError
-        raise kind("; ".join(message for message, _ in failed)) from failure
+        raise (DamagedError if all(failed.values()) else CheckpointError)("; ".join(failed)) from failure
     return [value for value, _, _ in outcomes]
 
 

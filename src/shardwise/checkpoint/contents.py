@@ -23,12 +23,11 @@ from shardwise.checkpoint.checkpointable import (
     overlaps,
     persistent_buffers,
 )
-from shardwise.checkpoint.files import TensorSlice
+from shardwise.checkpoint.files import TensorSlice, as_bytes
 from shardwise.checkpoint.plain import dtype_name, rng_states, to_plain
 from shardwise.optim.states import extras_of, state_views
 from shardwise.partition.layout import Span
 from shardwise.unit.state_view import StateView
-from shardwise.unit.unit import Unit
 
 _ALIGNMENT = 16
 
@@ -46,14 +45,12 @@ class RankContents:
     def staged(self, device: torch.device) -> RankContents:
         """A copy in host memory, so that training can continue; `device` is where most values are."""
         on_device = device.type == "cuda"
-        total = sum(_aligned(each.size_bytes) for each in self.slices)
-        arena = torch.empty(total, dtype=torch.uint8, pin_memory=on_device)
-        slices, start = [], 0
-        for each in self.slices:
-            copy = arena[start : start + each.size_bytes].view(each.dtype)
-            copy.copy_(each.read(Span(0, each.elements.numel)), non_blocking=True)
-            slices.append(replace(each, read=_reader(copy)))
-            start += _aligned(each.size_bytes)
+        sizes = [-(-each.size_bytes // _ALIGNMENT) * _ALIGNMENT for each in self.slices]
+        parts = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=on_device).split(sizes)
+        slices = [
+            each.copied_to(part[: each.size_bytes].view(each.dtype))
+            for each, part in zip(self.slices, parts, strict=True)
+        ]
         if on_device:
             # The copies are asynchronous. The thread that writes them does not wait for the stream, so the host waits
             # here: test_gpu's test_resuming_is_never_having_stopped.
@@ -65,15 +62,14 @@ def contents_of(engine: Checkpointable, state: Any, own_buffers: set[str]) -> Ra
     """What this rank writes of `engine`, and on rank 0 also of the user's `state`."""
     rank, tensors = engine.comm.rank, dict[str, torch.Tensor]()
     extras: dict[str, dict[str, Any]] = defaultdict(dict)
-    for unit in engine.units:
-        for name, key, value in _extras(unit, engine):
-            extras[name][key] = to_plain(value, tensors, f"extra/{key}/{name}")
+    for name, key, value in _extras(engine):
+        extras[name][key] = to_plain(value, tensors, f"extra/{key}/{name}")
     rng = to_plain(rng_states(engine.comm.device), tensors, f"rank-{rank}/rng")
     buffers = persistent_buffers(engine.module)
     tensors.update({f"rank-{rank}/buffer/{name}": buffers[name] for name in own_buffers})
     tensors.update({f"buffer/{name}": buffer for name, buffer in buffers.items()} if rank == 0 else {})
     head = _head(engine, state, tensors) if rank == 0 else {}
-    slices = [each for unit in engine.units for each in _slices(unit, engine)]
+    slices = [*owned_slices(engine, engine.optimizer)]
     slices += [TensorSlice.whole(key, tensor) for key, tensor in tensors.items()]
     return RankContents(slices, dict(extras), rng, head)
 
@@ -85,22 +81,25 @@ def own_buffers(engine: Checkpointable) -> set[str]:
     return {name for name, digest in mine.items() if digest != theirs.get(name)}
 
 
-def _slices(unit: Unit, engine: Checkpointable) -> Iterator[TensorSlice]:
-    owned = unit.layout.shard(engine.comm.rank)
-    for view in state_views(unit, engine.optimizer):
-        for slot, part in overlaps(unit, view.span.intersect(owned)):
-            elements = part.shift(-slot.span.start)
-            key = f"{view.key}/{slot.spec.name}"
-            yield TensorSlice(key, view.dtype, slot.spec.shape, elements, _shifted(view, part.start))
+def owned_slices(engine: Checkpointable, optimizer: torch.optim.Optimizer | None) -> Iterator[TensorSlice]:
+    """The values that this rank owns in the layout, and the states of `optimizer`."""
+    for unit in engine.units:
+        owned = unit.layout.shard(engine.comm.rank)
+        for view in state_views(unit, optimizer):
+            for slot, part in overlaps(unit, view.span.intersect(owned)):
+                elements = part.shift(-slot.span.start)
+                key = f"{view.key}/{slot.spec.name}"
+                yield TensorSlice(key, view.dtype, slot.spec.shape, elements, _shifted(view, part.start))
 
 
-def _extras(unit: Unit, engine: Checkpointable) -> Iterator[tuple[str, str, Any]]:
+def _extras(engine: Checkpointable) -> Iterator[tuple[str, str, Any]]:
     """Extras of the parameters whose first element this rank owns."""
-    owned = unit.layout.shard(engine.comm.rank)
-    for extra in extras_of(unit, engine.optimizer):
-        for slot, part in overlaps(unit, extra.span.intersect(owned)):
-            if part.start == slot.span.start:
-                yield slot.spec.name, extra.key, extra.value
+    for unit in engine.units:
+        owned = unit.layout.shard(engine.comm.rank)
+        for extra in extras_of(unit, engine.optimizer):
+            for slot, part in overlaps(unit, extra.span.intersect(owned)):
+                if part.start == slot.span.start:
+                    yield slot.spec.name, extra.key, extra.value
 
 
 def _head(engine: Checkpointable, state: Any, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -133,18 +132,9 @@ def _params(engine: Checkpointable) -> dict[str, dict[str, Any]]:
         first_names[id(param)] = name
         unit, slot = slots[name]
         group = slot.spec.group if unit.is_trainable else None
-        dtype = unit.weights.policy.master_dtype
-        compute = dtype_name(unit.weights.policy.weight_dtype)
+        dtype, compute = map(dtype_name, (unit.weights.policy.master_dtype, unit.weights.policy.weight_dtype))
         params[name] = {"shape": slot.spec.shape, "dtype": dtype, "compute": compute, "group": group, "aliases": []}
     return params
-
-
-def _aligned(size_bytes: int) -> int:
-    return -(-size_bytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def _reader(flat: torch.Tensor) -> Callable[[Span], torch.Tensor]:
-    return lambda part: flat[part.slice]
 
 
 def _shifted(view: StateView, start: int) -> Callable[[Span], torch.Tensor]:
@@ -152,5 +142,4 @@ def _shifted(view: StateView, start: int) -> Callable[[Span], torch.Tensor]:
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return hashlib.sha256(data.tobytes()).hexdigest()
+    return hashlib.sha256(as_bytes(tensor)).hexdigest()

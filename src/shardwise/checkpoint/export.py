@@ -11,10 +11,10 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from itertools import chain
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Self
 
 import torch
 
@@ -23,15 +23,16 @@ from shardwise.checkpoint.checkpointable import (
     config_text,
     on_all_ranks,
     on_rank_0,
-    overlaps,
     persistent_buffers,
 )
-from shardwise.checkpoint.files import CheckpointReader, as_bytes, chunks, header_of
+from shardwise.checkpoint.contents import owned_slices
+from shardwise.checkpoint.files import CheckpointReader, TensorSlice, as_bytes, header_of
 from shardwise.checkpoint.folder import LATEST, candidates, sync_folder, writing
 from shardwise.checkpoint.manifest import read_manifest
 from shardwise.checkpoint.plain import dtype_named
+from shardwise.comm.comm import Comm
 from shardwise.errors import CheckpointError, ConfigError
-from shardwise.optim.states import MASTER, state_views
+from shardwise.optim.states import MASTER
 from shardwise.partition.layout import Span
 from shardwise.partition.policy import DTYPES
 from shardwise.sizes import format_bytes, parse_bytes
@@ -40,55 +41,45 @@ MAX_FILE_BYTES = 5_000_000_000
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-class ExportedTensor(NamedTuple):
-    """The dtype and shape in which a tensor is exported."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def size_bytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
 class ExportLayout:
-    """Which tensors go into which file, and where their bytes begin in it."""
+    """Which tensors go into which file, in their order, each file as full as `max_bytes` allows.
 
-    tensors: Mapping[str, ExportedTensor]
-    files: Mapping[str, list[str]]
-    headers: Mapping[str, bytes]
-    offsets: Mapping[str, tuple[str, int]]
+    tensors   without values, in the dtype and shape in which they are exported
+    headers   the header of each file
+    offsets   the file of each tensor, and where its bytes begin in it
+    """
 
-    @classmethod
-    def build(cls, tensors: Mapping[str, ExportedTensor], max_bytes: int) -> ExportLayout:
-        """Files in the order of the tensors, each as full as `max_bytes` allows."""
+    def __init__(self, tensors: Mapping[str, torch.Tensor], max_bytes: int) -> None:
         groups: list[list[str]] = [[]]
         size_bytes = 0
         for name, tensor in tensors.items():
-            if groups[-1] and size_bytes + tensor.size_bytes > max_bytes:
+            if groups[-1] and size_bytes + tensor.nbytes > max_bytes:
                 groups.append([])
                 size_bytes = 0
             groups[-1].append(name)
-            size_bytes += tensor.size_bytes
+            size_bytes += tensor.nbytes
         count = len(groups)
-        names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
-        files = dict(zip(names if count > 1 else [_SINGLE], groups, strict=True))
-        headers, offsets = {}, {}
-        for file, group in files.items():
-            # Wider elements first, so that each tensor is aligned to its element.
-            group.sort(key=lambda name: -tensors[name].dtype.itemsize)
-            headers[file], starts = header_of([(name, *tensors[name]) for name in group], metadata=True)
-            offsets.update({name: (file, start) for name, start in zip(group, starts, strict=True)})
-        return cls(tensors, files, headers, offsets)
+        self.tensors = tensors
+        self.headers: dict[str, bytes] = {}
+        self.offsets: dict[str, tuple[str, int]] = {}
+        for number, group in enumerate(groups, 1):
+            file = f"model-{number:05d}-of-{count:05d}.safetensors" if count > 1 else _SINGLE
+            self.headers[file], starts = header_of(
+                ((name, tensors[name].dtype, tensors[name].shape) for name in group), metadata=True
+            )
+            self.offsets.update({name: (file, start) for name, start in starts.items()})
 
-    def index(self) -> str | None:
-        """The text of the index; None if there is one file."""
-        if len(self.files) == 1:
-            return None
-        total = sum(tensor.size_bytes for tensor in self.tensors.values())
-        weight_map = {name: self.offsets[name][0] for name in self.tensors}
-        return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
+    def create(self, folder: Path) -> None:
+        """Create the files in their full size, with everything except the values, and the index of several."""
+        for file, header in self.headers.items():
+            (folder / file).write_bytes(header)
+        for name, (file, start) in self.offsets.items():
+            os.truncate(folder / file, start + self.tensors[name].nbytes)
+        if len(self.headers) > 1:
+            total = sum(tensor.nbytes for tensor in self.tensors.values())
+            weight_map = {name: self.offsets[name][0] for name in self.tensors}
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 class ExportFiles:
@@ -97,19 +88,7 @@ class ExportFiles:
     def __init__(self, folder: Path, layout: ExportLayout) -> None:
         self._layout = layout
         self._folder = folder
-        self._descriptors = {file: os.open(folder / file, os.O_WRONLY) for file in layout.files}
-
-    @staticmethod
-    def create(folder: Path, layout: ExportLayout, config: str | None) -> None:
-        """Create the files in their full size, with everything except the values."""
-        for file, names in layout.files.items():
-            size_bytes = len(layout.headers[file]) + sum(layout.tensors[name].size_bytes for name in names)
-            with (folder / file).open("xb") as opened:
-                opened.write(layout.headers[file])
-                opened.truncate(size_bytes)
-        for name, text in ((_INDEX, layout.index()), ("config.json", config)):
-            if text is not None:
-                (folder / name).write_text(text)
+        self._descriptors = {file: os.open(folder / file, os.O_WRONLY) for file in layout.headers}
 
     def put(self, name: str, elements: Span, values: torch.Tensor) -> None:
         """Write some elements of a tensor, cast to its exported dtype."""
@@ -133,30 +112,18 @@ class ExportFiles:
 
 def export(engine: Checkpointable, folder: Path, dtype: torch.dtype | None, max_bytes: int) -> None:
     """Write an engine's weights into the new folder `folder`. See `Engine.export`. A collective."""
-    comm = engine.comm
-    tensors, buffers = {}, persistent_buffers(engine.module)
+    buffers = persistent_buffers(engine.module)
     units = {name: unit for unit in engine.units for name in unit.names}
-    for name, _ in engine.module.named_parameters():
-        unit = units[name]
-        tensors[name] = _exported(unit.weights.policy.weight_dtype, unit.layout.slot(name).spec.shape, dtype)
-    tensors.update({name: ExportedTensor(buffer.dtype, tuple(buffer.shape)) for name, buffer in buffers.items()})
-    layout = ExportLayout.build(tensors, max_bytes)
-    draft = on_rank_0(comm, lambda: _begin(folder, layout, config_text(engine.module)))
-
-    def write() -> None:
-        with ExportFiles(draft, layout) as files:
-            for name, elements, values in _owned(engine):
-                files.put(name, elements, values)
-            for name, buffer in buffers.items() if comm.rank == 0 else ():
-                files.put(name, Span(0, buffer.numel()), buffer)
-
-    try:
-        on_all_ranks(comm, write)
-        on_rank_0(comm, lambda: _end(draft, folder))
-    except BaseException:
-        if comm.rank == 0:  # other ranks cannot know whether rank 0 is renaming the folder
-            shutil.rmtree(draft, ignore_errors=True)
-        raise
+    tensors = {
+        name: _exported(units[name].weights.policy.weight_dtype, units[name].layout.slot(name).spec.shape, dtype)
+        for name, _ in engine.module.named_parameters()
+    }
+    tensors |= {name: _exported(buffer.dtype, tuple(buffer.shape), None) for name, buffer in buffers.items()}
+    slices = owned_slices(engine, None)
+    if engine.comm.rank == 0:
+        slices = chain(slices, (TensorSlice.whole(f"buffer/{name}", buffer) for name, buffer in buffers.items()))
+    parts = ((each.key, *part) for each in slices for part in each.parts())
+    _export(engine.comm, folder, ExportLayout(tensors, max_bytes), config_text(engine.module), parts)
 
 
 def export_checkpoint(
@@ -168,31 +135,41 @@ def export_checkpoint(
     """
     path = candidates(source, tag, fallback=False)[0]
     manifest = read_manifest(path)
-    keys = {name: f"{MASTER}/{name}" for name in manifest.params}
-    keys |= {key.removeprefix("buffer/"): key for key in manifest.tensors if key.startswith("buffer/")}
-    tensors = {}
-    for name, key in keys.items():
-        stored = manifest.tensors[key]
-        param = manifest.params.get(name)
-        default = dtype_named(param.compute) if param is not None else stored.torch_dtype
-        tensors[name] = _exported(default, stored.shape, dtype if param is not None else None)
-    layout = ExportLayout.build(tensors, max_bytes)
-    draft = _begin(folder, layout, manifest.config)
+    computes = {f"{MASTER}/{name}": dtype_named(param.compute) for name, param in manifest.params.items()}
+    stored = {key: manifest.tensors[key] for key in computes}
+    stored |= {key: tensor for key, tensor in manifest.tensors.items() if key.startswith("buffer/")}
+    tensors = {
+        _name(key): _exported(computes.get(key, tensor.torch_dtype), tensor.shape, dtype if key in computes else None)
+        for key, tensor in stored.items()
+    }
+    with CheckpointReader(path, manifest) as reader:
+        parts = ((key, *part) for key, each in stored.items() for part in reader.parts(each, Span(0, each.numel)))
+        _export(None, folder, ExportLayout(tensors, max_bytes), manifest.config, parts)
+    return path
+
+
+def _export(
+    comm: Comm | None,
+    folder: Path,
+    layout: ExportLayout,
+    config: str | None,
+    parts: Iterable[tuple[str, Span, torch.Tensor]],
+) -> None:
+    """Write parts of tensors, each with its key, into a draft, and make it the folder `folder`."""
+    draft = on_rank_0(comm, lambda: _begin(folder, layout, config))
 
     def write() -> None:
-        with CheckpointReader(path, manifest) as reader, ExportFiles(draft, layout) as files:
-            for name, key in keys.items():
-                stored = manifest.tensors[key]
-                for elements, values in reader.parts(stored, Span(0, stored.numel)):
-                    files.put(name, elements, values)
+        with ExportFiles(draft, layout) as files:
+            for key, elements, values in parts:
+                files.put(_name(key), elements, values)
 
     try:
-        write()
-        _end(draft, folder)
+        on_all_ranks(comm, write)
+        on_rank_0(comm, lambda: _end(draft, folder))
     except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
+        if comm is None or comm.rank == 0:  # other ranks cannot know whether rank 0 is renaming the folder
+            shutil.rmtree(draft, ignore_errors=True)
         raise
-    return path
 
 
 def export_command(source: Path, folder: Path, dtype: str | None, tag: str, max_file: str) -> str:
@@ -209,18 +186,14 @@ def export_command(source: Path, folder: Path, dtype: str | None, tag: str, max_
     return f"exported {path} to {folder}: {len(written)} file{'s' if len(written) > 1 else ''}, {size}"
 
 
-def _owned(engine: Checkpointable) -> Iterator[tuple[str, Span, torch.Tensor]]:
-    """The weights that this rank owns in the layout, a few MB at a time."""
-    for unit in engine.units:
-        owned = unit.layout.shard(engine.comm.rank)
-        for view in state_views(unit, None):
-            for slot, part in overlaps(unit, view.span.intersect(owned)):
-                for chunk in chunks(part, view.dtype.itemsize):
-                    yield slot.spec.name, chunk.shift(-slot.span.start), view.read(chunk)
+def _name(key: str) -> str:
+    """The name of a parameter or buffer from its key in a checkpoint."""
+    return key.partition("/")[2]
 
 
-def _exported(default: torch.dtype, shape: tuple[int, ...], wanted: torch.dtype | None) -> ExportedTensor:
-    return ExportedTensor(wanted if wanted is not None and default.is_floating_point else default, shape)
+def _exported(default: torch.dtype, shape: tuple[int, ...], wanted: torch.dtype | None) -> torch.Tensor:
+    dtype = wanted if wanted is not None and default.is_floating_point else default
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def _begin(folder: Path, layout: ExportLayout, config: str | None) -> Path:
@@ -230,7 +203,9 @@ def _begin(folder: Path, layout: ExportLayout, config: str | None) -> Path:
     with writing(folder):
         draft.mkdir(parents=True)
         try:
-            ExportFiles.create(draft, layout, config)
+            layout.create(draft)
+            if config is not None:
+                (draft / "config.json").write_text(config)
         except BaseException:
             shutil.rmtree(draft, ignore_errors=True)
             raise

@@ -40,37 +40,28 @@ class StoredRange(NamedTuple):
     offset: int
 
 
-class FileRead(NamedTuple):
-    """Bytes to read: those of `elements` of a tensor, `offset` bytes into the file with number `file`."""
+def pieces_over(ranges: Sequence[StoredRange], itemsize: int, wanted: Span) -> Iterator[StoredRange]:
+    """The parts of `ranges` to read for the elements `wanted`, in order. `ranges` are sorted and cover them.
 
-    file: int
-    offset: int
-    elements: Span
-
-
-def file_reads(ranges: Sequence[StoredRange], itemsize: int, wanted: Span) -> Iterator[FileRead]:
-    """What to read for the elements `wanted`, in their order. `ranges` are sorted and cover them.
-
-    >>> [read.elements for read in file_reads([StoredRange(0, 0, 10, 8), StoredRange(1, 10, 16, 8)], 4, Span(8, 12))]
-    [Span(start=8, stop=10), Span(start=10, stop=12)]
+    >>> list(pieces_over([StoredRange(0, 0, 10, 8), StoredRange(1, 10, 16, 8)], 4, Span(8, 10)))
+    [StoredRange(file=0, start=8, stop=10, offset=40)]
     """
     index = bisect_right(ranges, wanted.start, key=lambda each: each.stop)
     position = wanted.start
     while position < wanted.stop:
-        stored = ranges[index]
-        part = Span(position, min(stored.stop, wanted.stop))
-        yield FileRead(stored.file, stored.offset + (position - stored.start) * itemsize, part)
-        position, index = part.stop, index + 1
+        file, start, stop, offset = ranges[index]
+        yield StoredRange(file, position, min(stop, wanted.stop), offset + (position - start) * itemsize)
+        position, index = stop, index + 1
 
 
 def gap(ranges: Sequence[StoredRange], numel: int) -> Span | None:
     """The first elements of a tensor of `numel` that sorted `ranges` lack or have twice; None if there are none."""
     position = 0
-    for stored in ranges:
-        if stored.start != position or stored.stop <= stored.start:
-            return Span(min(position, stored.start), max(position, stored.start))
-        position = stored.stop
-    return None if position == numel else Span(min(position, numel), max(position, numel))
+    for _, start, stop, _ in (*ranges, StoredRange(-1, numel, numel + 1, 0)):
+        if start != position or stop <= start:
+            return Span(min(position, start), max(position, start))
+        position = stop
+    return None
 
 
 class _ManifestModel(BaseModel):

@@ -22,7 +22,7 @@ from shardwise.checkpoint.checkpointable import Checkpointable, on_all_ranks, on
 from shardwise.checkpoint.contents import RankContents, contents_of, own_buffers
 from shardwise.checkpoint.files import write_tensors
 from shardwise.checkpoint.folder import CheckpointDraft, check_tag, keep_newest, writing
-from shardwise.checkpoint.manifest import Manifest, ParamInfo, StoredFile, StoredRange, StoredTensor
+from shardwise.checkpoint.manifest import Manifest, StoredRange
 from shardwise.checkpoint.plain import dtype_name
 from shardwise.comm.comm import Comm
 from shardwise.errors import CheckpointError
@@ -55,8 +55,8 @@ def prepare(
         raise
 
 
-def save(write: CheckpointWrite, comm: Comm) -> None:
-    """Write and commit a checkpoint. A collective."""
+def save(write: CheckpointWrite, comm: Comm | None) -> None:
+    """Write and commit a checkpoint. A collective, or the work of one process without `comm`."""
     try:
         on_all_ranks(comm, write.write)
         on_rank_0(comm, write.commit)
@@ -88,9 +88,10 @@ class CheckpointWrite:
             "extras": contents.extras,
             "rng": contents.rng,
             "tensors": [
-                [each.key, dtype_name(each.dtype), each.shape, each.elements.start, each.elements.stop, offset]
-                for each, offset in zip(contents.slices, offsets, strict=True)
+                (each.key, dtype_name(each.dtype), each.shape, each.elements.start, each.elements.stop)
+                for each in contents.slices
             ],
+            "offsets": offsets,
         }
         # The table appears by a rename, complete, and after the file's bytes are durable: in an asynchronous save,
         # rank 0 commits as soon as it sees all tables (test_kills_at_random_moments_lose_nothing).
@@ -210,47 +211,25 @@ def _resolve(future: Future[None], work: Callable[[], None]) -> None:
 
 def compose(draft: CheckpointDraft, head: Mapping[str, Any], tables: Sequence[Mapping[str, Any]]) -> Manifest:
     """The manifest of a checkpoint whose ranks wrote these tables."""
-    params = head["params"]
-    extras: dict[str, Any] = {}
-    for table in tables:
-        extras.update(table["extras"])
-    manifest = Manifest(
-        tag=draft.tag,
-        serial=draft.serial,
-        files=tuple(StoredFile(**table["file"]) for table in tables),
-        ranks=tuple(table["rng"] for table in tables),
-        params={
-            name: ParamInfo(
-                compute=param["compute"],
-                aliases=tuple(param["aliases"]),
-                group=param["group"],
-                extras=extras.get(name, {}),
-            )
-            for name, param in params.items()
-        },
-        tensors=_stored_tensors(params, tables),
-        **{key: value for key, value in head.items() if key != "params"},
-    )
-    manifest.check()
-    return manifest
-
-
-def _stored_tensors(
-    params: Mapping[str, Mapping[str, Any]], tables: Sequence[Mapping[str, Any]]
-) -> dict[str, StoredTensor]:
+    extras = {name: values for table in tables for name, values in table["extras"].items()}
+    params = {name: {**param, "extras": extras.get(name, {})} for name, param in head["params"].items()}
     # A parameter without elements is in no table, but is listed too.
-    found: dict[str, tuple[str, tuple[int, ...], list[StoredRange]]] = {
-        f"{MASTER}/{name}": (dtype_name(param["dtype"]), tuple(param["shape"]), []) for name, param in params.items()
+    tensors: dict[str, dict[str, Any]] = {
+        f"{MASTER}/{name}": {"dtype": param.pop("dtype"), "shape": param.pop("shape"), "pieces": []}
+        for name, param in params.items()
     }
     for number, table in enumerate(tables):
-        for key, dtype, shape, start, stop, offset in table["tensors"]:
-            ranges = found.setdefault(key, (dtype, tuple(shape), []))[2]
+        for key, dtype, shape, start, stop in table["tensors"]:
+            stored = tensors.setdefault(key, {"dtype": dtype, "shape": shape, "pieces": []})
             if stop > start:
-                ranges.append(StoredRange(number, start, stop, offset))
-    return {
-        key: StoredTensor(dtype=dtype, shape=shape, pieces=tuple(sorted(ranges, key=lambda each: each.start)))
-        for key, (dtype, shape, ranges) in found.items()
-    }
+                stored["pieces"].append(StoredRange(number, start, stop, table["offsets"][key]))
+    for stored in tensors.values():
+        stored["pieces"].sort(key=lambda piece: piece.start)
+    files, ranks = [table["file"] for table in tables], [table["rng"] for table in tables]
+    own = {"tag": draft.tag, "serial": draft.serial, "files": files, "ranks": ranks}
+    manifest = Manifest.model_validate({**head, **own, "params": params, "tensors": tensors})
+    manifest.check()
+    return manifest
 
 
 def _check(engine: Checkpointable, tag: str | None, keep: int | None) -> None:

@@ -76,7 +76,7 @@ class CheckpointDraft:
         kill or a power failure leaves the old or the new one (test_kills_at_random_moments_lose_nothing).
         """
         for file in manifest.files:
-            seen = (self.path / file.name).stat().st_size if (self.path / file.name).exists() else None
+            seen = _size_bytes(self.path / file.name)
             if seen != file.size_bytes:
                 raise CheckpointError(
                     f"{self.path / file.name} has {seen} bytes where {file.size_bytes} were written: all ranks must "
@@ -100,11 +100,7 @@ class CheckpointDraft:
 
     def size_bytes(self) -> int:
         """The bytes written so far."""
-        size_bytes = 0
-        for file in self.path.glob("*"):
-            with contextlib.suppress(FileNotFoundError):  # a rank may rename its table in the meantime
-                size_bytes += file.stat().st_size
-        return size_bytes
+        return sum(_size_bytes(file) or 0 for file in self.path.glob("*"))
 
     def discard(self) -> None:
         """Remove the draft; does nothing after `commit`, which renamed it."""
@@ -186,7 +182,7 @@ def missing_files(path: Path) -> list[str]:
         files = read_manifest(path).files
     except CheckpointError:
         return [FILE_NAME]
-    return [file.name for file in files if not _has_size(path / file.name, file.size_bytes)]
+    return [file.name for file in files if _size_bytes(path / file.name) != file.size_bytes]
 
 
 def verify(path: Path) -> Manifest:
@@ -216,8 +212,10 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def _has_size(path: Path, size_bytes: int) -> bool:
-    return path.exists() and path.stat().st_size == size_bytes
+def _size_bytes(path: Path) -> int | None:
+    with contextlib.suppress(FileNotFoundError):  # a rank may rename its table at any time
+        return path.stat().st_size
+    return None
 
 
 def _entry(path: Path) -> CheckpointEntry:

@@ -22,8 +22,7 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint.checkpointable import group_options
-from shardwise.checkpoint.contents import RankContents
+from shardwise.checkpoint.checkpointable import RankContents, group_options
 from shardwise.checkpoint.files import TensorSlice
 from shardwise.checkpoint.folder import CheckpointDraft, writing
 from shardwise.checkpoint.plain import dtype_name, to_plain
@@ -200,9 +199,8 @@ def _runs(
     """Stages 1 and 2: a parameter follows the one before it in its group's vector, which all ranks share."""
     for group, members in enumerate(shapes):
         start, lengths = 0, [flat[group].numel() for flat in flats]
-        for (name, shape), padding in zip(
-            members.items(), paddings[group] if paddings else [0] * len(members), strict=True
-        ):
+        gaps = paddings[group] if paddings else [0] * len(members)
+        for (name, shape), padding in zip(members.items(), gaps, strict=True):
             numel = torch.Size(shape).numel()
             yield name, shape, group, [(rank, group, part) for rank, part in spread(lengths, start, numel)]
             start += numel + padding

@@ -14,7 +14,6 @@ import shutil
 from collections.abc import Iterable, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Self
 
 import torch
 
@@ -23,9 +22,9 @@ from shardwise.checkpoint.checkpointable import (
     config_text,
     on_all_ranks,
     on_rank_0,
+    owned_slices,
     persistent_buffers,
 )
-from shardwise.checkpoint.contents import owned_slices
 from shardwise.checkpoint.files import CheckpointReader, TensorSlice, as_bytes, header_of
 from shardwise.checkpoint.folder import LATEST, candidates, sync_folder, writing
 from shardwise.checkpoint.manifest import read_manifest
@@ -82,34 +81,6 @@ class ExportLayout:
             (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-class ExportFiles:
-    """The open files of an export, to be written in any order."""
-
-    def __init__(self, folder: Path, layout: ExportLayout) -> None:
-        self._layout = layout
-        self._folder = folder
-        self._descriptors = {file: os.open(folder / file, os.O_WRONLY) for file in layout.headers}
-
-    def put(self, name: str, elements: Span, values: torch.Tensor) -> None:
-        """Write some elements of a tensor, cast to its exported dtype."""
-        file, offset = self._layout.offsets[name]
-        dtype = self._layout.tensors[name].dtype
-        data, start = as_bytes(values.to(dtype)), offset + elements.start * dtype.itemsize
-        with writing(self._folder / file):
-            while data:
-                written = os.pwrite(self._descriptors[file], data, start)
-                data, start = data[written:], start + written
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *details: object) -> None:
-        with writing(self._folder), contextlib.ExitStack() as stack:
-            for descriptor in self._descriptors.values():
-                stack.callback(os.close, descriptor)
-                stack.callback(os.fsync, descriptor)
-
-
 def export(engine: Checkpointable, folder: Path, dtype: torch.dtype | None, max_bytes: int) -> None:
     """Write an engine's weights into the new folder `folder`. See `Engine.export`. A collective."""
     buffers = persistent_buffers(engine.module)
@@ -157,19 +128,30 @@ def _export(
 ) -> None:
     """Write parts of tensors, each with its key, into a draft, and make it the folder `folder`."""
     draft = on_rank_0(comm, lambda: _begin(folder, layout, config))
-
-    def write() -> None:
-        with ExportFiles(draft, layout) as files:
-            for key, elements, values in parts:
-                files.put(_name(key), elements, values)
-
     try:
-        on_all_ranks(comm, write)
+        on_all_ranks(comm, lambda: _write(draft, layout, parts))
         on_rank_0(comm, lambda: _end(draft, folder))
     except BaseException:
         if comm is None or comm.rank == 0:  # other ranks cannot know whether rank 0 is renaming the folder
             shutil.rmtree(draft, ignore_errors=True)
         raise
+
+
+def _write(draft: Path, layout: ExportLayout, parts: Iterable[tuple[str, Span, torch.Tensor]]) -> None:
+    """Write parts of tensors into place, each cast to its exported dtype, durably."""
+    with contextlib.ExitStack() as stack:
+        files = {file: stack.enter_context((draft / file).open("r+b", buffering=0)) for file in layout.headers}
+        for key, elements, values in parts:
+            file, offset = layout.offsets[_name(key)]
+            dtype = layout.tensors[_name(key)].dtype
+            data, start = as_bytes(values.to(dtype)), offset + elements.start * dtype.itemsize
+            with writing(draft / file):
+                while data:
+                    written = os.pwrite(files[file].fileno(), data, start)
+                    data, start = data[written:], start + written
+        with writing(draft):
+            for opened in files.values():
+                os.fsync(opened.fileno())
 
 
 def export_command(source: Path, folder: Path, dtype: str | None, tag: str, max_file: str) -> str:
@@ -200,15 +182,13 @@ def _begin(folder: Path, layout: ExportLayout, config: str | None) -> Path:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder} exists and is not an empty folder: export to a new one, or remove it first")
     draft = folder.parent / f".tmp-export-{folder.name}-{os.urandom(4).hex()}"
-    with writing(folder):
+    with writing(folder), contextlib.ExitStack() as stack:
         draft.mkdir(parents=True)
-        try:
-            layout.create(draft)
-            if config is not None:
-                (draft / "config.json").write_text(config)
-        except BaseException:
-            shutil.rmtree(draft, ignore_errors=True)
-            raise
+        stack.callback(shutil.rmtree, draft, ignore_errors=True)
+        layout.create(draft)
+        if config is not None:
+            (draft / "config.json").write_text(config)
+        stack.pop_all()
     return draft
 
 

@@ -134,13 +134,8 @@ def list_checkpoints(root: Path) -> list[CheckpointEntry]:
     return sorted(entries, key=lambda entry: -entry.serial)
 
 
-def is_empty(root: Path) -> bool:
-    """Whether `root` neither is a checkpoint nor holds one."""
-    return not (root / FILE_NAME).exists() and not list_checkpoints(root)
-
-
-def candidates(root: Path, tag: str, fallback: bool) -> list[Path]:
-    """The paths to load from, the first choice first.
+def candidates(root: Path, tag: str, fallback: bool, missing_ok: bool = False) -> list[Path]:
+    """The paths to load from, the first choice first; with `missing_ok`, none if `root` holds no checkpoint.
 
     The first is `root`, if it is a checkpoint itself, or the checkpoint that `tag` names, or the newest. With
     `fallback`, all other checkpoints follow, newest first.
@@ -148,6 +143,8 @@ def candidates(root: Path, tag: str, fallback: bool) -> list[Path]:
     if (root / FILE_NAME).exists():
         return [root]
     entries = list_checkpoints(root)
+    if missing_ok and not entries:
+        return []
     damaged = [entry for entry in entries if entry.problem]
     readable = [entry for entry in entries if not entry.problem]
     if tag == LATEST:

@@ -19,7 +19,7 @@ from shardwise.checkpoint.checkpointable import (
     persistent_buffers,
 )
 from shardwise.checkpoint.files import CheckpointReader
-from shardwise.checkpoint.folder import candidates, is_empty, missing_files
+from shardwise.checkpoint.folder import candidates, missing_files
 from shardwise.checkpoint.manifest import Manifest, read_manifest
 from shardwise.checkpoint.plain import from_plain, set_rng_states
 from shardwise.errors import CheckpointError, DamagedError
@@ -32,7 +32,7 @@ _LOG = logging.getLogger("shardwise")
 
 def load(engine: Checkpointable, root: Path, tag: str, fallback: bool, missing_ok: bool) -> Any:
     """Restore an engine from a checkpoint in `root`; returns the user's state. See `Engine.load`. A collective."""
-    paths = on_rank_0(engine.comm, lambda: [] if missing_ok and is_empty(root) else candidates(root, tag, fallback))
+    paths = on_rank_0(engine.comm, lambda: candidates(root, tag, fallback, missing_ok))
     for path in paths:
         try:
             return _load_one(engine, path)
@@ -65,13 +65,8 @@ def _check_files(path: Path) -> None:
 
 
 def _read_fitting(engine: Checkpointable, path: Path) -> Manifest:
+    """The manifest; a CheckpointError names the first parameter, buffer or option that does not fit the engine."""
     manifest = read_manifest(path)
-    check_fit(engine, manifest, path)
-    return manifest
-
-
-def check_fit(engine: Checkpointable, manifest: Manifest, path: Path) -> None:
-    """Raise a CheckpointError that names the first parameter, buffer or option that does not fit the engine."""
     shapes = {slot.spec.name: slot.spec.shape for unit in engine.units for slot in unit.layout.slots}
     buffers = {name: tuple(buffer.shape) for name, buffer in persistent_buffers(engine.module).items()}
     stored = [key.removeprefix("buffer/") for key in manifest.tensors if key.startswith("buffer/")]
@@ -84,6 +79,7 @@ def check_fit(engine: Checkpointable, manifest: Manifest, path: Path) -> None:
         if seen != shape:
             raise CheckpointError(f"{path} is of another model: {key} has shape {list(seen)} there, {list(shape)} here")
     _check_optimizer(engine, manifest, path)
+    return manifest
 
 
 def _check_names(what: str, here: Collection[str], there: Collection[str], path: Path) -> None:

@@ -51,8 +51,7 @@ def from_plain(value: Any, fetch: Callable[[str], torch.Tensor]) -> Any:
         return [from_plain(item, fetch) for item in value]
     if not isinstance(value, dict):
         return value
-    tag = next(iter(value)) if len(value) == 1 else None
-    content = value.get(tag) if tag is not None else None
+    tag, content = next(iter(value.items())) if len(value) == 1 else (None, None)
     if tag == _TUPLE:
         return tuple(from_plain(content, fetch))
     if tag in (_DICT, _COUNTER):
@@ -76,11 +75,7 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype in checkpoints.
-
-    >>> dtype_name(torch.float32)
-    'float32'
-    """
+    """The name of a dtype in checkpoints, such as `float32`."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -15,11 +15,18 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint.checkpointable import Checkpointable, on_all_ranks, on_rank_0
-from shardwise.checkpoint.contents import RankContents, contents_of, own_buffers
+from shardwise.checkpoint.checkpointable import (
+    Checkpointable,
+    RankContents,
+    contents_of,
+    on_all_ranks,
+    on_rank_0,
+    own_buffers,
+)
 from shardwise.checkpoint.files import write_tensors
 from shardwise.checkpoint.folder import CheckpointDraft, check_tag, keep_newest, writing
 from shardwise.checkpoint.manifest import Manifest, StoredRange
@@ -65,21 +72,19 @@ def save(write: CheckpointWrite, comm: Comm | None) -> None:
         raise
 
 
+@dataclass(frozen=True)
 class CheckpointWrite:
     """One rank's part in writing a checkpoint. Ranks exchange tables through files in the draft."""
 
-    def __init__(
-        self, draft: CheckpointDraft, contents: RankContents, rank: int, world_size: int, keep: int | None = None
-    ) -> None:
-        self.draft = draft
-        self._contents = contents
-        self._rank = rank
-        self._world_size = world_size
-        self._keep = keep
+    draft: CheckpointDraft
+    contents: RankContents
+    rank: int
+    world_size: int
+    keep: int | None = None
 
     def write(self) -> None:
         """Write this rank's file, then a table of its tensors."""
-        contents, path = self._contents, self.draft.path / f"rank-{self._rank:05d}.safetensors"
+        contents, path = self.contents, self.draft.path / f"rank-{self.rank:05d}.safetensors"
         with writing(path):
             writer, offsets = write_tensors(path, contents.slices)
         crc32 = "".join(f"{checksum:08x}" for checksum in writer.checksums)
@@ -95,21 +100,21 @@ class CheckpointWrite:
         }
         # The table appears by a rename, complete, and after the file's bytes are durable: in an asynchronous save,
         # rank 0 commits as soon as it sees all tables (test_kills_at_random_moments_lose_nothing).
-        unfinished = self.draft.path / f"rank-{self._rank:05d}.tmp"
+        unfinished = self.draft.path / f"rank-{self.rank:05d}.tmp"
         unfinished.write_text(json.dumps(table))
-        os.rename(unfinished, self._table(self._rank))
+        os.rename(unfinished, self._table(self.rank))
         contents.slices.clear()  # frees the staged copies
 
     def commit(self) -> None:
         """On rank 0, when all tables exist: write the manifest and make the folder a checkpoint."""
-        tables = [self._read_table(rank) for rank in range(self._world_size)]
-        manifest = compose(self.draft, self._contents.head, tables)
-        for rank in range(self._world_size):
+        tables = [self._read_table(rank) for rank in range(self.world_size)]
+        manifest = compose(self.draft, self.contents.head, tables)
+        for rank in range(self.world_size):
             self._table(rank).unlink()
         self.draft.commit(manifest)
-        if self._keep is not None:
+        if self.keep is not None:
             # Only now: a save that fails removes no older checkpoint.
-            keep_newest(self.draft.target.parent, self._keep)
+            keep_newest(self.draft.target.parent, self.keep)
 
     def discard(self) -> None:
         """Remove the draft, unless it has become a checkpoint. Not to be called during `commit`.
@@ -117,12 +122,12 @@ class CheckpointWrite:
         Only rank 0 removes it, because only rank 0 commits. Another rank that fails cannot know whether the commit has
         begun (test_a_rank_that_fails_does_not_remove_what_rank_0_commits).
         """
-        if self._rank == 0:
+        if self.rank == 0:
             self.draft.discard()
 
     def is_written(self) -> bool:
         """Whether every rank's part is complete."""
-        return all(self._table(rank).exists() for rank in range(self._world_size))
+        return all(self._table(rank).exists() for rank in range(self.world_size))
 
     def _read_table(self, rank: int) -> dict[str, Any]:
         path = self._table(rank)
@@ -185,7 +190,7 @@ class AsyncSave:
     def _commit(self) -> None:
         size_bytes, deadline = -1, math.inf
         while not self._write.is_written():
-            if self._is_leaving():
+            if self._leaving.is_set() or not threading.main_thread().is_alive():
                 before, size_bytes = size_bytes, self._write.draft.size_bytes()
                 deadline = deadline if size_bytes == before else time.monotonic() + self._last_wait_s
             if self._stop.is_set() or time.monotonic() > deadline:
@@ -193,9 +198,6 @@ class AsyncSave:
                 raise CheckpointError(f"not all ranks wrote their part of {self._write.draft.target}")
             time.sleep(POLL_S)
         self._write.commit()
-
-    def _is_leaving(self) -> bool:
-        return self._leaving.is_set() or not threading.main_thread().is_alive()
 
 
 def _resolve(future: Future[None], work: Callable[[], None]) -> None:

@@ -141,11 +141,6 @@ def _fill_buffers(model: nn.Module, stored: dict[str, PretrainedTensor], device:
                 if id(tensor) not in made:
                     is_persistent = is_buffer and key not in module._non_persistent_buffers_set
                     source = stored.get(f"{path}.{key}" if path else key) if is_persistent else None
-                    made[id(tensor)] = tensor, _made(tensor, source, device)
+                    values = source.whole() if source is not None else value(tensor)
+                    made[id(tensor)] = tensor, values.to(device, tensor.dtype)
                 holder[key] = made[id(tensor)][1]
-
-
-def _made(tensor: torch.Tensor, stored: PretrainedTensor | None, device: torch.device) -> torch.Tensor:
-    if stored is not None:
-        return stored.whole().to(device, tensor.dtype)
-    return (value(tensor) if deferred_storage(tensor) is not None else tensor).to(device)

@@ -17,7 +17,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -32,16 +32,20 @@ _NUMBERS = itertools.count()
 _OVERWRITING = {f"aten::{name}" for name in ("zero_", "fill_", "copy_", "normal_", "uniform_", "random_", "bernoulli_")}
 
 
+@dataclass(eq=False)
 class DeferredStorage:
     """The future content of one storage: the operations that write it, in order."""
 
-    def __init__(self, size_bytes: int, device: torch.device) -> None:
-        self.size_bytes = size_bytes
-        self.device = device
-        self.writes: list[RecordedOperation] = []
+    size_bytes: int
+    device: torch.device
+    writes: list[RecordedOperation] = field(default_factory=list)
+
+    def allocate(self) -> torch.UntypedStorage:
+        return torch.empty(self.size_bytes, dtype=torch.uint8, device=self.device).untyped_storage()
 
 
-class DeferredView(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class DeferredView:
     """A deferred tensor: a view of a deferred storage."""
 
     storage: DeferredStorage
@@ -102,26 +106,18 @@ class RecordedOperation:
 
     def repeat(self, storage: DeferredStorage, content: torch.UntypedStorage | None) -> torch.UntypedStorage:
         """Run the operation and return the new content of `storage`; `content` is its content so far."""
-        own = content
+        made = next(((index, view) for index, view in self.makes.items() if view.storage is storage), None)
+        own: Any = storage.allocate() if content is None and made is None else content
 
         def real(leaf: Any) -> Any:
-            nonlocal own
             if not isinstance(leaf, DeferredView):
                 return leaf
-            if leaf.storage is not storage:
-                return leaf.on(content_of(leaf.storage, self.number))
-            if own is None:
-                own = torch.empty(storage.size_bytes, dtype=torch.uint8, device=storage.device).untyped_storage()
-            return leaf.on(own)
+            return leaf.on(own if leaf.storage is storage else content_of(leaf.storage, self.number))
 
-        args, kwargs = pytree.tree_map(real, (self.args, self.kwargs), is_leaf=_is_view)
+        args, kwargs = pytree.tree_map(real, (self.args, self.kwargs))
         with _at_state(self.generator, self.state), torch.no_grad():
             results = pytree.tree_leaves(self.func(*args, **kwargs))
-        for index, view in self.makes.items():
-            if view.storage is storage:
-                return _laid_out(results[index], view)
-        assert own is not None
-        return own
+        return own if made is None else _laid_out(results[made[0]], made[1])
 
 
 def content_of(storage: DeferredStorage, before: float = float("inf")) -> torch.UntypedStorage:
@@ -136,11 +132,10 @@ def content_of(storage: DeferredStorage, before: float = float("inf")) -> torch.
     return content
 
 
-def value(tensor: torch.Tensor) -> torch.Tensor:
-    """The values of a deferred tensor, on the device that its constructor asked for."""
-    view = DeferredView.of(tensor)
-    assert view is not None, "the tensor is not deferred"
-    return view.on(content_of(view.storage))
+def value(leaf: Any) -> Any:
+    """The values of a deferred tensor, on the device that its constructor asked for; any other value as it is."""
+    view = DeferredView.of(leaf)
+    return leaf if view is None else view.on(content_of(view.storage))
 
 
 def random_operations(storages: list[DeferredStorage]) -> list[RecordedOperation]:
@@ -151,7 +146,7 @@ def random_operations(storages: list[DeferredStorage]) -> list[RecordedOperation
     for storage in waiting:
         found |= {operation.number: operation for operation in storage.writes}
         arguments = [(operation.args, operation.kwargs) for operation in storage.writes]
-        for leaf in pytree.tree_leaves(arguments, is_leaf=_is_view):
+        for leaf in pytree.tree_leaves(arguments):
             if isinstance(leaf, DeferredView) and id(leaf.storage) not in seen:
                 seen[id(leaf.storage)] = leaf.storage
                 waiting.append(leaf.storage)
@@ -273,16 +268,13 @@ class _FutureDevices(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _getter(name: str) -> Any:
-    return getattr(torch.Tensor, name).__get__
-
-
-_ANSWERS: dict[Any, Callable[[torch.device], Any]] = {
-    _getter("device"): lambda device: device,
-    _getter("is_meta"): lambda device: False,
-    _getter("is_cpu"): lambda device: device.type == "cpu",
-    _getter("is_cuda"): lambda device: device.type == "cuda",
+_PROPERTIES: dict[str, Callable[[torch.device], Any]] = {
+    "device": lambda device: device,
+    "is_meta": lambda device: False,
+    "is_cpu": lambda device: device.type == "cpu",
+    "is_cuda": lambda device: device.type == "cuda",
 }
+_ANSWERS = {getattr(torch.Tensor, name).__get__: answer for name, answer in _PROPERTIES.items()}
 
 
 def _kept(leaf: Any) -> Any:
@@ -305,11 +297,7 @@ def _scratch(leaf: Any) -> Any:
 
 def _on_values(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operation now, on the values of its arguments."""
-
-    def real(leaf: Any) -> Any:
-        return value(leaf) if deferred_storage(leaf) is not None else leaf
-
-    return func(*pytree.tree_map(real, args), **pytree.tree_map(real, kwargs))
+    return func(*pytree.tree_map(value, args), **pytree.tree_map(value, kwargs))
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
@@ -356,10 +344,6 @@ def _laid_out(result: torch.Tensor, view: DeferredView) -> torch.UntypedStorage:
     is_same = result.stride() == view.stride and result.storage_offset() == view.offset
     if is_same and storage.nbytes() == view.storage.size_bytes:
         return storage
-    fresh = torch.empty(view.storage.size_bytes, dtype=torch.uint8, device=result.device).untyped_storage()
+    fresh = view.storage.allocate()
     view.on(fresh).copy_(result)
     return fresh
-
-
-def _is_view(leaf: Any) -> bool:
-    return isinstance(leaf, DeferredView)

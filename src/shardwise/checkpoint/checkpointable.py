@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
@@ -151,24 +151,9 @@ class RankContents:
     rng: Any
     head: dict[str, Any] = field(default_factory=dict)
 
-    def staged(self, device: torch.device) -> RankContents:
-        """A copy in host memory, so that training can continue; `device` is where most values are."""
-        on_device = device.type == "cuda"
-        sizes = [-(-each.size_bytes // _ALIGNMENT) * _ALIGNMENT for each in self.slices]
-        parts = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=on_device).split(sizes)
-        slices = [
-            each.copied_to(part[: each.size_bytes].view(each.dtype))
-            for each, part in zip(self.slices, parts, strict=True)
-        ]
-        if on_device:
-            # The copies are asynchronous. The thread that writes them does not wait for the stream, so the host waits
-            # here: test_gpu's test_resuming_is_never_having_stopped.
-            torch.cuda.current_stream(device).synchronize()
-        return replace(self, slices=slices)
 
-
-def contents_of(engine: Checkpointable, state: Any, own_buffers: set[str]) -> RankContents:
-    """What this rank writes of `engine`, and on rank 0 also of the user's `state`."""
+def contents_of(engine: Checkpointable, state: Any, own_buffers: set[str], staged: bool) -> RankContents:
+    """What this rank writes of `engine`, and on rank 0 also of the user's `state`; a copy in host memory if `staged`."""
     rank, tensors = engine.comm.rank, dict[str, torch.Tensor]()
     extras: dict[str, dict[str, Any]] = defaultdict(dict)
     for name, key, value in _extras(engine):
@@ -180,7 +165,21 @@ def contents_of(engine: Checkpointable, state: Any, own_buffers: set[str]) -> Ra
     head = _head(engine, state, tensors) if rank == 0 else {}
     slices = [*owned_slices(engine, engine.optimizer)]
     slices += [TensorSlice.whole(key, tensor) for key, tensor in tensors.items()]
-    return RankContents(slices, dict(extras), rng, head)
+    return RankContents(_staged(slices, engine.comm.device) if staged else slices, dict(extras), rng, head)
+
+
+def _staged(slices: list[TensorSlice], device: torch.device) -> list[TensorSlice]:
+    """A copy in host memory, so that training can continue; `device` is where most values are."""
+    on_device = device.type == "cuda"
+    sizes = [-(-each.size_bytes // _ALIGNMENT) * _ALIGNMENT for each in slices]
+    parts = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=on_device).split(sizes)
+    pairs = zip(slices, parts, strict=True)
+    copies = [each.copied_to(part[: each.size_bytes].view(each.dtype)) for each, part in pairs]
+    if on_device:
+        # The copies are asynchronous. The thread that writes them does not wait for the stream, so the host waits
+        # here: test_gpu's test_resuming_is_never_having_stopped.
+        torch.cuda.current_stream(device).synchronize()
+    return copies
 
 
 def own_buffers(engine: Checkpointable) -> set[str]:

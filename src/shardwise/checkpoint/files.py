@@ -227,10 +227,8 @@ class BlockReader:
             self._file.seek(start)
             data = self._file.read(self._block_bytes)
             if zlib.crc32(data) != self._checksums[number]:
-                stop = start + len(data)
-                raise DamagedError(
-                    f"{self.path} is damaged: its bytes {start} to {stop} are not those that were written"
-                )
+                span = f"{start} to {start + len(data)}"
+                raise DamagedError(f"{self.path} is damaged: its bytes {span} are not those that were written")
             self._blocks[number] = data
             if len(self._blocks) > _CACHED_BLOCKS:
                 del self._blocks[next(iter(self._blocks))]  # the oldest

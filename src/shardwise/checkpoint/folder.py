@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.checkpoint.files import BlockReader
-from shardwise.checkpoint.manifest import FILE_NAME, Manifest, read_head, read_manifest
+from shardwise.checkpoint.manifest import FILE_NAME, Manifest, read_body, read_manifest
 from shardwise.errors import CheckpointError, DamagedError
 
 LATEST = "latest"
@@ -217,10 +217,10 @@ def _size_bytes(path: Path) -> int | None:
 
 def _entry(path: Path) -> CheckpointEntry:
     try:
-        tag, serial = read_head(path)
+        body = read_body(path)
     except CheckpointError as error:
         return CheckpointEntry(path, path.name, -1, str(error))
-    return CheckpointEntry(path, tag, serial)
+    return CheckpointEntry(path, str(body.get("tag")), int(body.get("serial", -1)))
 
 
 def _host() -> str:

@@ -28,7 +28,7 @@ FORMAT = "shardwise-checkpoint"
 VERSION = 1
 FILE_NAME = "manifest.json"
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
-_HEAD, _MIDDLE, _TAIL = '{"sha256": "', '", "manifest": ', "}\n"
+_TEXT = re.compile(r'\{"sha256": "(.{64})", "manifest": (.*)\}\n', re.DOTALL)
 
 
 class StoredRange(NamedTuple):
@@ -148,16 +148,13 @@ class Manifest(_ManifestModel):
 
     def to_text(self) -> str:
         body = json.dumps(self.model_dump(mode="json"), separators=(",", ":"), allow_nan=False)
-        return f"{_HEAD}{_digest(body)}{_MIDDLE}{body}{_TAIL}"
+        return f'{{"sha256": "{_digest(body)}", "manifest": {body}}}\n'
 
     def check(self) -> None:
         """Raise a CheckpointError unless every tensor is complete and lies inside the listed files."""
         for key, stored in self.tensors.items():
-            missing = gap(stored.pieces, stored.numel)
-            if missing is not None:
-                raise CheckpointError(
-                    f"elements {missing.start} to {missing.stop} of {key} are missing or stored twice"
-                )
+            if (span := gap(stored.pieces, stored.numel)) is not None:
+                raise CheckpointError(f"elements {span.start} to {span.stop} of {key} are missing or stored twice")
             for piece in stored.pieces:
                 stop = piece.offset + (piece.stop - piece.start) * stored.torch_dtype.itemsize
                 size_bytes = self.files[piece.file].size_bytes if 0 <= piece.file < len(self.files) else -1
@@ -171,7 +168,7 @@ class Manifest(_ManifestModel):
 
 def read_manifest(folder: Path) -> Manifest:
     """The verified manifest of a checkpoint; a CheckpointError says what is wrong with it."""
-    path, body = folder / FILE_NAME, _read_body(folder)
+    path, body = folder / FILE_NAME, read_body(folder)
     try:
         manifest = Manifest.model_validate(body)
         manifest.check()
@@ -184,13 +181,8 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def read_head(folder: Path) -> tuple[str, int]:
-    """Tag and serial number of a checkpoint; verifies the digest, not the tensors."""
-    body = _read_body(folder)
-    return str(body.get("tag")), int(body.get("serial", -1))
-
-
-def _read_body(folder: Path) -> dict[str, Any]:
+def read_body(folder: Path) -> dict[str, Any]:
+    """The content of a manifest; verifies the digest, not the tensors."""
     path = folder / FILE_NAME
     try:
         text = path.read_bytes().decode()
@@ -198,11 +190,10 @@ def _read_body(folder: Path) -> dict[str, Any]:
         raise DamagedError(f"{path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise DamagedError(f"{path} is damaged: it is not text") from None
-    start = len(_HEAD) + 64 + len(_MIDDLE)
-    digest, body = text[len(_HEAD) : len(_HEAD) + 64], text[start : -len(_TAIL)]
-    if text != f"{_HEAD}{digest}{_MIDDLE}{body}{_TAIL}" or digest != _digest(body):
+    match = _TEXT.fullmatch(text)
+    if match is None or match[1] != _digest(match[2]):
         raise DamagedError(f"{path} is damaged: it is not what was written")
-    content = json.loads(body)
+    content = json.loads(match[2])
     if content.get("format") != FORMAT or content.get("version") != VERSION:
         raise CheckpointError(
             f"{path} has format {content.get('format')!r} version {content.get('version')!r}; this version of "

@@ -48,14 +48,10 @@ def prepare(
     comm = engine.comm
     on_all_ranks(comm, lambda: _check(engine, tag, keep))
     draft = on_rank_0(comm, lambda: CheckpointDraft.begin(root, tag if tag is not None else f"step-{engine.steps}"))
-
-    def collect() -> RankContents:
-        contents = contents_of(engine, state, buffers)
-        return contents.staged(comm.device) if staged else contents
-
     try:
         buffers = own_buffers(engine)
-        return CheckpointWrite(draft, on_all_ranks(comm, collect), comm.rank, comm.world_size, keep)
+        contents = on_all_ranks(comm, lambda: contents_of(engine, state, buffers, staged))
+        return CheckpointWrite(draft, contents, comm.rank, comm.world_size, keep)
     except BaseException:
         if comm.rank == 0:
             draft.discard()

@@ -99,10 +99,9 @@ class RecordedOperation:
 
     def overwrites(self, storage: DeferredStorage) -> bool:
         """Whether the result does not depend on what the storage had before."""
-        if any(view.storage is storage for view in self.makes.values()):
-            return True
-        reads_nothing = self.func._schema.name in _OVERWRITING
-        return reads_nothing and any(view.storage is storage and view.covers_storage for view in self.writes)
+        makes = any(view.storage is storage for view in self.makes.values())
+        covers = any(view.storage is storage and view.covers_storage for view in self.writes)
+        return makes or (covers and self.func._schema.name in _OVERWRITING)
 
     def repeat(self, storage: DeferredStorage, content: torch.UntypedStorage | None) -> torch.UntypedStorage:
         """Run the operation and return the new content of `storage`; `content` is its content so far."""

@@ -72,12 +72,7 @@ class Checkpointable(Protocol):
 
 
 def on_all_ranks(comm: Comm | None, work: Callable[[], T]) -> T:
-    """This rank's result of `work`; a CheckpointError on all ranks if any of them failed. A collective.
-
-    Without `comm`, this process does the work alone.
-    """
-    if comm is None:
-        return work()
+    """This rank's result of `work`; a CheckpointError on all ranks if any failed. A collective if `comm` is given."""
     results: list[T] = []
     _run(comm, lambda: results.append(work()))
     return results[0]
@@ -85,13 +80,13 @@ def on_all_ranks(comm: Comm | None, work: Callable[[], T]) -> T:
 
 def on_rank_0(comm: Comm | None, work: Callable[[], T]) -> T:
     """Rank 0's result of `work`, on all ranks; a CheckpointError on all ranks if it failed. As `on_all_ranks`."""
-    if comm is None:
-        return work()
-    return cast(T, _run(comm, lambda: work() if comm.rank == 0 else None)[0])
+    return cast(T, _run(comm, lambda: work() if comm is None or comm.rank == 0 else None)[0])
 
 
-def _run(comm: Comm, work: Callable[[], T]) -> list[T]:
+def _run(comm: Comm | None, work: Callable[[], T]) -> list[T]:
     """The results of all ranks. Damage that another checkpoint can make up for stays a DamagedError."""
+    if comm is None:
+        return [work()]
     value: T | None = None
     failure: Exception | None = None
     try:
@@ -153,7 +148,7 @@ class RankContents:
 
 
 def contents_of(engine: Checkpointable, state: Any, own_buffers: set[str], staged: bool) -> RankContents:
-    """What this rank writes of `engine`, and on rank 0 also of the user's `state`; a copy in host memory if `staged`."""
+    """What this rank writes of `engine`, and on rank 0 also of `state`; copied to host memory if `staged`."""
     rank, tensors = engine.comm.rank, dict[str, torch.Tensor]()
     extras: dict[str, dict[str, Any]] = defaultdict(dict)
     for name, key, value in _extras(engine):

@@ -173,6 +173,7 @@ def _by_rank(folder: Path, kind: str) -> list[Path]:
 def _read_trained(
     shapes: Sequence[Mapping[str, Any]], optim: Sequence[Mapping[str, Any]], is_cut: bool
 ) -> dict[str, DeepSpeedParam]:
+    """The parameters that are trained. Their parts are views of mapped vectors: no value is read here."""
     base = [states["optimizer_state_dict" if is_cut else "base_optimizer_state"] for states in optim]
     if not isinstance(base[0], Mapping):
         raise CheckpointError('it was saved with "elastic_checkpoint", which is not supported: save it without')
@@ -252,8 +253,7 @@ def _extras(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _aliases(model: Mapping[str, Any]) -> dict[str, str]:
     """The first name of each tied parameter, by its other names."""
-    shared = model.get("shared_params") or {}
-    return dict(shared.items() if isinstance(shared, Mapping) else shared)
+    return dict(model.get("shared_params") or {})
 
 
 def _contents(model: dict[str, Any], optim: dict[str, Any], params: dict[str, DeepSpeedParam]) -> RankContents:
@@ -295,24 +295,23 @@ def _joined(key: str, shape: tuple[int, ...], parts: Sequence[torch.Tensor]) -> 
 
 def _training(model: Mapping[str, Any], optim: Mapping[str, Any], compute: str) -> dict[str, Any]:
     scaler: InertLossScaler | None = optim.get("loss_scaler") if compute == "float16" else None
+    scale: dict[str, torch.Tensor] | None = None
+    if scaler is not None:
+        good_steps = scaler.cur_iter - scaler.last_overflow_iter - 1
+        scale = {
+            "scale": torch.tensor(float(scaler.cur_scale)),
+            "good_steps": torch.tensor(good_steps, dtype=torch.int32),
+            "patience": torch.tensor(scaler.cur_hysteresis, dtype=torch.int32),
+        }
     base = optim.get("base_optimizer_state") or optim["optimizer_state_dict"]
     return {
         "steps": model["global_steps"],
         "skipped_steps": model["skipped_steps"],
         "was_skipped": False,
         "is_exhausted": False,
-        "scaler": _scaler(scaler) if scaler is not None else None,
+        "scaler": scale,
         "groups": [group_options(group) for group in base["param_groups"]],
         "lr_scheduler": None,
-    }
-
-
-def _scaler(scaler: InertLossScaler) -> dict[str, torch.Tensor]:
-    good_steps = scaler.cur_iter - scaler.last_overflow_iter - 1
-    return {
-        "scale": torch.tensor(float(scaler.cur_scale)),
-        "good_steps": torch.tensor(good_steps, dtype=torch.int32),
-        "patience": torch.tensor(scaler.cur_hysteresis, dtype=torch.int32),
     }
 
 

@@ -36,6 +36,8 @@ from shardwise.partition.layout import Span
 from shardwise.partition.policy import DTYPES
 from shardwise.sizes import format_bytes, parse_bytes
 
+TensorParts = Iterable[tuple[str, Span, torch.Tensor]]
+"""Parts of tensors: the key of each, its elements, and their values."""
 MAX_FILE_BYTES = 5_000_000_000
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -119,13 +121,7 @@ def export_checkpoint(
     return path
 
 
-def _export(
-    comm: Comm | None,
-    folder: Path,
-    layout: ExportLayout,
-    config: str | None,
-    parts: Iterable[tuple[str, Span, torch.Tensor]],
-) -> None:
+def _export(comm: Comm | None, folder: Path, layout: ExportLayout, config: str | None, parts: TensorParts) -> None:
     """Write parts of tensors, each with its key, into a draft, and make it the folder `folder`."""
     draft = on_rank_0(comm, lambda: _begin(folder, layout, config))
     try:
@@ -137,7 +133,7 @@ def _export(
         raise
 
 
-def _write(draft: Path, layout: ExportLayout, parts: Iterable[tuple[str, Span, torch.Tensor]]) -> None:
+def _write(draft: Path, layout: ExportLayout, parts: TensorParts) -> None:
     """Write parts of tensors into place, each cast to its exported dtype, durably."""
     with contextlib.ExitStack() as stack:
         files = {file: stack.enter_context((draft / file).open("r+b", buffering=0)) for file in layout.headers}

@@ -125,9 +125,9 @@ def _restore(engine: Checkpointable, reader: CheckpointReader) -> Any:
     same_ranks = manifest.world_size == comm.world_size
     for name, buffer in persistent_buffers(engine.module).items():
         own = f"rank-{comm.rank}/buffer/{name}"
-        is_own = same_ranks and own in manifest.tensors
+        key = own if same_ranks and own in manifest.tensors else f"buffer/{name}"
         with torch.no_grad():
-            buffer.copy_(reader.whole(own if is_own else f"buffer/{name}"))
+            buffer.copy_(reader.whole(key))
     _restore_training(engine, from_plain(manifest.training, reader.whole))
     if same_ranks and manifest.ranks[comm.rank] is not None:
         set_rng_states(from_plain(manifest.ranks[comm.rank], reader.whole), comm.device)
@@ -171,15 +171,14 @@ def _prepare_states(
 
 def _common(states: Mapping[str, Mapping[str, T]]) -> Mapping[str, T]:
     """The state that all parameters have that are updated together; a CheckpointError if they differ."""
-    first = next(iter(states), None)
+    first, common = next(iter(states.items()), ("", {}))
     for name, state in states.items():
-        if first is not None and state != states[first]:
+        if state != common:
             raise CheckpointError(
                 f"the optimizer's state of {name!r} ({sorted(state) or 'none'}) differs from that of {first!r} "
-                f"({sorted(states[first]) or 'none'}), which is updated together with it: put them into separate "
-                "parameter groups"
+                f"({sorted(common) or 'none'}), which is updated together with it: put them into separate groups"
             )
-    return states[first] if first is not None else {}
+    return common
 
 
 def _restore_training(engine: Checkpointable, training: Mapping[str, Any]) -> None:

@@ -117,9 +117,8 @@ def _mapping(value: Mapping[Any, Any], tensors: MutableMapping[str, torch.Tensor
     for key in value:
         if not isinstance(key, str | int | float):
             raise CheckpointError(f"{where} has the key {key!r}, a {type(key).__name__}: use strings or numbers")
-    pairs = [(key, to_plain(item, tensors, f"{where}/{key}")) for key, item in value.items()]
-    if isinstance(value, Counter):
-        return {_COUNTER: [list(pair) for pair in pairs]}
-    if all(isinstance(key, str) and not key.startswith("$") for key in value):
-        return dict(pairs)
-    return {_DICT: [list(pair) for pair in pairs]}
+    plain = {key: to_plain(item, tensors, f"{where}/{key}") for key, item in value.items()}
+    is_counter = isinstance(value, Counter)
+    if not is_counter and all(isinstance(key, str) and not key.startswith("$") for key in value):
+        return plain
+    return {_COUNTER if is_counter else _DICT: [[key, item] for key, item in plain.items()]}

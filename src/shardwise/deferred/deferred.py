@@ -14,14 +14,7 @@ from torch import nn
 
 from shardwise.comm.comm import Comm
 from shardwise.deferred.pretrained import PretrainedTensor, PretrainedWeights, close_files
-from shardwise.deferred.recording import (
-    DeferredView,
-    deferred_storage,
-    random_operations,
-    recording,
-    session_of,
-    value,
-)
+from shardwise.deferred.recording import DeferredView, deferred_storage, random_operations, recording, session_of, value
 from shardwise.errors import ConfigError
 from shardwise.unit.weights import ORIGIN
 

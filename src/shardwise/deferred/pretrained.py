@@ -87,9 +87,8 @@ def _opened(file: str) -> Any:
         raise ValueError(f"{file} cannot be read as safetensors: {error}") from error
 
 
-def close_files() -> None:
-    """Close the files that were read."""
-    _opened.cache_clear()
+close_files = _opened.cache_clear
+"""Close the files that were read."""
 
 
 def _files(path: Path) -> dict[str, Path]:

@@ -65,17 +65,18 @@ class ExportLayout:
         self.offsets: dict[str, tuple[str, int]] = {}
         for number, group in enumerate(groups, 1):
             file = f"model-{number:05d}-of-{count:05d}.safetensors" if count > 1 else _SINGLE
-            self.headers[file], starts = header_of(
-                ((name, tensors[name].dtype, tensors[name].shape) for name in group), metadata=True
-            )
-            self.offsets.update({name: (file, start) for name, start in starts.items()})
+            facts = [(name, tensors[name].dtype, tensors[name].shape) for name in group]
+            self.headers[file], starts = header_of(facts, metadata=True)
+            self.offsets.update({name: (file, start) for name, start in zip(group, starts, strict=True)})
 
     def create(self, folder: Path) -> None:
         """Create the files in their full size, with everything except the values, and the index of several."""
+        sizes = {file: len(header) for file, header in self.headers.items()}
+        for name, (file, _) in self.offsets.items():
+            sizes[file] += self.tensors[name].nbytes
         for file, header in self.headers.items():
             (folder / file).write_bytes(header)
-        for name, (file, start) in self.offsets.items():
-            os.truncate(folder / file, start + self.tensors[name].nbytes)
+            os.truncate(folder / file, sizes[file])
         if len(self.headers) > 1:
             total = sum(tensor.nbytes for tensor in self.tensors.values())
             weight_map = {name: self.offsets[name][0] for name in self.tensors}

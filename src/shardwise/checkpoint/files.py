@@ -12,7 +12,7 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -73,35 +73,36 @@ class TensorSlice:
         return replace(self, read=lambda part: flat[part.slice])
 
 
-def write_tensors(path: Path, slices: Sequence[TensorSlice]) -> tuple[BlockWriter, dict[str, int]]:
-    """Write a safetensors file, durably; returns its writer, and where the bytes of each key begin in the file."""
-    header, offsets = header_of((each.key, each.dtype, each.shape_in_file) for each in slices)
-    by_key = {each.key: each for each in slices}
+def write_tensors(path: Path, slices: Sequence[TensorSlice]) -> tuple[BlockWriter, list[int]]:
+    """Write a safetensors file, durably; returns its writer, and where each slice's bytes begin in the file."""
+    # A key may have several slices: with a small `buffer_bytes`, the optimizer updates a parameter in several pieces.
+    header, offsets = header_of([(each.key, each.dtype, each.shape_in_file) for each in slices])
     with BlockWriter(path) as writer:
         writer.write(memoryview(header))
-        for key in offsets:
-            for _, values in by_key[key].parts():
+        for _, each in sorted(zip(offsets, slices, strict=True), key=lambda pair: pair[0]):
+            for _, values in each.parts():
                 writer.write(as_bytes(values))
     return writer, offsets
 
 
 def header_of(
-    tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadata: bool = False
-) -> tuple[bytes, dict[str, int]]:
-    """The header of a safetensors file that holds these tensors, and where their bytes begin, in the file's order."""
+    tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]], metadata: bool = False
+) -> tuple[bytes, list[int]]:
+    """The header of a safetensors file that holds these tensors, and where the bytes of each begin."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}} if metadata else {}
-    position, starts = 0, {}
+    position, starts = 0, [0] * len(tensors)
     # Wider elements first, so that each tensor is aligned to its element.
-    for key, dtype, shape in sorted(tensors, key=lambda tensor: -tensor[1].itemsize):
+    for index in sorted(range(len(tensors)), key=lambda index: -tensors[index][1].itemsize):
+        key, dtype, shape = tensors[index]
         if dtype not in _NAMES:
             raise CheckpointError(f"{key} has dtype {dtype}, which a checkpoint cannot hold")
         stop = position + math.prod(shape) * dtype.itemsize
         entries[key] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [position, stop]}
-        starts[key], position = position, stop
+        starts[index], position = position, stop
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
-    return header, {key: start + len(header) for key, start in starts.items()}
+    return header, [start + len(header) for start in starts]
 
 
 def _chunks(span: Span, itemsize: int) -> Iterator[Span]:

@@ -89,10 +89,9 @@ class CheckpointWrite:
             "extras": contents.extras,
             "rng": contents.rng,
             "tensors": [
-                (each.key, dtype_name(each.dtype), each.shape, each.elements.start, each.elements.stop)
-                for each in contents.slices
+                (each.key, dtype_name(each.dtype), each.shape, each.elements.start, each.elements.stop, offset)
+                for each, offset in zip(contents.slices, offsets, strict=True)
             ],
-            "offsets": offsets,
         }
         # The table appears by a rename, complete, and after the file's bytes are durable: in an asynchronous save,
         # rank 0 commits as soon as it sees all tables (test_kills_at_random_moments_lose_nothing).
@@ -217,10 +216,10 @@ def compose(draft: CheckpointDraft, head: Mapping[str, Any], tables: Sequence[Ma
         for name, param in params.items()
     }
     for number, table in enumerate(tables):
-        for key, dtype, shape, start, stop in table["tensors"]:
+        for key, dtype, shape, start, stop, offset in table["tensors"]:
             stored = tensors.setdefault(key, {"dtype": dtype, "shape": shape, "pieces": []})
             if stop > start:
-                stored["pieces"].append(StoredRange(number, start, stop, table["offsets"][key]))
+                stored["pieces"].append(StoredRange(number, start, stop, offset))
     for stored in tensors.values():
         stored["pieces"].sort(key=lambda piece: piece.start)
     files, ranks = [table["file"] for table in tables], [table["rng"] for table in tables]

@@ -206,12 +206,19 @@ def load_counted(rank, path, preset):
     engine.backward(engine(torch.ones(1, 512)).sum())
     engine.step()
     saved = engine.save(path / preset)
-    counted, plain = [], files._read_at
-    files._read_at = lambda file, start, size: counted.append(size) or plain(file, start, size)
+    counted, plain = [], files.BlockReader._block
+
+    def block(reader, number):
+        is_cached = number in reader._blocks
+        data = plain(reader, number)
+        counted.append(0 if is_cached else len(data))
+        return data
+
+    files.BlockReader._block = block
     try:
         engine.load(saved)
     finally:
-        files._read_at = plain
+        files.BlockReader._block = plain
     engine.destroy()
     return sum(counted), sum(file.stat().st_size for file in saved.glob("*.safetensors"))
 

@@ -22,8 +22,8 @@ from shardwise.checkpoint.manifest import (
     StoredFile,
     StoredRange,
     StoredTensor,
-    file_reads,
     gap,
+    pieces_over,
     read_manifest,
 )
 from shardwise.checkpoint.plain import from_plain, to_plain
@@ -48,13 +48,13 @@ def cut_tensors(draw):
 def test_what_is_fetched_is_what_was_wanted(case):
     _, ranges, wanted = case
     got = []
-    for read in file_reads(ranges, 4, wanted):
-        stored = ranges[read.file]
-        first = stored.start + (read.offset - stored.offset) // 4
-        assert first == read.elements.start
+    for piece in pieces_over(ranges, 4, wanted):
+        stored = ranges[piece.file]
+        first = stored.start + (piece.offset - stored.offset) // 4
+        assert first == piece.start
         assert stored.start <= first
-        assert read.elements.stop <= stored.stop
-        got += range(first, first + read.elements.numel)
+        assert piece.stop <= stored.stop
+        got += range(first, piece.stop)
     assert got == list(range(wanted.start, wanted.stop))
 
 

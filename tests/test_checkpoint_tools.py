@@ -19,8 +19,7 @@ from torch import nn
 
 import shardwise
 from shardwise import cli
-from shardwise.checkpoint.deepspeed import convert
-from shardwise.checkpoint.deepspeed_files import load_inert, spread
+from shardwise.checkpoint.deepspeed import convert, load_inert, spread
 from shardwise.checkpoint.export import export_checkpoint
 from shardwise.checkpoint.inspect import describe, summary
 from shardwise.errors import CheckpointError
@@ -210,11 +209,8 @@ def test_elements_are_found_in_vectors_laid_end_to_end(lengths, data):
     flat = [(index, at) for index, length in enumerate(lengths) for at in range(length)]
     start = data.draw(st.integers(0, len(flat)))
     numel = data.draw(st.integers(0, len(flat) - start))
-    got = {}
-    for index, at, elements in spread(lengths, start, numel):
-        got |= {elements.start + k: (index, at + k) for k in range(elements.numel)}
-    assert [got[k] for k in range(numel)] == flat[start : start + numel]
-    assert len(got) == numel
+    got = [(index, at) for index, part in spread(lengths, start, numel) for at in range(part.start, part.stop)]
+    assert got == flat[start : start + numel]
 
 
 def small_model():

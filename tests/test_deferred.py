@@ -10,7 +10,7 @@ from torch import nn
 import shardwise
 from shardwise.deferred import pretrained
 from shardwise.deferred.deferred import DeferredSession
-from shardwise.deferred.recording import Recording
+from shardwise.deferred.recording import recording
 from shardwise.models.built_in import GPT
 from shardwise.observe import StorageObserver
 from support import matrix, ranks
@@ -33,7 +33,7 @@ def test_training_is_that_of_a_model_built_ordinarily(rank, world_size, preset, 
     config = {"preset": preset, "precision": {"compute": precision}}
     expected = train(model, config, rank, steps=2)
 
-    with Recording(DeferredSession(torch.device("cpu")), small_bytes=small_bytes):  # deferred_init with another size
+    with recording(DeferredSession(torch.device("cpu")), small_bytes=small_bytes):  # deferred_init with another size
         built = make_model(model)
     assert any(param.is_meta for param in built.parameters())
     engine = shardwise.initialize(built, make_optimizer(built), config)

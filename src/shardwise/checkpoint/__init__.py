@@ -4,13 +4,12 @@
                     rank-00000.safetensors   the elements that rank 0 owned: values, optimizer state, generators
                     rank-00001.safetensors   ...
 
-checkpointable               what this package needs of an engine; work that succeeds or fails on all ranks
-saving, loading              between an engine and a folder
-contents                     what one rank writes
-files, manifest, plain       tensors in checksummed files, where they lie, other values without pickle
-folder                       commit by rename, retention
-export, inspect              Hugging Face's layout; a description in words
-deepspeed, deepspeed_files   conversion from DeepSpeed's checkpoints
+checkpointable           what this package needs of an engine, and what one rank writes of it
+saving, loading          between an engine and a folder
+files, manifest, plain   tensors in checksummed files, where they lie, other values without pickle
+folder                   commit by rename, retention
+export, inspect          Hugging Face's layout; a description in words
+deepspeed                conversion from DeepSpeed's checkpoints
 """
 
 from shardwise.checkpoint.export import MAX_FILE_BYTES, export

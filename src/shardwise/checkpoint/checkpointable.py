@@ -1,25 +1,37 @@
-"""The engine as checkpoints see it: the state they read and write, and work that succeeds or fails on all ranks.
+"""The engine as checkpoints see it: what they need of it, what each rank writes, work that all ranks do or none.
 
 Checkpoints stand below the engine and know it only as a `Checkpointable`. mypy checks that `Engine` is one, where the
 engine passes itself to this package.
+
+A rank writes the elements that it owns in the layout. Where states are replicated, every rank has all of them and still
+writes only its own shard: no rank gathers, and no element is written twice.
 """
 
 from __future__ import annotations
 
+import hashlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import nn
 
+from shardwise._version import __version__
+from shardwise.checkpoint.files import TensorSlice, as_bytes
+from shardwise.checkpoint.plain import dtype_name, rng_states, to_plain
 from shardwise.comm.comm import Comm
 from shardwise.errors import CheckpointError, DamagedError
 from shardwise.optim.optimizers import members
+from shardwise.optim.states import extras_of, state_views
 from shardwise.partition.layout import Slot, Span
+from shardwise.unit.state_view import StateView
 from shardwise.unit.unit import Unit
 
 T = TypeVar("T")
 
+_ALIGNMENT = 16
 # These options say how a machine runs the kernel. All others are part of the training and are saved.
 _NOT_SAVED = ("params", "fused", "foreach", "capturable", "differentiable")
 
@@ -59,20 +71,22 @@ class Checkpointable(Protocol):
     def zero_grad(self) -> None: ...
 
 
-def on_all_ranks(comm: Comm, work: Callable[[], T]) -> T:
-    """This rank's result of `work`; a CheckpointError on all ranks if any of them failed. A collective."""
+def on_all_ranks(comm: Comm | None, work: Callable[[], T]) -> T:
+    """This rank's result of `work`; a CheckpointError on all ranks if any failed. A collective if `comm` is given."""
     results: list[T] = []
     _run(comm, lambda: results.append(work()))
     return results[0]
 
 
-def on_rank_0(comm: Comm, work: Callable[[], T]) -> T:
-    """Rank 0's result of `work`, on all ranks; a CheckpointError on all ranks if it failed. A collective."""
-    return cast(T, _run(comm, lambda: work() if comm.rank == 0 else None)[0])
+def on_rank_0(comm: Comm | None, work: Callable[[], T]) -> T:
+    """Rank 0's result of `work`, on all ranks; a CheckpointError on all ranks if it failed. As `on_all_ranks`."""
+    return cast(T, _run(comm, lambda: work() if comm is None or comm.rank == 0 else None)[0])
 
 
-def _run(comm: Comm, work: Callable[[], T]) -> list[T]:
+def _run(comm: Comm | None, work: Callable[[], T]) -> list[T]:
     """The results of all ranks. Damage that another checkpoint can make up for stays a DamagedError."""
+    if comm is None:
+        return [work()]
     value: T | None = None
     failure: Exception | None = None
     try:
@@ -81,10 +95,9 @@ def _run(comm: Comm, work: Callable[[], T]) -> list[T]:
         failure = error
     message = None if failure is None else f"rank {comm.rank}: {failure or type(failure).__name__}"
     outcomes = comm.share_object((value, message, isinstance(failure, DamagedError)), "checkpoint")
-    failed = [(message, is_damage) for _, message, is_damage in outcomes if message is not None]
+    failed = {message: is_damage for _, message, is_damage in outcomes if message is not None}
     if failed:
-        kind = DamagedError if all(is_damage for _, is_damage in failed) else CheckpointError
-        raise kind("; ".join(message for message, _ in failed)) from failure
+        raise (DamagedError if all(failed.values()) else CheckpointError)("; ".join(failed)) from failure
     return [value for value, _, _ in outcomes]
 
 
@@ -121,3 +134,115 @@ def config_text(model: nn.Module) -> str | None:
     """The text of a Hugging Face model's `config.json`; None for a model without a configuration."""
     to_text = getattr(getattr(model, "config", None), "to_json_string", None)
     return str(to_text()) if to_text is not None else None
+
+
+@dataclass
+class RankContents:
+    """What one rank writes: `slices` into its file, `extras` and `rng` into the manifest, and on rank 0 `head`, the
+    rest of the manifest."""
+
+    slices: list[TensorSlice]
+    extras: dict[str, dict[str, Any]]
+    rng: Any
+    head: dict[str, Any] = field(default_factory=dict)
+
+
+def contents_of(engine: Checkpointable, state: Any, own_buffers: set[str], staged: bool) -> RankContents:
+    """What this rank writes of `engine`, and on rank 0 also of `state`; copied to host memory if `staged`."""
+    rank, tensors = engine.comm.rank, dict[str, torch.Tensor]()
+    extras: dict[str, dict[str, Any]] = defaultdict(dict)
+    for name, key, value in _extras(engine):
+        extras[name][key] = to_plain(value, tensors, f"extra/{key}/{name}")
+    rng = to_plain(rng_states(engine.comm.device), tensors, f"rank-{rank}/rng")
+    buffers = persistent_buffers(engine.module)
+    tensors.update({f"rank-{rank}/buffer/{name}": buffers[name] for name in own_buffers})
+    tensors.update({f"buffer/{name}": buffer for name, buffer in buffers.items()} if rank == 0 else {})
+    head = _head(engine, state, tensors) if rank == 0 else {}
+    slices = [*owned_slices(engine, engine.optimizer)]
+    slices += [TensorSlice.whole(key, tensor) for key, tensor in tensors.items()]
+    return RankContents(_staged(slices, engine.comm.device) if staged else slices, dict(extras), rng, head)
+
+
+def _staged(slices: list[TensorSlice], device: torch.device) -> list[TensorSlice]:
+    """A copy in host memory, so that training can continue; `device` is where most values are."""
+    on_device = device.type == "cuda"
+    sizes = [-(-each.size_bytes // _ALIGNMENT) * _ALIGNMENT for each in slices]
+    parts = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=on_device).split(sizes)
+    pairs = zip(slices, parts, strict=True)
+    copies = [each.copied_to(part[: each.size_bytes].view(each.dtype)) for each, part in pairs]
+    if on_device:
+        # The copies are asynchronous. The thread that writes them does not wait for the stream, so the host waits
+        # here: test_gpu's test_resuming_is_never_having_stopped.
+        torch.cuda.current_stream(device).synchronize()
+    return copies
+
+
+def own_buffers(engine: Checkpointable) -> set[str]:
+    """The buffers that differ from rank 0's, such as running statistics of local batches. A collective."""
+    mine = {name: _digest(buffer) for name, buffer in persistent_buffers(engine.module).items()}
+    theirs = engine.comm.share_object(mine, "checkpoint, buffers")[0] if mine else {}
+    return {name for name, digest in mine.items() if digest != theirs.get(name)}
+
+
+def owned_slices(engine: Checkpointable, optimizer: torch.optim.Optimizer | None) -> Iterator[TensorSlice]:
+    """The values that this rank owns in the layout, and the states of `optimizer`."""
+    for unit in engine.units:
+        owned = unit.layout.shard(engine.comm.rank)
+        for view in state_views(unit, optimizer):
+            for slot, part in overlaps(unit, view.span.intersect(owned)):
+                elements = part.shift(-slot.span.start)
+                key = f"{view.key}/{slot.spec.name}"
+                yield TensorSlice(key, view.dtype, slot.spec.shape, elements, _shifted(view, part.start))
+
+
+def _extras(engine: Checkpointable) -> Iterator[tuple[str, str, Any]]:
+    """Extras of the parameters whose first element this rank owns."""
+    for unit in engine.units:
+        owned = unit.layout.shard(engine.comm.rank)
+        for extra in extras_of(unit, engine.optimizer):
+            for slot, part in overlaps(unit, extra.span.intersect(owned)):
+                if part.start == slot.span.start:
+                    yield slot.spec.name, extra.key, extra.value
+
+
+def _head(engine: Checkpointable, state: Any, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    training = {**engine.progress(), "groups": None, "lr_scheduler": None}
+    if engine.optimizer is not None:
+        training["groups"] = [group_options(group) for group in engine.optimizer.param_groups]
+    if engine.lr_scheduler is not None:
+        training["lr_scheduler"] = engine.lr_scheduler.state_dict()
+    return {
+        "steps": engine.steps,
+        "world_size": engine.comm.world_size,
+        "written_by": f"shardwise {__version__}, torch {torch.__version__}",
+        "optimizer": optimizer_name(engine.optimizer) if engine.optimizer is not None else None,
+        "training": to_plain(training, tensors, "training"),
+        "state": to_plain(state, tensors, "state"),
+        "config": config_text(engine.module),
+        "params": _params(engine),
+    }
+
+
+def _params(engine: Checkpointable) -> dict[str, dict[str, Any]]:
+    """Shape, dtype, group and other names of every parameter, in the model's order."""
+    slots = {slot.spec.name: (unit, slot) for unit in engine.units for slot in unit.layout.slots}
+    params: dict[str, dict[str, Any]] = {}
+    first_names: dict[int, str] = {}
+    for name, param in engine.module.named_parameters(remove_duplicate=False):
+        if id(param) in first_names:
+            params[first_names[id(param)]]["aliases"].append(name)
+            continue
+        first_names[id(param)] = name
+        unit, slot = slots[name]
+        group = slot.spec.group if unit.is_trainable else None
+        dtype, compute = map(dtype_name, (unit.weights.policy.master_dtype, unit.weights.policy.weight_dtype))
+        params[name] = {"shape": slot.spec.shape, "dtype": dtype, "compute": compute, "group": group, "aliases": []}
+    return params
+
+
+def _shifted(view: StateView, start: int) -> Callable[[Span], torch.Tensor]:
+    return lambda part: view.read(part.shift(start))
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(as_bytes(tensor)).hexdigest()

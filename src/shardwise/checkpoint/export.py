@@ -11,10 +11,9 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from itertools import chain
 from pathlib import Path
-from typing import NamedTuple, Self
 
 import torch
 
@@ -23,140 +22,82 @@ from shardwise.checkpoint.checkpointable import (
     config_text,
     on_all_ranks,
     on_rank_0,
-    overlaps,
+    owned_slices,
     persistent_buffers,
 )
-from shardwise.checkpoint.files import CheckpointReader, as_bytes, chunks, header_of
+from shardwise.checkpoint.files import CheckpointReader, TensorSlice, as_bytes, header_of
 from shardwise.checkpoint.folder import LATEST, candidates, sync_folder, writing
 from shardwise.checkpoint.manifest import read_manifest
 from shardwise.checkpoint.plain import dtype_named
+from shardwise.comm.comm import Comm
 from shardwise.errors import CheckpointError, ConfigError
-from shardwise.optim.states import MASTER, state_views
+from shardwise.optim.states import MASTER
 from shardwise.partition.layout import Span
 from shardwise.partition.policy import DTYPES
 from shardwise.sizes import format_bytes, parse_bytes
 
+TensorParts = Iterable[tuple[str, Span, torch.Tensor]]
+"""Parts of tensors: the key of each, its elements, and their values."""
 MAX_FILE_BYTES = 5_000_000_000
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-class ExportedTensor(NamedTuple):
-    """The dtype and shape in which a tensor is exported."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def size_bytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
 class ExportLayout:
-    """Which tensors go into which file, and where their bytes begin in it."""
+    """Which tensors go into which file, in their order, each file as full as `max_bytes` allows.
 
-    tensors: Mapping[str, ExportedTensor]
-    files: Mapping[str, list[str]]
-    headers: Mapping[str, bytes]
-    offsets: Mapping[str, tuple[str, int]]
+    tensors   without values, in the dtype and shape in which they are exported
+    headers   the header of each file
+    offsets   the file of each tensor, and where its bytes begin in it
+    """
 
-    @classmethod
-    def build(cls, tensors: Mapping[str, ExportedTensor], max_bytes: int) -> ExportLayout:
-        """Files in the order of the tensors, each as full as `max_bytes` allows."""
+    def __init__(self, tensors: Mapping[str, torch.Tensor], max_bytes: int) -> None:
         groups: list[list[str]] = [[]]
         size_bytes = 0
         for name, tensor in tensors.items():
-            if groups[-1] and size_bytes + tensor.size_bytes > max_bytes:
+            if groups[-1] and size_bytes + tensor.nbytes > max_bytes:
                 groups.append([])
                 size_bytes = 0
             groups[-1].append(name)
-            size_bytes += tensor.size_bytes
+            size_bytes += tensor.nbytes
         count = len(groups)
-        names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
-        files = dict(zip(names if count > 1 else [_SINGLE], groups, strict=True))
-        headers, offsets = {}, {}
-        for file, group in files.items():
-            # Wider elements first, so that each tensor is aligned to its element.
-            group.sort(key=lambda name: -tensors[name].dtype.itemsize)
-            headers[file], starts = header_of([(name, *tensors[name]) for name in group], metadata=True)
-            offsets.update({name: (file, start) for name, start in zip(group, starts, strict=True)})
-        return cls(tensors, files, headers, offsets)
+        self.tensors = tensors
+        self.headers: dict[str, bytes] = {}
+        self.offsets: dict[str, tuple[str, int]] = {}
+        for number, group in enumerate(groups, 1):
+            file = f"model-{number:05d}-of-{count:05d}.safetensors" if count > 1 else _SINGLE
+            facts = [(name, tensors[name].dtype, tensors[name].shape) for name in group]
+            self.headers[file], starts = header_of(facts, metadata=True)
+            self.offsets.update({name: (file, start) for name, start in zip(group, starts, strict=True)})
 
-    def index(self) -> str | None:
-        """The text of the index; None if there is one file."""
-        if len(self.files) == 1:
-            return None
-        total = sum(tensor.size_bytes for tensor in self.tensors.values())
-        weight_map = {name: self.offsets[name][0] for name in self.tensors}
-        return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
-
-
-class ExportFiles:
-    """The open files of an export, to be written in any order."""
-
-    def __init__(self, folder: Path, layout: ExportLayout) -> None:
-        self._layout = layout
-        self._folder = folder
-        self._descriptors = {file: os.open(folder / file, os.O_WRONLY) for file in layout.files}
-
-    @staticmethod
-    def create(folder: Path, layout: ExportLayout, config: str | None) -> None:
-        """Create the files in their full size, with everything except the values."""
-        for file, names in layout.files.items():
-            size_bytes = len(layout.headers[file]) + sum(layout.tensors[name].size_bytes for name in names)
-            with (folder / file).open("xb") as opened:
-                opened.write(layout.headers[file])
-                opened.truncate(size_bytes)
-        for name, text in ((_INDEX, layout.index()), ("config.json", config)):
-            if text is not None:
-                (folder / name).write_text(text)
-
-    def put(self, name: str, elements: Span, values: torch.Tensor) -> None:
-        """Write some elements of a tensor, cast to its exported dtype."""
-        file, offset = self._layout.offsets[name]
-        dtype = self._layout.tensors[name].dtype
-        data, start = as_bytes(values.to(dtype)), offset + elements.start * dtype.itemsize
-        with writing(self._folder / file):
-            while data:
-                written = os.pwrite(self._descriptors[file], data, start)
-                data, start = data[written:], start + written
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *details: object) -> None:
-        with writing(self._folder), contextlib.ExitStack() as stack:
-            for descriptor in self._descriptors.values():
-                stack.callback(os.close, descriptor)
-                stack.callback(os.fsync, descriptor)
+    def create(self, folder: Path) -> None:
+        """Create the files in their full size, with everything except the values, and the index of several."""
+        sizes = {file: len(header) for file, header in self.headers.items()}
+        for name, (file, _) in self.offsets.items():
+            sizes[file] += self.tensors[name].nbytes
+        for file, header in self.headers.items():
+            (folder / file).write_bytes(header)
+            os.truncate(folder / file, sizes[file])
+        if len(self.headers) > 1:
+            total = sum(tensor.nbytes for tensor in self.tensors.values())
+            weight_map = {name: self.offsets[name][0] for name in self.tensors}
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def export(engine: Checkpointable, folder: Path, dtype: torch.dtype | None, max_bytes: int) -> None:
     """Write an engine's weights into the new folder `folder`. See `Engine.export`. A collective."""
-    comm = engine.comm
-    tensors, buffers = {}, persistent_buffers(engine.module)
+    buffers = persistent_buffers(engine.module)
     units = {name: unit for unit in engine.units for name in unit.names}
-    for name, _ in engine.module.named_parameters():
-        unit = units[name]
-        tensors[name] = _exported(unit.weights.policy.weight_dtype, unit.layout.slot(name).spec.shape, dtype)
-    tensors.update({name: ExportedTensor(buffer.dtype, tuple(buffer.shape)) for name, buffer in buffers.items()})
-    layout = ExportLayout.build(tensors, max_bytes)
-    draft = on_rank_0(comm, lambda: _begin(folder, layout, config_text(engine.module)))
-
-    def write() -> None:
-        with ExportFiles(draft, layout) as files:
-            for name, elements, values in _owned(engine):
-                files.put(name, elements, values)
-            for name, buffer in buffers.items() if comm.rank == 0 else ():
-                files.put(name, Span(0, buffer.numel()), buffer)
-
-    try:
-        on_all_ranks(comm, write)
-        on_rank_0(comm, lambda: _end(draft, folder))
-    except BaseException:
-        if comm.rank == 0:  # other ranks cannot know whether rank 0 is renaming the folder
-            shutil.rmtree(draft, ignore_errors=True)
-        raise
+    tensors = {
+        name: _exported(units[name].weights.policy.weight_dtype, units[name].layout.slot(name).spec.shape, dtype)
+        for name, _ in engine.module.named_parameters()
+    }
+    tensors |= {name: _exported(buffer.dtype, tuple(buffer.shape), None) for name, buffer in buffers.items()}
+    slices = owned_slices(engine, None)
+    if engine.comm.rank == 0:
+        slices = chain(slices, (TensorSlice.whole(f"buffer/{name}", buffer) for name, buffer in buffers.items()))
+    parts = ((each.key, *part) for each in slices for part in each.parts())
+    _export(engine.comm, folder, ExportLayout(tensors, max_bytes), config_text(engine.module), parts)
 
 
 def export_checkpoint(
@@ -168,31 +109,46 @@ def export_checkpoint(
     """
     path = candidates(source, tag, fallback=False)[0]
     manifest = read_manifest(path)
-    keys = {name: f"{MASTER}/{name}" for name in manifest.params}
-    keys |= {key.removeprefix("buffer/"): key for key in manifest.tensors if key.startswith("buffer/")}
-    tensors = {}
-    for name, key in keys.items():
-        stored = manifest.tensors[key]
-        param = manifest.params.get(name)
-        default = dtype_named(param.compute) if param is not None else stored.torch_dtype
-        tensors[name] = _exported(default, stored.shape, dtype if param is not None else None)
-    layout = ExportLayout.build(tensors, max_bytes)
-    draft = _begin(folder, layout, manifest.config)
-
-    def write() -> None:
-        with CheckpointReader(path, manifest) as reader, ExportFiles(draft, layout) as files:
-            for name, key in keys.items():
-                stored = manifest.tensors[key]
-                for elements, values in reader.parts(stored, Span(0, stored.numel)):
-                    files.put(name, elements, values)
-
-    try:
-        write()
-        _end(draft, folder)
-    except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise
+    computes = {f"{MASTER}/{name}": dtype_named(param.compute) for name, param in manifest.params.items()}
+    stored = {key: manifest.tensors[key] for key in computes}
+    stored |= {key: tensor for key, tensor in manifest.tensors.items() if key.startswith("buffer/")}
+    tensors = {
+        _name(key): _exported(computes.get(key, tensor.torch_dtype), tensor.shape, dtype if key in computes else None)
+        for key, tensor in stored.items()
+    }
+    with CheckpointReader(path, manifest) as reader:
+        parts = ((key, *part) for key, each in stored.items() for part in reader.parts(each, Span(0, each.numel)))
+        _export(None, folder, ExportLayout(tensors, max_bytes), manifest.config, parts)
     return path
+
+
+def _export(comm: Comm | None, folder: Path, layout: ExportLayout, config: str | None, parts: TensorParts) -> None:
+    """Write parts of tensors, each with its key, into a draft, and make it the folder `folder`."""
+    draft = on_rank_0(comm, lambda: _begin(folder, layout, config))
+    try:
+        on_all_ranks(comm, lambda: _write(draft, layout, parts))
+        on_rank_0(comm, lambda: _end(draft, folder))
+    except BaseException:
+        if comm is None or comm.rank == 0:  # other ranks cannot know whether rank 0 is renaming the folder
+            shutil.rmtree(draft, ignore_errors=True)
+        raise
+
+
+def _write(draft: Path, layout: ExportLayout, parts: TensorParts) -> None:
+    """Write parts of tensors into place, each cast to its exported dtype, durably."""
+    with contextlib.ExitStack() as stack:
+        files = {file: stack.enter_context((draft / file).open("r+b", buffering=0)) for file in layout.headers}
+        for key, elements, values in parts:
+            file, offset = layout.offsets[_name(key)]
+            dtype = layout.tensors[_name(key)].dtype
+            data, start = as_bytes(values.to(dtype)), offset + elements.start * dtype.itemsize
+            with writing(draft / file):
+                while data:
+                    written = os.pwrite(files[file].fileno(), data, start)
+                    data, start = data[written:], start + written
+        with writing(draft):
+            for opened in files.values():
+                os.fsync(opened.fileno())
 
 
 def export_command(source: Path, folder: Path, dtype: str | None, tag: str, max_file: str) -> str:
@@ -209,31 +165,27 @@ def export_command(source: Path, folder: Path, dtype: str | None, tag: str, max_
     return f"exported {path} to {folder}: {len(written)} file{'s' if len(written) > 1 else ''}, {size}"
 
 
-def _owned(engine: Checkpointable) -> Iterator[tuple[str, Span, torch.Tensor]]:
-    """The weights that this rank owns in the layout, a few MB at a time."""
-    for unit in engine.units:
-        owned = unit.layout.shard(engine.comm.rank)
-        for view in state_views(unit, None):
-            for slot, part in overlaps(unit, view.span.intersect(owned)):
-                for chunk in chunks(part, view.dtype.itemsize):
-                    yield slot.spec.name, chunk.shift(-slot.span.start), view.read(chunk)
+def _name(key: str) -> str:
+    """The name of a parameter or buffer from its key in a checkpoint."""
+    return key.partition("/")[2]
 
 
-def _exported(default: torch.dtype, shape: tuple[int, ...], wanted: torch.dtype | None) -> ExportedTensor:
-    return ExportedTensor(wanted if wanted is not None and default.is_floating_point else default, shape)
+def _exported(default: torch.dtype, shape: tuple[int, ...], wanted: torch.dtype | None) -> torch.Tensor:
+    dtype = wanted if wanted is not None and default.is_floating_point else default
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def _begin(folder: Path, layout: ExportLayout, config: str | None) -> Path:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder} exists and is not an empty folder: export to a new one, or remove it first")
     draft = folder.parent / f".tmp-export-{folder.name}-{os.urandom(4).hex()}"
-    with writing(folder):
+    with writing(folder), contextlib.ExitStack() as stack:
         draft.mkdir(parents=True)
-        try:
-            ExportFiles.create(draft, layout, config)
-        except BaseException:
-            shutil.rmtree(draft, ignore_errors=True)
-            raise
+        stack.callback(shutil.rmtree, draft, ignore_errors=True)
+        layout.create(draft)
+        if config is not None:
+            (draft / "config.json").write_text(config)
+        stack.pop_all()
     return draft
 
 

@@ -12,15 +12,14 @@ import json
 import math
 import os
 import zlib
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 
-from shardwise.checkpoint.manifest import Manifest, StoredTensor, file_reads
+from shardwise.checkpoint.manifest import Manifest, StoredTensor, pieces_over
 from shardwise.errors import CheckpointError, DamagedError
 from shardwise.partition.layout import Span
 
@@ -29,20 +28,12 @@ CHUNK_BYTES = 4 << 20
 _CACHED_BLOCKS = 8
 """Small tensors lie side by side: the blocks they share are read and verified once."""
 _NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
+    **{getattr(torch, f"float{bits}"): f"F{bits}" for bits in (16, 32, 64)},
+    **{getattr(torch, f"int{bits}"): f"I{bits}" for bits in (8, 16, 32, 64)},
+    **{getattr(torch, f"uint{bits}"): f"U{bits}" for bits in (8, 16, 32, 64)},
     torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.uint16: "U16",
-    torch.uint32: "U32",
-    torch.uint64: "U64",
     torch.bool: "BOOL",
 }
 
@@ -71,42 +62,50 @@ class TensorSlice:
         """The tensor's shape for a slice that is all of it; otherwise the slice is flat."""
         return self.shape if self.elements == Span(0, math.prod(self.shape)) else [self.elements.numel]
 
+    def parts(self) -> Iterator[tuple[Span, torch.Tensor]]:
+        """The elements, counted from the tensor's start, in parts of a few MB."""
+        for part in _chunks(Span(0, self.elements.numel), self.dtype.itemsize):
+            yield part.shift(self.elements.start), self.read(part)
+
+    def copied_to(self, flat: torch.Tensor) -> TensorSlice:
+        """The slice, to be read from a copy of its elements in `flat`. The copy may be asynchronous."""
+        flat.copy_(self.read(Span(0, self.elements.numel)), non_blocking=True)
+        return replace(self, read=lambda part: flat[part.slice])
+
 
 def write_tensors(path: Path, slices: Sequence[TensorSlice]) -> tuple[BlockWriter, list[int]]:
     """Write a safetensors file, durably; returns its writer, and where each slice's bytes begin in the file."""
-    # Wider elements first, so that each tensor is aligned to its element.
-    order = sorted(range(len(slices)), key=lambda index: -slices[index].dtype.itemsize)
-    ordered = [slices[index] for index in order]
-    header, offsets = header_of((each.key, each.dtype, each.shape_in_file) for each in ordered)
+    # A key may have several slices: with a small `buffer_bytes`, the optimizer updates a parameter in several pieces.
+    header, offsets = header_of([(each.key, each.dtype, each.shape_in_file) for each in slices])
     with BlockWriter(path) as writer:
         writer.write(memoryview(header))
-        for each in ordered:
-            for part in chunks(Span(0, each.elements.numel), each.dtype.itemsize):
-                writer.write(as_bytes(each.read(part)))
-    by_slice = dict(zip(order, offsets, strict=True))
-    return writer, [by_slice[index] for index in range(len(slices))]
+        for _, each in sorted(zip(offsets, slices, strict=True), key=lambda pair: pair[0]):
+            for _, values in each.parts():
+                writer.write(as_bytes(values))
+    return writer, offsets
 
 
 def header_of(
-    tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadata: bool = False
+    tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]], metadata: bool = False
 ) -> tuple[bytes, list[int]]:
-    """The header of a safetensors file that holds these tensors in this order, and where the bytes of each begin."""
+    """The header of a safetensors file that holds these tensors, and where the bytes of each begin."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}} if metadata else {}
-    position, starts = 0, []
-    for key, dtype, shape in tensors:
+    position, starts = 0, [0] * len(tensors)
+    # Wider elements first, so that each tensor is aligned to its element.
+    for index in sorted(range(len(tensors)), key=lambda index: -tensors[index][1].itemsize):
+        key, dtype, shape = tensors[index]
         if dtype not in _NAMES:
             raise CheckpointError(f"{key} has dtype {dtype}, which a checkpoint cannot hold")
         stop = position + math.prod(shape) * dtype.itemsize
         entries[key] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [position, stop]}
-        starts.append(position)
-        position = stop
+        starts[index], position = position, stop
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
     return header, [start + len(header) for start in starts]
 
 
-def chunks(span: Span, itemsize: int) -> Iterator[Span]:
+def _chunks(span: Span, itemsize: int) -> Iterator[Span]:
     """A span in parts of a few MB."""
     step = CHUNK_BYTES // itemsize
     for start in range(span.start, span.stop, step):
@@ -119,10 +118,11 @@ def as_bytes(values: torch.Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
-class CheckpointReader:
+class CheckpointReader(contextlib.ExitStack):
     """Reads and verifies the tensors of a checkpoint. A file is opened when its first tensor is read."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
+        super().__init__()
         self.folder = folder
         self.manifest = manifest
         self._readers: dict[int, BlockReader] = {}
@@ -130,11 +130,11 @@ class CheckpointReader:
     def parts(self, stored: StoredTensor, wanted: Span) -> Iterator[tuple[Span, torch.Tensor]]:
         """The elements `wanted` of a tensor, in parts of a few MB."""
         dtype = stored.torch_dtype
-        for read in file_reads(stored.pieces, dtype.itemsize, wanted):
-            for part in chunks(read.elements, dtype.itemsize):
+        for piece in pieces_over(stored.pieces, dtype.itemsize, wanted):
+            for part in _chunks(Span(piece.start, piece.stop), dtype.itemsize):
                 values = torch.empty(part.numel, dtype=dtype)
-                offset = read.offset + (part.start - read.elements.start) * dtype.itemsize
-                self._file(read.file).read_into(as_bytes(values), offset)
+                offset = piece.offset + (part.start - piece.start) * dtype.itemsize
+                self._file(piece.file).read_into(as_bytes(values), offset)
                 yield part, values
 
     def whole(self, key: str) -> torch.Tensor:
@@ -150,23 +150,15 @@ class CheckpointReader:
     def _file(self, number: int) -> BlockReader:
         if number not in self._readers:
             file = self.manifest.files[number]
-            self._readers[number] = BlockReader(self.folder / file.name, file.size_bytes, file.checksums)
+            reader = BlockReader(self.folder / file.name, file.size_bytes, file.checksums)
+            self._readers[number] = self.enter_context(contextlib.closing(reader))
         return self._readers[number]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *details: object) -> None:
-        with contextlib.ExitStack() as stack:
-            for reader in self._readers.values():
-                stack.callback(reader.close)
 
 
 class BlockWriter:
     """Writes a new file and computes a checksum of every block."""
 
     def __init__(self, path: Path, block_bytes: int = BLOCK_BYTES) -> None:
-        self.path = path
         self.size_bytes = 0
         self.checksums: list[int] = []
         self._block_bytes = block_bytes
@@ -177,29 +169,23 @@ class BlockWriter:
         position = 0
         while position < len(data):
             room = self._block_bytes - self.size_bytes % self._block_bytes
-            part = data[position : position + room]
             if room == self._block_bytes:
                 self.checksums.append(0)
+            part = data[position : position + room]
+            part = part[: self._file.write(part)]
             self.checksums[-1] = zlib.crc32(part, self.checksums[-1])
-            self._write_all(part)
             self.size_bytes += len(part)
             position += len(part)
-
-    def _write_all(self, data: memoryview) -> None:
-        while data:
-            data = data[self._file.write(data) :]
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
-        try:
+        with self._file:
             if kind is None:
                 # The bytes are durable before the rank's table says that the file is complete, and so before the
                 # rename that makes the folder a checkpoint: test_kills_at_random_moments_lose_nothing.
                 os.fsync(self._file.fileno())
-        finally:
-            self._file.close()
 
 
 class BlockReader:
@@ -207,14 +193,16 @@ class BlockReader:
 
     def __init__(self, path: Path, size_bytes: int, checksums: list[int], block_bytes: int = BLOCK_BYTES) -> None:
         self.path = path
-        self.size_bytes = size_bytes
         self._checksums = checksums
         self._block_bytes = block_bytes
-        self._blocks: OrderedDict[int, bytes] = OrderedDict()
-        self._descriptor = _open(path)
-        seen = os.fstat(self._descriptor).st_size
+        self._blocks: dict[int, bytes] = {}
+        try:
+            self._file = open(path, "rb", opener=_open_here)  # noqa: SIM115  # until `close`
+        except OSError as error:
+            raise DamagedError(f"{path} cannot be read: {error.strerror}") from None
+        seen = os.fstat(self._file.fileno()).st_size
         if seen != size_bytes:
-            os.close(self._descriptor)
+            self.close()
             raise DamagedError(f"{path} is damaged: it has {seen} bytes, and {size_bytes} were written")
 
     def read_into(self, target: memoryview, offset: int) -> None:
@@ -232,37 +220,22 @@ class BlockReader:
             self._block(number)
 
     def close(self) -> None:
-        os.close(self._descriptor)
+        self._file.close()
 
     def _block(self, number: int) -> bytes:
         if number not in self._blocks:
             start = number * self._block_bytes
-            data = _read_at(self._descriptor, start, min(self._block_bytes, self.size_bytes - start))
+            self._file.seek(start)
+            data = self._file.read(self._block_bytes)
             if zlib.crc32(data) != self._checksums[number]:
-                stop = start + len(data)
-                raise DamagedError(
-                    f"{self.path} is damaged: its bytes {start} to {stop} are not those that were written"
-                )
+                span = f"{start} to {start + len(data)}"
+                raise DamagedError(f"{self.path} is damaged: its bytes {span} are not those that were written")
             self._blocks[number] = data
             if len(self._blocks) > _CACHED_BLOCKS:
-                self._blocks.popitem(last=False)
+                del self._blocks[next(iter(self._blocks))]  # the oldest
         return self._blocks[number]
 
 
-def _open(path: Path) -> int:
+def _open_here(path: str, flags: int) -> int:
     # A symbolic link could lead out of the checkpoint's folder: test_a_link_is_not_followed.
-    try:
-        return os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
-    except OSError as error:
-        raise DamagedError(f"{path} cannot be read: {error.strerror}") from None
-
-
-def _read_at(descriptor: int, offset: int, size: int) -> bytes:
-    parts = []
-    while size:
-        part = os.pread(descriptor, size, offset)
-        if not part:
-            break
-        parts.append(part)
-        offset, size = offset + len(part), size - len(part)
-    return b"".join(parts)
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0))

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.checkpoint.files import BlockReader
-from shardwise.checkpoint.manifest import FILE_NAME, Manifest, read_head, read_manifest
+from shardwise.checkpoint.manifest import FILE_NAME, Manifest, read_body, read_manifest
 from shardwise.errors import CheckpointError, DamagedError
 
 LATEST = "latest"
@@ -76,7 +76,7 @@ class CheckpointDraft:
         kill or a power failure leaves the old or the new one (test_kills_at_random_moments_lose_nothing).
         """
         for file in manifest.files:
-            seen = (self.path / file.name).stat().st_size if (self.path / file.name).exists() else None
+            seen = _size_bytes(self.path / file.name)
             if seen != file.size_bytes:
                 raise CheckpointError(
                     f"{self.path / file.name} has {seen} bytes where {file.size_bytes} were written: all ranks must "
@@ -100,11 +100,7 @@ class CheckpointDraft:
 
     def size_bytes(self) -> int:
         """The bytes written so far."""
-        size_bytes = 0
-        for file in self.path.glob("*"):
-            with contextlib.suppress(FileNotFoundError):  # a rank may rename its table in the meantime
-                size_bytes += file.stat().st_size
-        return size_bytes
+        return sum(_size_bytes(file) or 0 for file in self.path.glob("*"))
 
     def discard(self) -> None:
         """Remove the draft; does nothing after `commit`, which renamed it."""
@@ -138,13 +134,8 @@ def list_checkpoints(root: Path) -> list[CheckpointEntry]:
     return sorted(entries, key=lambda entry: -entry.serial)
 
 
-def is_empty(root: Path) -> bool:
-    """Whether `root` neither is a checkpoint nor holds one."""
-    return not (root / FILE_NAME).exists() and not list_checkpoints(root)
-
-
-def candidates(root: Path, tag: str, fallback: bool) -> list[Path]:
-    """The paths to load from, the first choice first.
+def candidates(root: Path, tag: str, fallback: bool, missing_ok: bool = False) -> list[Path]:
+    """The paths to load from, the first choice first; with `missing_ok`, none if `root` holds no checkpoint.
 
     The first is `root`, if it is a checkpoint itself, or the checkpoint that `tag` names, or the newest. With
     `fallback`, all other checkpoints follow, newest first.
@@ -152,6 +143,8 @@ def candidates(root: Path, tag: str, fallback: bool) -> list[Path]:
     if (root / FILE_NAME).exists():
         return [root]
     entries = list_checkpoints(root)
+    if missing_ok and not entries:
+        return []
     damaged = [entry for entry in entries if entry.problem]
     readable = [entry for entry in entries if not entry.problem]
     if tag == LATEST:
@@ -186,7 +179,7 @@ def missing_files(path: Path) -> list[str]:
         files = read_manifest(path).files
     except CheckpointError:
         return [FILE_NAME]
-    return [file.name for file in files if not _has_size(path / file.name, file.size_bytes)]
+    return [file.name for file in files if _size_bytes(path / file.name) != file.size_bytes]
 
 
 def verify(path: Path) -> Manifest:
@@ -216,16 +209,18 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def _has_size(path: Path, size_bytes: int) -> bool:
-    return path.exists() and path.stat().st_size == size_bytes
+def _size_bytes(path: Path) -> int | None:
+    with contextlib.suppress(FileNotFoundError):  # a rank may rename its table at any time
+        return path.stat().st_size
+    return None
 
 
 def _entry(path: Path) -> CheckpointEntry:
     try:
-        tag, serial = read_head(path)
+        body = read_body(path)
     except CheckpointError as error:
         return CheckpointEntry(path, path.name, -1, str(error))
-    return CheckpointEntry(path, tag, serial)
+    return CheckpointEntry(path, str(body.get("tag")), int(body.get("serial", -1)))
 
 
 def _host() -> str:

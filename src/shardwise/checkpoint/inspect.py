@@ -16,8 +16,7 @@ from shardwise.sizes import format_bytes, format_count
 def describe(path: Path, verified: bool = False) -> str:
     """One checkpoint in detail, or a line for each checkpoint in a folder; `verified` reads every byte."""
     if (path / FILE_NAME).exists():
-        manifest = verify(path) if verified else read_manifest(path)
-        return "\n".join(_details(path, manifest, verified))
+        return _details(path, verified)
     entries = list_checkpoints(path)
     if not entries:
         raise CheckpointError(f"there is no checkpoint in {path}")
@@ -27,16 +26,15 @@ def describe(path: Path, verified: bool = False) -> str:
 def summary(path: Path) -> dict[str, Any]:
     """The main facts of one checkpoint as plain values."""
     manifest = read_manifest(path)
+    bytes_by_kind: Counter[str] = Counter()
+    for key, stored in manifest.tensors.items():
+        kind = key.split("/")[1] if key.startswith(("optim/", "rank-")) else key.split("/")[0]
+        bytes_by_kind[kind] += stored.numel * stored.torch_dtype.itemsize
     return {
-        "tag": manifest.tag,
-        "serial": manifest.serial,
-        "steps": manifest.steps,
-        "world_size": manifest.world_size,
-        "written_by": manifest.written_by,
-        "optimizer": manifest.optimizer,
+        **manifest.model_dump(include={"tag", "serial", "steps", "world_size", "written_by", "optimizer"}),
         "parameters": sum(manifest.tensors[f"{MASTER}/{name}"].numel for name in manifest.params),
         "bytes": manifest.size_bytes,
-        "bytes_by_kind": _bytes_by_kind(manifest),
+        "bytes_by_kind": dict(bytes_by_kind),
         "files": [file.name for file in manifest.files],
         "missing_files": missing_files(path),
         "state": manifest.state,
@@ -45,39 +43,35 @@ def summary(path: Path) -> dict[str, Any]:
 
 def _line(path: Path, verified: bool) -> str:
     try:
-        manifest = verify(path) if verified else read_manifest(path)
+        manifest, state = _checked(path, verified)
     except CheckpointError as error:
         return f"{path.name}: {error}"
-    missing = missing_files(path)
-    state = f"missing or cut short: {', '.join(missing)}" if missing else "verified" if verified else "complete"
     size = format_bytes(manifest.size_bytes)
     return f"{path.name}: step {manifest.steps}, {manifest.world_size} ranks, {size}, {state}"
 
 
-def _details(path: Path, manifest: Manifest, verified: bool) -> list[str]:
-    facts = summary(path)
-    frozen = [name for name, param in manifest.params.items() if param.group is None]
-    tied = {name: param.aliases for name, param in manifest.params.items() if param.aliases}
-    dtypes = Counter(param.compute for param in manifest.params.values())
-    missing = ", ".join(facts["missing_files"])
+def _details(path: Path, verified: bool) -> str:
+    manifest, state = _checked(path, verified)
+    facts, params = summary(path), manifest.params
+    frozen = [name for name, param in params.items() if param.group is None]
+    dtypes = Counter(param.compute for param in params.values())
     count = format_count(facts["parameters"])
     rows = {
         "checkpoint": f"{manifest.tag} (number {manifest.serial} of its folder), by {manifest.written_by}",
         "training": f"step {manifest.steps} on {manifest.world_size} ranks, optimizer {manifest.optimizer or 'none'}",
-        "model": f"{count} parameters in {len(manifest.params)} tensors, {len(frozen)} of them frozen",
+        "model": f"{count} parameters in {len(params)} tensors, {len(frozen)} of them frozen",
         "computes in": ", ".join(f"{dtype} ({number})" for dtype, number in dtypes.items()),
-        **{f"tied to {name}": ", ".join(aliases) for name, aliases in tied.items()},
+        **{f"tied to {name}": ", ".join(param.aliases) for name, param in params.items() if param.aliases},
         "bytes": ", ".join(f"{kind} {format_bytes(size)}" for kind, size in facts["bytes_by_kind"].items()),
         "files": f"{len(manifest.files)}, {format_bytes(manifest.size_bytes)}",
-        "state": f"missing or cut short: {missing}" if missing else "verified" if verified else "complete",
+        "state": state,
     }
     width = max(len(label) for label in rows)
-    return [f"{label:<{width}}  {text}" for label, text in rows.items()]
+    return "\n".join(f"{label:<{width}}  {text}" for label, text in rows.items())
 
 
-def _bytes_by_kind(manifest: Manifest) -> dict[str, int]:
-    sizes: Counter[str] = Counter()
-    for key, stored in manifest.tensors.items():
-        kind = key.split("/")[1] if key.startswith(("optim/", "rank-")) else key.split("/")[0]
-        sizes[kind] += stored.numel * stored.torch_dtype.itemsize
-    return dict(sizes)
+def _checked(path: Path, verified: bool) -> tuple[Manifest, str]:
+    """The manifest of a checkpoint, and whether its files are there, in words."""
+    manifest = verify(path) if verified else read_manifest(path)
+    missing = ", ".join(missing_files(path))
+    return manifest, f"missing or cut short: {missing}" if missing else "verified" if verified else "complete"

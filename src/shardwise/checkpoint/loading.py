@@ -6,7 +6,7 @@ import difflib
 import logging
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,21 +19,20 @@ from shardwise.checkpoint.checkpointable import (
     persistent_buffers,
 )
 from shardwise.checkpoint.files import CheckpointReader
-from shardwise.checkpoint.folder import candidates, is_empty, missing_files
-from shardwise.checkpoint.manifest import Manifest, StoredTensor, read_manifest
+from shardwise.checkpoint.folder import candidates, missing_files
+from shardwise.checkpoint.manifest import Manifest, read_manifest
 from shardwise.checkpoint.plain import from_plain, set_rng_states
 from shardwise.errors import CheckpointError, DamagedError
 from shardwise.optim.states import MASTER, piece_spans, prepare, set_extra, state_views
 from shardwise.unit.unit import Unit
 
+T = TypeVar("T")
 _LOG = logging.getLogger("shardwise")
 
 
 def load(engine: Checkpointable, root: Path, tag: str, fallback: bool, missing_ok: bool) -> Any:
     """Restore an engine from a checkpoint in `root`; returns the user's state. See `Engine.load`. A collective."""
-    paths = on_rank_0(engine.comm, lambda: [] if missing_ok and is_empty(root) else candidates(root, tag, fallback))
-    if not paths:
-        return None
+    paths = on_rank_0(engine.comm, lambda: candidates(root, tag, fallback, missing_ok))
     for path in paths:
         try:
             return _load_one(engine, path)
@@ -42,7 +41,7 @@ def load(engine: Checkpointable, root: Path, tag: str, fallback: bool, missing_o
                 raise
             if engine.comm.rank == 0:
                 _LOG.warning("%s; trying the next older checkpoint", error)
-    raise AssertionError("there is at least one candidate")
+    return None
 
 
 def _load_one(engine: Checkpointable, path: Path) -> Any:
@@ -60,20 +59,14 @@ def _load_one(engine: Checkpointable, path: Path) -> Any:
 
 
 def _check_files(path: Path) -> None:
-    missing = missing_files(path)
-    if missing:
+    if missing := missing_files(path):
         read_manifest(path)  # raises a more precise error if the manifest is the problem
         raise DamagedError(f"{path / missing[0]} is missing or cut short")
 
 
 def _read_fitting(engine: Checkpointable, path: Path) -> Manifest:
+    """The manifest; a CheckpointError names the first parameter, buffer or option that does not fit the engine."""
     manifest = read_manifest(path)
-    check_fit(engine, manifest, path)
-    return manifest
-
-
-def check_fit(engine: Checkpointable, manifest: Manifest, path: Path) -> None:
-    """Raise a CheckpointError that names the first parameter, buffer or option that does not fit the engine."""
     shapes = {slot.spec.name: slot.spec.shape for unit in engine.units for slot in unit.layout.slots}
     buffers = {name: tuple(buffer.shape) for name, buffer in persistent_buffers(engine.module).items()}
     stored = [key.removeprefix("buffer/") for key in manifest.tensors if key.startswith("buffer/")]
@@ -86,6 +79,7 @@ def check_fit(engine: Checkpointable, manifest: Manifest, path: Path) -> None:
         if seen != shape:
             raise CheckpointError(f"{path} is of another model: {key} has shape {list(seen)} there, {list(shape)} here")
     _check_optimizer(engine, manifest, path)
+    return manifest
 
 
 def _check_names(what: str, here: Collection[str], there: Collection[str], path: Path) -> None:
@@ -123,17 +117,17 @@ def _check_optimizer(engine: Checkpointable, manifest: Manifest, path: Path) -> 
 def _restore(engine: Checkpointable, reader: CheckpointReader) -> Any:
     """Read everything that this rank owns; returns the user's state."""
     manifest, comm = reader.manifest, engine.comm
-    states = _states_by_param(manifest)
+    dtypes = _state_dtypes(manifest)
     for unit in engine.units:
         if engine.optimizer is not None and unit.is_trainable:
-            _prepare_states(unit, engine.optimizer, reader, states)
+            _prepare_states(unit, engine.optimizer, reader, dtypes)
         _restore_unit(unit, engine.optimizer, reader)
     same_ranks = manifest.world_size == comm.world_size
     for name, buffer in persistent_buffers(engine.module).items():
         own = f"rank-{comm.rank}/buffer/{name}"
-        is_own = same_ranks and own in manifest.tensors
+        key = own if same_ranks and own in manifest.tensors else f"buffer/{name}"
         with torch.no_grad():
-            buffer.copy_(reader.whole(own if is_own else f"buffer/{name}"))
+            buffer.copy_(reader.whole(key))
     _restore_training(engine, from_plain(manifest.training, reader.whole))
     if same_ranks and manifest.ranks[comm.rank] is not None:
         set_rng_states(from_plain(manifest.ranks[comm.rank], reader.whole), comm.device)
@@ -150,51 +144,41 @@ def _restore_unit(unit: Unit, optimizer: torch.optim.Optimizer | None, reader: C
                 view.write(elements.shift(slot.span.start), values)
 
 
-def _states_by_param(manifest: Manifest) -> dict[str, dict[str, StoredTensor]]:
-    """The stored optimizer state of each parameter."""
-    states: dict[str, dict[str, StoredTensor]] = {name: {} for name in manifest.params}
+def _state_dtypes(manifest: Manifest) -> dict[str, dict[str, torch.dtype]]:
+    """The dtypes of the stored optimizer state, by parameter and key."""
+    dtypes: dict[str, dict[str, torch.dtype]] = {name: {} for name in manifest.params}
     for full_key, stored in manifest.tensors.items():
-        kind, _, rest = full_key.partition("/")
-        key, _, name = rest.partition("/")
-        if kind == "optim":
-            states[name][key] = stored
-    return states
+        if full_key.startswith("optim/"):
+            _, key, name = full_key.split("/", 2)
+            dtypes[name][key] = stored.torch_dtype
+    return dtypes
 
 
 def _prepare_states(
     unit: Unit,
     optimizer: torch.optim.Optimizer,
     reader: CheckpointReader,
-    states: Mapping[str, Mapping[str, StoredTensor]],
+    dtypes: Mapping[str, Mapping[str, torch.dtype]],
 ) -> None:
     """Allocate the optimizer's state of a unit, and set the values that are not one per element."""
     for span in piece_spans(unit):
         names = [slot.spec.name for slot, _ in overlaps(unit, span)]
-        prepare(unit, optimizer, span, _common_dtypes(names, states))
-        for key, value in _common_extras(names, reader).items():
-            set_extra(unit, optimizer, span, key, value)
+        prepare(unit, optimizer, span, _common({name: dtypes[name] for name in names}))
+        extras = _common({name: reader.manifest.params[name].extras for name in names})
+        for key, value in extras.items():
+            set_extra(unit, optimizer, span, key, from_plain(value, reader.whole))
 
 
-def _common_dtypes(names: list[str], states: Mapping[str, Mapping[str, StoredTensor]]) -> dict[str, torch.dtype]:
-    kinds = [{key: stored.torch_dtype for key, stored in states[name].items()} for name in names]
-    for name, kind in zip(names, kinds, strict=True):
-        if kind != kinds[0]:
+def _common(states: Mapping[str, Mapping[str, T]]) -> Mapping[str, T]:
+    """The state that all parameters have that are updated together; a CheckpointError if they differ."""
+    first, common = next(iter(states.items()), ("", {}))
+    for name, state in states.items():
+        if state != common:
             raise CheckpointError(
-                f"the optimizer has {sorted(kind) or 'no state'} for {name!r} but {sorted(kinds[0]) or 'no state'} for "
-                f"{names[0]!r}, which is updated together with it: put them into separate parameter groups"
+                f"the optimizer's state of {name!r} ({sorted(state) or 'none'}) differs from that of {first!r} "
+                f"({sorted(common) or 'none'}), which is updated together with it: put them into separate groups"
             )
-    return kinds[0] if kinds else {}
-
-
-def _common_extras(names: list[str], reader: CheckpointReader) -> dict[str, Any]:
-    plain = [reader.manifest.params[name].extras for name in names]
-    for name, extras in zip(names, plain, strict=True):
-        if extras != plain[0]:
-            raise CheckpointError(
-                f"the optimizer's {sorted(extras)} of {name!r} differ from those of {names[0]!r}, which is updated "
-                "together with it: put them into separate parameter groups"
-            )
-    return {key: from_plain(value, reader.whole) for key, value in plain[0].items()} if plain else {}
+    return common
 
 
 def _restore_training(engine: Checkpointable, training: Mapping[str, Any]) -> None:

@@ -28,7 +28,7 @@ FORMAT = "shardwise-checkpoint"
 VERSION = 1
 FILE_NAME = "manifest.json"
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
-_HEAD, _MIDDLE, _TAIL = '{"sha256": "', '", "manifest": ', "}\n"
+_TEXT = re.compile(r'\{"sha256": "(.{64})", "manifest": (.*)\}\n', re.DOTALL)
 
 
 class StoredRange(NamedTuple):
@@ -40,37 +40,28 @@ class StoredRange(NamedTuple):
     offset: int
 
 
-class FileRead(NamedTuple):
-    """Bytes to read: those of `elements` of a tensor, `offset` bytes into the file with number `file`."""
+def pieces_over(ranges: Sequence[StoredRange], itemsize: int, wanted: Span) -> Iterator[StoredRange]:
+    """The parts of `ranges` to read for the elements `wanted`, in order. `ranges` are sorted and cover them.
 
-    file: int
-    offset: int
-    elements: Span
-
-
-def file_reads(ranges: Sequence[StoredRange], itemsize: int, wanted: Span) -> Iterator[FileRead]:
-    """What to read for the elements `wanted`, in their order. `ranges` are sorted and cover them.
-
-    >>> [read.elements for read in file_reads([StoredRange(0, 0, 10, 8), StoredRange(1, 10, 16, 8)], 4, Span(8, 12))]
-    [Span(start=8, stop=10), Span(start=10, stop=12)]
+    >>> list(pieces_over([StoredRange(0, 0, 10, 8), StoredRange(1, 10, 16, 8)], 4, Span(8, 10)))
+    [StoredRange(file=0, start=8, stop=10, offset=40)]
     """
     index = bisect_right(ranges, wanted.start, key=lambda each: each.stop)
     position = wanted.start
     while position < wanted.stop:
-        stored = ranges[index]
-        part = Span(position, min(stored.stop, wanted.stop))
-        yield FileRead(stored.file, stored.offset + (position - stored.start) * itemsize, part)
-        position, index = part.stop, index + 1
+        file, start, stop, offset = ranges[index]
+        yield StoredRange(file, position, min(stop, wanted.stop), offset + (position - start) * itemsize)
+        position, index = stop, index + 1
 
 
 def gap(ranges: Sequence[StoredRange], numel: int) -> Span | None:
     """The first elements of a tensor of `numel` that sorted `ranges` lack or have twice; None if there are none."""
     position = 0
-    for stored in ranges:
-        if stored.start != position or stored.stop <= stored.start:
-            return Span(min(position, stored.start), max(position, stored.start))
-        position = stored.stop
-    return None if position == numel else Span(min(position, numel), max(position, numel))
+    for _, start, stop, _ in (*ranges, StoredRange(-1, numel, numel + 1, 0)):
+        if start != position or stop <= start:
+            return Span(min(position, start), max(position, start))
+        position = stop
+    return None
 
 
 class _ManifestModel(BaseModel):
@@ -157,16 +148,13 @@ class Manifest(_ManifestModel):
 
     def to_text(self) -> str:
         body = json.dumps(self.model_dump(mode="json"), separators=(",", ":"), allow_nan=False)
-        return f"{_HEAD}{_digest(body)}{_MIDDLE}{body}{_TAIL}"
+        return f'{{"sha256": "{_digest(body)}", "manifest": {body}}}\n'
 
     def check(self) -> None:
         """Raise a CheckpointError unless every tensor is complete and lies inside the listed files."""
         for key, stored in self.tensors.items():
-            missing = gap(stored.pieces, stored.numel)
-            if missing is not None:
-                raise CheckpointError(
-                    f"elements {missing.start} to {missing.stop} of {key} are missing or stored twice"
-                )
+            if (span := gap(stored.pieces, stored.numel)) is not None:
+                raise CheckpointError(f"elements {span.start} to {span.stop} of {key} are missing or stored twice")
             for piece in stored.pieces:
                 stop = piece.offset + (piece.stop - piece.start) * stored.torch_dtype.itemsize
                 size_bytes = self.files[piece.file].size_bytes if 0 <= piece.file < len(self.files) else -1
@@ -180,7 +168,7 @@ class Manifest(_ManifestModel):
 
 def read_manifest(folder: Path) -> Manifest:
     """The verified manifest of a checkpoint; a CheckpointError says what is wrong with it."""
-    path, body = folder / FILE_NAME, _read_body(folder)
+    path, body = folder / FILE_NAME, read_body(folder)
     try:
         manifest = Manifest.model_validate(body)
         manifest.check()
@@ -193,13 +181,8 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def read_head(folder: Path) -> tuple[str, int]:
-    """Tag and serial number of a checkpoint; verifies the digest, not the tensors."""
-    body = _read_body(folder)
-    return str(body.get("tag")), int(body.get("serial", -1))
-
-
-def _read_body(folder: Path) -> dict[str, Any]:
+def read_body(folder: Path) -> dict[str, Any]:
+    """The content of a manifest; verifies the digest, not the tensors."""
     path = folder / FILE_NAME
     try:
         text = path.read_bytes().decode()
@@ -207,11 +190,10 @@ def _read_body(folder: Path) -> dict[str, Any]:
         raise DamagedError(f"{path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise DamagedError(f"{path} is damaged: it is not text") from None
-    start = len(_HEAD) + 64 + len(_MIDDLE)
-    digest, body = text[len(_HEAD) : len(_HEAD) + 64], text[start : -len(_TAIL)]
-    if text != f"{_HEAD}{digest}{_MIDDLE}{body}{_TAIL}" or digest != _digest(body):
+    match = _TEXT.fullmatch(text)
+    if match is None or match[1] != _digest(match[2]):
         raise DamagedError(f"{path} is damaged: it is not what was written")
-    content = json.loads(body)
+    content = json.loads(match[2])
     if content.get("format") != FORMAT or content.get("version") != VERSION:
         raise CheckpointError(
             f"{path} has format {content.get('format')!r} version {content.get('version')!r}; this version of "

@@ -51,8 +51,7 @@ def from_plain(value: Any, fetch: Callable[[str], torch.Tensor]) -> Any:
         return [from_plain(item, fetch) for item in value]
     if not isinstance(value, dict):
         return value
-    tag = next(iter(value)) if len(value) == 1 else None
-    content = value.get(tag) if tag is not None else None
+    tag, content = next(iter(value.items())) if len(value) == 1 else (None, None)
     if tag == _TUPLE:
         return tuple(from_plain(content, fetch))
     if tag in (_DICT, _COUNTER):
@@ -76,11 +75,7 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype in checkpoints.
-
-    >>> dtype_name(torch.float32)
-    'float32'
-    """
+    """The name of a dtype in checkpoints, such as `float32`."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -122,9 +117,8 @@ def _mapping(value: Mapping[Any, Any], tensors: MutableMapping[str, torch.Tensor
     for key in value:
         if not isinstance(key, str | int | float):
             raise CheckpointError(f"{where} has the key {key!r}, a {type(key).__name__}: use strings or numbers")
-    pairs = [(key, to_plain(item, tensors, f"{where}/{key}")) for key, item in value.items()]
-    if isinstance(value, Counter):
-        return {_COUNTER: [list(pair) for pair in pairs]}
-    if all(isinstance(key, str) and not key.startswith("$") for key in value):
-        return dict(pairs)
-    return {_DICT: [list(pair) for pair in pairs]}
+    plain = {key: to_plain(item, tensors, f"{where}/{key}") for key, item in value.items()}
+    is_counter = isinstance(value, Counter)
+    if not is_counter and all(isinstance(key, str) and not key.startswith("$") for key in value):
+        return plain
+    return {_COUNTER if is_counter else _DICT: [[key, item] for key, item in plain.items()]}

@@ -15,14 +15,21 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint.checkpointable import Checkpointable, on_all_ranks, on_rank_0
-from shardwise.checkpoint.contents import RankContents, contents_of, own_buffers
+from shardwise.checkpoint.checkpointable import (
+    Checkpointable,
+    RankContents,
+    contents_of,
+    on_all_ranks,
+    on_rank_0,
+    own_buffers,
+)
 from shardwise.checkpoint.files import write_tensors
 from shardwise.checkpoint.folder import CheckpointDraft, check_tag, keep_newest, writing
-from shardwise.checkpoint.manifest import Manifest, ParamInfo, StoredFile, StoredRange, StoredTensor
+from shardwise.checkpoint.manifest import Manifest, StoredRange
 from shardwise.checkpoint.plain import dtype_name
 from shardwise.comm.comm import Comm
 from shardwise.errors import CheckpointError
@@ -41,22 +48,18 @@ def prepare(
     comm = engine.comm
     on_all_ranks(comm, lambda: _check(engine, tag, keep))
     draft = on_rank_0(comm, lambda: CheckpointDraft.begin(root, tag if tag is not None else f"step-{engine.steps}"))
-
-    def collect() -> RankContents:
-        contents = contents_of(engine, state, buffers)
-        return contents.staged(comm.device) if staged else contents
-
     try:
         buffers = own_buffers(engine)
-        return CheckpointWrite(draft, on_all_ranks(comm, collect), comm.rank, comm.world_size, keep)
+        contents = on_all_ranks(comm, lambda: contents_of(engine, state, buffers, staged))
+        return CheckpointWrite(draft, contents, comm.rank, comm.world_size, keep)
     except BaseException:
         if comm.rank == 0:
             draft.discard()
         raise
 
 
-def save(write: CheckpointWrite, comm: Comm) -> None:
-    """Write and commit a checkpoint. A collective."""
+def save(write: CheckpointWrite, comm: Comm | None) -> None:
+    """Write and commit a checkpoint. A collective, or the work of one process without `comm`."""
     try:
         on_all_ranks(comm, write.write)
         on_rank_0(comm, write.commit)
@@ -65,21 +68,19 @@ def save(write: CheckpointWrite, comm: Comm) -> None:
         raise
 
 
+@dataclass(frozen=True)
 class CheckpointWrite:
     """One rank's part in writing a checkpoint. Ranks exchange tables through files in the draft."""
 
-    def __init__(
-        self, draft: CheckpointDraft, contents: RankContents, rank: int, world_size: int, keep: int | None = None
-    ) -> None:
-        self.draft = draft
-        self._contents = contents
-        self._rank = rank
-        self._world_size = world_size
-        self._keep = keep
+    draft: CheckpointDraft
+    contents: RankContents
+    rank: int
+    world_size: int
+    keep: int | None = None
 
     def write(self) -> None:
         """Write this rank's file, then a table of its tensors."""
-        contents, path = self._contents, self.draft.path / f"rank-{self._rank:05d}.safetensors"
+        contents, path = self.contents, self.draft.path / f"rank-{self.rank:05d}.safetensors"
         with writing(path):
             writer, offsets = write_tensors(path, contents.slices)
         crc32 = "".join(f"{checksum:08x}" for checksum in writer.checksums)
@@ -88,27 +89,27 @@ class CheckpointWrite:
             "extras": contents.extras,
             "rng": contents.rng,
             "tensors": [
-                [each.key, dtype_name(each.dtype), each.shape, each.elements.start, each.elements.stop, offset]
+                (each.key, dtype_name(each.dtype), each.shape, each.elements.start, each.elements.stop, offset)
                 for each, offset in zip(contents.slices, offsets, strict=True)
             ],
         }
         # The table appears by a rename, complete, and after the file's bytes are durable: in an asynchronous save,
         # rank 0 commits as soon as it sees all tables (test_kills_at_random_moments_lose_nothing).
-        unfinished = self.draft.path / f"rank-{self._rank:05d}.tmp"
+        unfinished = self.draft.path / f"rank-{self.rank:05d}.tmp"
         unfinished.write_text(json.dumps(table))
-        os.rename(unfinished, self._table(self._rank))
+        os.rename(unfinished, self._table(self.rank))
         contents.slices.clear()  # frees the staged copies
 
     def commit(self) -> None:
         """On rank 0, when all tables exist: write the manifest and make the folder a checkpoint."""
-        tables = [self._read_table(rank) for rank in range(self._world_size)]
-        manifest = compose(self.draft, self._contents.head, tables)
-        for rank in range(self._world_size):
+        tables = [self._read_table(rank) for rank in range(self.world_size)]
+        manifest = compose(self.draft, self.contents.head, tables)
+        for rank in range(self.world_size):
             self._table(rank).unlink()
         self.draft.commit(manifest)
-        if self._keep is not None:
+        if self.keep is not None:
             # Only now: a save that fails removes no older checkpoint.
-            keep_newest(self.draft.target.parent, self._keep)
+            keep_newest(self.draft.target.parent, self.keep)
 
     def discard(self) -> None:
         """Remove the draft, unless it has become a checkpoint. Not to be called during `commit`.
@@ -116,12 +117,12 @@ class CheckpointWrite:
         Only rank 0 removes it, because only rank 0 commits. Another rank that fails cannot know whether the commit has
         begun (test_a_rank_that_fails_does_not_remove_what_rank_0_commits).
         """
-        if self._rank == 0:
+        if self.rank == 0:
             self.draft.discard()
 
     def is_written(self) -> bool:
         """Whether every rank's part is complete."""
-        return all(self._table(rank).exists() for rank in range(self._world_size))
+        return all(self._table(rank).exists() for rank in range(self.world_size))
 
     def _read_table(self, rank: int) -> dict[str, Any]:
         path = self._table(rank)
@@ -184,7 +185,7 @@ class AsyncSave:
     def _commit(self) -> None:
         size_bytes, deadline = -1, math.inf
         while not self._write.is_written():
-            if self._is_leaving():
+            if self._leaving.is_set() or not threading.main_thread().is_alive():
                 before, size_bytes = size_bytes, self._write.draft.size_bytes()
                 deadline = deadline if size_bytes == before else time.monotonic() + self._last_wait_s
             if self._stop.is_set() or time.monotonic() > deadline:
@@ -192,9 +193,6 @@ class AsyncSave:
                 raise CheckpointError(f"not all ranks wrote their part of {self._write.draft.target}")
             time.sleep(POLL_S)
         self._write.commit()
-
-    def _is_leaving(self) -> bool:
-        return self._leaving.is_set() or not threading.main_thread().is_alive()
 
 
 def _resolve(future: Future[None], work: Callable[[], None]) -> None:
@@ -210,47 +208,25 @@ def _resolve(future: Future[None], work: Callable[[], None]) -> None:
 
 def compose(draft: CheckpointDraft, head: Mapping[str, Any], tables: Sequence[Mapping[str, Any]]) -> Manifest:
     """The manifest of a checkpoint whose ranks wrote these tables."""
-    params = head["params"]
-    extras: dict[str, Any] = {}
-    for table in tables:
-        extras.update(table["extras"])
-    manifest = Manifest(
-        tag=draft.tag,
-        serial=draft.serial,
-        files=tuple(StoredFile(**table["file"]) for table in tables),
-        ranks=tuple(table["rng"] for table in tables),
-        params={
-            name: ParamInfo(
-                compute=param["compute"],
-                aliases=tuple(param["aliases"]),
-                group=param["group"],
-                extras=extras.get(name, {}),
-            )
-            for name, param in params.items()
-        },
-        tensors=_stored_tensors(params, tables),
-        **{key: value for key, value in head.items() if key != "params"},
-    )
-    manifest.check()
-    return manifest
-
-
-def _stored_tensors(
-    params: Mapping[str, Mapping[str, Any]], tables: Sequence[Mapping[str, Any]]
-) -> dict[str, StoredTensor]:
+    extras = {name: values for table in tables for name, values in table["extras"].items()}
+    params = {name: {**param, "extras": extras.get(name, {})} for name, param in head["params"].items()}
     # A parameter without elements is in no table, but is listed too.
-    found: dict[str, tuple[str, tuple[int, ...], list[StoredRange]]] = {
-        f"{MASTER}/{name}": (dtype_name(param["dtype"]), tuple(param["shape"]), []) for name, param in params.items()
+    tensors: dict[str, dict[str, Any]] = {
+        f"{MASTER}/{name}": {"dtype": param.pop("dtype"), "shape": param.pop("shape"), "pieces": []}
+        for name, param in params.items()
     }
     for number, table in enumerate(tables):
         for key, dtype, shape, start, stop, offset in table["tensors"]:
-            ranges = found.setdefault(key, (dtype, tuple(shape), []))[2]
+            stored = tensors.setdefault(key, {"dtype": dtype, "shape": shape, "pieces": []})
             if stop > start:
-                ranges.append(StoredRange(number, start, stop, offset))
-    return {
-        key: StoredTensor(dtype=dtype, shape=shape, pieces=tuple(sorted(ranges, key=lambda each: each.start)))
-        for key, (dtype, shape, ranges) in found.items()
-    }
+                stored["pieces"].append(StoredRange(number, start, stop, offset))
+    for stored in tensors.values():
+        stored["pieces"].sort(key=lambda piece: piece.start)
+    files, ranks = [table["file"] for table in tables], [table["rng"] for table in tables]
+    own = {"tag": draft.tag, "serial": draft.serial, "files": files, "ranks": ranks}
+    manifest = Manifest.model_validate({**head, **own, "params": params, "tensors": tensors})
+    manifest.check()
+    return manifest
 
 
 def _check(engine: Checkpointable, tag: str | None, keep: int | None) -> None:

@@ -14,18 +14,9 @@ from torch import nn
 
 from shardwise.comm.comm import Comm
 from shardwise.deferred.pretrained import PretrainedTensor, PretrainedWeights, close_files
-from shardwise.deferred.recording import (
-    DeferredView,
-    Recording,
-    content_of,
-    deferred_storage,
-    random_operations,
-    session_of,
-    value,
-)
+from shardwise.deferred.recording import DeferredView, deferred_storage, random_operations, recording, session_of, value
 from shardwise.errors import ConfigError
-from shardwise.partition.layout import Span
-from shardwise.unit.deferred_value import set_origin
+from shardwise.unit.weights import ORIGIN
 
 
 @dataclass(frozen=True)
@@ -56,30 +47,25 @@ def deferred_init(
     >>> engine = shardwise.initialize(model, torch.optim.AdamW(model.parameters()), "zero3")
     """
     session = DeferredSession(_device(device), PretrainedWeights(weights, strict) if weights is not None else None)
-    with Recording(session, draws=session.weights is None):
+    with recording(session, draws=session.weights is None):
         yield
 
 
 def session_behind(model: nn.Module) -> DeferredSession | None:
     """The session of the `deferred_init` in which a model was built; None for a model that was built ordinarily."""
     tensors = (*model.parameters(), *model.buffers())
-    session: DeferredSession | None = next((found for tensor in tensors if (found := session_of(tensor))), None)
-    return session
+    return next((session for tensor in tensors if (session := session_of(tensor))), None)
 
 
 def prepare(model: nn.Module, session: DeferredSession, comm: Comm) -> None:
-    """Compute the model's buffers, and give each deferred parameter an origin, from which units read its values."""
+    """Compute the model's buffers, and give each deferred parameter an `ORIGIN`, from which units read its values."""
     stored = session.weights.match(model) if session.weights is not None else {}
     if session.weights is None:
         _share_generator_states(model, comm)
     for name, param in model.named_parameters():
-        if name in stored:
+        if (source := stored.get(name) or DeferredView.of(param)) is not None:
             _become_real(param, comm.device)
-            set_origin(param, stored[name])
-        elif (storage := deferred_storage(param)) is not None:
-            view = DeferredView.of(param, storage)
-            _become_real(param, comm.device)
-            set_origin(param, RecordedValues(view))
+            setattr(param, ORIGIN, source.read)
         else:
             param.data = param.data.to(comm.device)
             comm.broadcast(param.data)
@@ -90,16 +76,6 @@ def finish() -> None:
     """Close files and free recordings, when all units have their values."""
     close_files()
     gc.collect()  # storages and their operations refer to each other
-
-
-@dataclass(frozen=True)
-class RecordedValues:
-    """The origin of a parameter whose values are computed by repeating recorded operations."""
-
-    view: DeferredView
-
-    def read(self, part: Span) -> torch.Tensor:
-        return self.view.on(content_of(self.view.storage)).reshape(-1)[part.slice]
 
 
 def check_deferred(model: nn.Module) -> None:
@@ -129,13 +105,12 @@ def _share_generator_states(model: nn.Module, comm: Comm) -> None:
         raise RuntimeError(
             f"the ranks drew random numbers {counts} times while they built the model: build the same one on all ranks"
         )
-    if not operations or comm.world_size == 1:
-        return
     states = [operation.state for operation in operations if operation.state is not None]
+    if not states or comm.world_size == 1:
+        return
     joined = torch.cat(states).to(comm.device)
     comm.broadcast(joined)
-    parts = joined.cpu().split([len(state) for state in states])
-    for operation, state in zip(operations, parts, strict=True):
+    for operation, state in zip(operations, joined.cpu().split([len(state) for state in states]), strict=True):
         operation.state = state.clone()
 
 
@@ -159,11 +134,6 @@ def _fill_buffers(model: nn.Module, stored: dict[str, PretrainedTensor], device:
                 if id(tensor) not in made:
                     is_persistent = is_buffer and key not in module._non_persistent_buffers_set
                     source = stored.get(f"{path}.{key}" if path else key) if is_persistent else None
-                    made[id(tensor)] = tensor, _made(tensor, source, device)
+                    values = source.whole() if source is not None else value(tensor)
+                    made[id(tensor)] = tensor, values.to(device, tensor.dtype)
                 holder[key] = made[id(tensor)][1]
-
-
-def _made(tensor: torch.Tensor, stored: PretrainedTensor | None, device: torch.device) -> torch.Tensor:
-    if stored is not None:
-        return stored.whole().to(device, tensor.dtype)
-    return (value(tensor) if deferred_storage(tensor) is not None else tensor).to(device)

@@ -30,14 +30,12 @@ class PretrainedWeights:
         self.path = Path(path)
         self._strict = strict
         self._files = _files(self.path)
-        self.names = list(self._files)
 
     def match(self, model: nn.Module) -> dict[str, PretrainedTensor]:
         """The stored tensor of each parameter and buffer of the model, by its first name."""
-        tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(
-            model.named_buffers(remove_duplicate=False)
-        )
-        if self._strict and (unexpected := [name for name in self.names if name not in tensors]):
+        tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+        tensors.update(model.named_buffers(remove_duplicate=False))
+        if self._strict and (unexpected := [name for name in self._files if name not in tensors]):
             raise ValueError(
                 f"{self.path} has {_listing(unexpected, tensors)}, which the model does not have: give a checkpoint of "
                 "this model, or pass strict=False to ignore names that the model lacks"
@@ -47,16 +45,11 @@ class PretrainedWeights:
         for name, tensor in tensors.items():
             first = first_names.setdefault(id(tensor), name)  # a tied parameter may be stored under any of its names
             if first not in found and name in self._files:
-                found[first] = self._stored(name, tensor)
+                found[first] = PretrainedTensor(str(self._files[name]), name, tuple(tensor.shape))
+                found[first].check()
         if missing := [name for name, _ in model.named_parameters() if name not in found]:
-            raise ValueError(f"{self.path} lacks {_listing(missing, self.names)}, which the model needs")
+            raise ValueError(f"{self.path} lacks {_listing(missing, self._files)}, which the model needs")
         return found
-
-    def _stored(self, name: str, tensor: torch.Tensor) -> PretrainedTensor:
-        stored = PretrainedTensor(str(self._files[name]), name, tuple(tensor.shape))
-        if stored.shape != (seen := stored.shape_in_file()):
-            raise ValueError(f"{name!r} has shape {seen} in {stored.file}, but {stored.shape} in the model")
-        return stored
 
 
 @dataclass(frozen=True)
@@ -67,8 +60,10 @@ class PretrainedTensor:
     name: str
     shape: tuple[int, ...]
 
-    def shape_in_file(self) -> tuple[int, ...]:
-        return tuple(_opened(self.file).get_slice(self.name).get_shape())
+    def check(self) -> None:
+        """Raise a ValueError if the file has another shape."""
+        if self.shape != (seen := tuple(_opened(self.file).get_slice(self.name).get_shape())):
+            raise ValueError(f"{self.name!r} has shape {seen} in {self.file}, but {self.shape} in the model")
 
     def read(self, part: Span) -> torch.Tensor:
         """The flat elements `part`; reads only the rows that contain them."""
@@ -80,8 +75,7 @@ class PretrainedTensor:
         return rows.reshape(-1)[part.shift(-first * row).slice]
 
     def whole(self) -> torch.Tensor:
-        tensor: torch.Tensor = _opened(self.file).get_tensor(self.name)
-        return tensor
+        return _opened(self.file).get_tensor(self.name)  # type: ignore[no-any-return]  # safetensors
 
 
 @cache
@@ -93,21 +87,18 @@ def _opened(file: str) -> Any:
         raise ValueError(f"{file} cannot be read as safetensors: {error}") from error
 
 
-def close_files() -> None:
-    """Close the files that were read."""
-    _opened.cache_clear()
+close_files = _opened.cache_clear
+"""Close the files that were read."""
 
 
 def _files(path: Path) -> dict[str, Path]:
     """The file of each tensor, by name."""
     if path.is_dir():
-        inside = [path / name for name in (_INDEX, _SINGLE) if (path / name).is_file()] or sorted(
-            path.glob("*.safetensors")
-        )
+        usual = [path / name for name in (_INDEX, _SINGLE) if (path / name).is_file()]
+        inside = usual[:1] or sorted(path.glob("*.safetensors"))
         if not inside:
             raise ValueError(f"{path} holds neither {_INDEX} nor a .safetensors file")
-        chosen = inside[:1] if inside[0].name in (_INDEX, _SINGLE) else inside
-        return {name: file for one in chosen for name, file in _files(one).items()}
+        return {name: file for one in inside for name, file in _files(one).items()}
     if not path.is_file():
         raise ValueError(f"there is no {path}: give a .safetensors file, its index, or the folder of either")
     if path.suffix == ".json":

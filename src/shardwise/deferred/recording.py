@@ -1,6 +1,6 @@
 """Deferred tensors: operations on large tensors are recorded, and repeated when their values are needed.
 
-Within a `Recording`, a large tensor is on torch's meta device: it has a shape and no memory. Operations that write it
+Within `recording`, a large tensor is on torch's meta device: it has a shape and no memory. Operations that write it
 are recorded. A random operation also runs at once, on a scratch tensor, and the generator's state before it is
 recorded. So the generator advances as in ordinary construction, every value can be computed at any time and in any
 order, and all values, and all random numbers drawn later, are those of ordinary construction
@@ -17,12 +17,14 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwise.partition.layout import Span
 
 SMALL_BYTES = 16 << 10
 _META = torch.device("meta")
@@ -30,16 +32,20 @@ _NUMBERS = itertools.count()
 _OVERWRITING = {f"aten::{name}" for name in ("zero_", "fill_", "copy_", "normal_", "uniform_", "random_", "bernoulli_")}
 
 
+@dataclass(eq=False)
 class DeferredStorage:
     """The future content of one storage: the operations that write it, in order."""
 
-    def __init__(self, size_bytes: int, device: torch.device) -> None:
-        self.size_bytes = size_bytes
-        self.device = device
-        self.writes: list[RecordedOperation] = []
+    size_bytes: int
+    device: torch.device
+    writes: list[RecordedOperation] = field(default_factory=list)
+
+    def allocate(self) -> torch.UntypedStorage:
+        return torch.empty(self.size_bytes, dtype=torch.uint8, device=self.device).untyped_storage()
 
 
-class DeferredView(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class DeferredView:
     """A deferred tensor: a view of a deferred storage."""
 
     storage: DeferredStorage
@@ -49,7 +55,11 @@ class DeferredView(NamedTuple):
     offset: int
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, storage: DeferredStorage) -> DeferredView:
+    def of(cls, tensor: Any) -> DeferredView | None:
+        """The view that a deferred tensor is; None for any other value."""
+        storage = deferred_storage(tensor)
+        if storage is None:
+            return None
         return cls(storage, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
     @property
@@ -61,6 +71,10 @@ class DeferredView(NamedTuple):
         """The tensor as a view of the real content."""
         view = torch.empty(0, dtype=self.dtype, device=content.device)
         return view.set_(content, self.offset, self.size, self.stride)
+
+    def read(self, part: Span) -> torch.Tensor:
+        """The flat elements `part` of its values."""
+        return self.on(content_of(self.storage)).reshape(-1)[part.slice]
 
 
 @dataclass(eq=False)
@@ -85,33 +99,24 @@ class RecordedOperation:
 
     def overwrites(self, storage: DeferredStorage) -> bool:
         """Whether the result does not depend on what the storage had before."""
-        if any(view.storage is storage for view in self.makes.values()):
-            return True
-        reads_nothing = self.func._schema.name in _OVERWRITING
-        return reads_nothing and any(view.storage is storage and view.covers_storage for view in self.writes)
+        makes = any(view.storage is storage for view in self.makes.values())
+        covers = any(view.storage is storage and view.covers_storage for view in self.writes)
+        return makes or (covers and self.func._schema.name in _OVERWRITING)
 
     def repeat(self, storage: DeferredStorage, content: torch.UntypedStorage | None) -> torch.UntypedStorage:
         """Run the operation and return the new content of `storage`; `content` is its content so far."""
-        own = content
+        made = next(((index, view) for index, view in self.makes.items() if view.storage is storage), None)
+        own: Any = storage.allocate() if content is None and made is None else content
 
         def real(leaf: Any) -> Any:
-            nonlocal own
             if not isinstance(leaf, DeferredView):
                 return leaf
-            if leaf.storage is not storage:
-                return leaf.on(content_of(leaf.storage, self.number))
-            if own is None:
-                own = torch.empty(storage.size_bytes, dtype=torch.uint8, device=storage.device).untyped_storage()
-            return leaf.on(own)
+            return leaf.on(own if leaf.storage is storage else content_of(leaf.storage, self.number))
 
-        args, kwargs = pytree.tree_map(real, (self.args, self.kwargs), is_leaf=_is_view)
+        args, kwargs = pytree.tree_map(real, (self.args, self.kwargs))
         with _at_state(self.generator, self.state), torch.no_grad():
             results = pytree.tree_leaves(self.func(*args, **kwargs))
-        for index, view in self.makes.items():
-            if view.storage is storage:
-                return _laid_out(results[index], view)
-        assert own is not None
-        return own
+        return own if made is None else _laid_out(results[made[0]], made[1])
 
 
 def content_of(storage: DeferredStorage, before: float = float("inf")) -> torch.UntypedStorage:
@@ -126,78 +131,69 @@ def content_of(storage: DeferredStorage, before: float = float("inf")) -> torch.
     return content
 
 
-def value(tensor: torch.Tensor) -> torch.Tensor:
-    """The values of a deferred tensor, on the device that its constructor asked for."""
-    storage = deferred_storage(tensor)
-    assert storage is not None, "the tensor is not deferred"
-    return DeferredView.of(tensor, storage).on(content_of(storage))
+def value(leaf: Any) -> Any:
+    """The values of a deferred tensor, on the device that its constructor asked for; any other value as it is."""
+    view = DeferredView.of(leaf)
+    return leaf if view is None else view.on(content_of(view.storage))
 
 
 def random_operations(storages: list[DeferredStorage]) -> list[RecordedOperation]:
     """All random operations on which the content of `storages` depends, in their order."""
     found: dict[int, RecordedOperation] = {}
-    seen: set[int] = set()
-    waiting = list(storages)
-    while waiting:
-        storage = waiting.pop()
-        if id(storage) in seen:
-            continue
-        seen.add(id(storage))
-        for operation in storage.writes:
-            if operation.state is not None:
-                found[operation.number] = operation
-            leaves = pytree.tree_leaves((operation.args, operation.kwargs), is_leaf=_is_view)
-            waiting += [leaf.storage for leaf in leaves if isinstance(leaf, DeferredView)]
-    return [found[number] for number in sorted(found)]
+    seen = {id(storage): storage for storage in storages}
+    waiting = list(seen.values())
+    for storage in waiting:
+        found |= {operation.number: operation for operation in storage.writes}
+        arguments = [(operation.args, operation.kwargs) for operation in storage.writes]
+        for leaf in pytree.tree_leaves(arguments):
+            if isinstance(leaf, DeferredView) and id(leaf.storage) not in seen:
+                seen[id(leaf.storage)] = leaf.storage
+                waiting.append(leaf.storage)
+    return [found[number] for number in sorted(found) if found[number].state is not None]
 
 
 def deferred_storage(tensor: Any) -> DeferredStorage | None:
     """The storage of a deferred tensor; None for any other value."""
-    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
-        return None
-    return getattr(tensor.untyped_storage(), "_shardwise_deferred", None)
+    return getattr(_storage(tensor), "_shardwise_deferred", None)
 
 
 def session_of(tensor: torch.Tensor) -> Any:
     """The session of the recording in which a tensor was made, deferred or not; None for any other tensor."""
-    if tensor.layout != torch.strided:
-        return None
-    return getattr(tensor.untyped_storage(), "_shardwise_session", None)
+    return getattr(_storage(tensor), "_shardwise_session", None)
 
 
-class Recording(TorchDispatchMode):
+def _storage(tensor: Any) -> torch.UntypedStorage | None:
+    is_dense = isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided
+    return tensor.untyped_storage() if is_dense else None
+
+
+@contextlib.contextmanager
+def recording(session: Any = None, draws: bool = True, small_bytes: int = SMALL_BYTES) -> Iterator[None]:
     """Within it, tensors of more than `small_bytes` are deferred.
 
     `session` is stored with every tensor that is made. `draws` says whether random values will be needed; without it,
     random operations do not run and the generators do not advance.
     """
+    with _FutureDevices(), _RecordingMode(session, draws, small_bytes):
+        yield
 
-    def __init__(self, session: Any = None, draws: bool = True, small_bytes: int = SMALL_BYTES) -> None:
+
+class _RecordingMode(TorchDispatchMode):
+    def __init__(self, session: Any, draws: bool, small_bytes: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch
         self._session = session
         self._draws = draws
         self._small_bytes = small_bytes
-        self._devices = _FutureDevices()
-
-    def __enter__(self) -> Recording:
-        self._devices.__enter__()  # type: ignore[no-untyped-call]  # torch
-        super().__enter__()  # type: ignore[no-untyped-call]  # torch
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)  # type: ignore[no-untyped-call]  # torch
-        self._devices.__exit__(*exception)  # type: ignore[no-untyped-call]  # torch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        leaves = pytree.tree_leaves((args, kwargs))
-        storages = [storage for leaf in leaves if (storage := deferred_storage(leaf)) is not None]
-        if storages:
-            return self._operate(func, args, kwargs, storages[0].device)
+        for leaf in pytree.tree_leaves((args, kwargs)):
+            if (deferred := deferred_storage(leaf)) is not None:
+                return self._operate(func, args, kwargs, deferred.device)
         result = self._make(func, args, kwargs) if _makes_tensors(func) else func(*args, **kwargs)
         for leaf in pytree.tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided:
-                leaf.untyped_storage()._shardwise_session = self._session  # type: ignore[attr-defined]  # ours
+            if (storage := _storage(leaf)) is not None:
+                storage._shardwise_session = self._session  # type: ignore[attr-defined]  # ours
         return result
 
     def _make(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -233,11 +229,11 @@ class Recording(TorchDispatchMode):
         return _on_values(func, args, kwargs) if func._schema.returns else result
 
     def _record(self, func: Any, args: Any, kwargs: Any, result: Any, device: torch.device) -> None:
-        writes = [view for tensor in _written(func, args, kwargs) if (view := _view(tensor)) is not None]
+        writes = [view for tensor in _written(func, args, kwargs) if (view := DeferredView.of(tensor)) is not None]
         makes = {}
         for index, leaf in enumerate(pytree.tree_leaves(result)):
             if isinstance(leaf, torch.Tensor) and deferred_storage(leaf) is None:
-                makes[index] = DeferredView.of(leaf, self._defer(leaf, device))
+                makes[index] = self._defer(leaf, device)
         if not makes and not writes:
             return  # a view
         kept_args, kept_kwargs = pytree.tree_map(_kept, (args, kwargs))
@@ -250,13 +246,15 @@ class Recording(TorchDispatchMode):
         for storage in {view.storage: None for view in (*makes.values(), *writes)}:
             storage.writes.append(operation)
 
-    def _defer(self, tensor: torch.Tensor, device: torch.device) -> DeferredStorage:
+    def _defer(self, tensor: torch.Tensor, device: torch.device) -> DeferredView:
         # torch keeps the Python object of a storage, and so these attributes, as long as any tensor uses the storage:
         # test_nothing_is_remembered_of_a_model_that_is_gone.
         storage: Any = tensor.untyped_storage()
         storage._shardwise_session = self._session
         storage._shardwise_deferred = DeferredStorage(storage.nbytes(), device)
-        return storage._shardwise_deferred  # type: ignore[no-any-return]
+        view = DeferredView.of(tensor)
+        assert view is not None
+        return view
 
 
 class _FutureDevices(TorchFunctionMode):
@@ -269,28 +267,18 @@ class _FutureDevices(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _getter(name: str) -> Any:
-    return getattr(torch.Tensor, name).__get__
-
-
-_ANSWERS: dict[Any, Callable[[torch.device], Any]] = {
-    _getter("device"): lambda device: device,
-    _getter("is_meta"): lambda device: False,
-    _getter("is_cpu"): lambda device: device.type == "cpu",
-    _getter("is_cuda"): lambda device: device.type == "cuda",
+_PROPERTIES: dict[str, Callable[[torch.device], Any]] = {
+    "device": lambda device: device,
+    "is_meta": lambda device: False,
+    "is_cpu": lambda device: device.type == "cpu",
+    "is_cuda": lambda device: device.type == "cuda",
 }
-
-
-def _view(tensor: Any) -> DeferredView | None:
-    storage = deferred_storage(tensor)
-    return DeferredView.of(tensor, storage) if storage is not None else None
+_ANSWERS = {getattr(torch.Tensor, name).__get__: answer for name, answer in _PROPERTIES.items()}
 
 
 def _kept(leaf: Any) -> Any:
     """What is recorded of an argument: of a tensor with values, a copy of them."""
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    return _view(leaf) or leaf.detach().clone()
+    return (DeferredView.of(leaf) or leaf.detach().clone()) if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _shape_of(leaf: Any) -> Any:
@@ -308,11 +296,7 @@ def _scratch(leaf: Any) -> Any:
 
 def _on_values(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operation now, on the values of its arguments."""
-
-    def real(leaf: Any) -> Any:
-        return value(leaf) if deferred_storage(leaf) is not None else leaf
-
-    return func(*pytree.tree_map(real, args), **pytree.tree_map(real, kwargs))
+    return func(*pytree.tree_map(value, args), **pytree.tree_map(value, kwargs))
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
@@ -359,10 +343,6 @@ def _laid_out(result: torch.Tensor, view: DeferredView) -> torch.UntypedStorage:
     is_same = result.stride() == view.stride and result.storage_offset() == view.offset
     if is_same and storage.nbytes() == view.storage.size_bytes:
         return storage
-    fresh = torch.empty(view.storage.size_bytes, dtype=torch.uint8, device=result.device).untyped_storage()
+    fresh = view.storage.allocate()
     view.on(fresh).copy_(result)
     return fresh
-
-
-def _is_view(leaf: Any) -> bool:
-    return isinstance(leaf, DeferredView)

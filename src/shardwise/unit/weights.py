@@ -31,10 +31,13 @@ from shardwise.memory import Buffer, Entry, Kind, Ledger, Tier
 from shardwise.offload.unit_states import HERE, Arrival, UnitStates
 from shardwise.partition import Span
 from shardwise.profiling import mark
-from shardwise.unit.deferred_value import origin_of, set_origin
 from shardwise.unit.master import MasterPiece, OffloadedMaster, make_master, pieces_of
 from shardwise.unit.param_guard import PLAINLY, ParamGuard, writes
 from shardwise.unit.plan import UnitPlan
+
+ORIGIN = "_shardwise_origin"
+"""The attribute of a parameter that is built without values (see `deferred`): a function of a part of its flat elements
+that returns the values there."""
 
 
 class WeightsState(enum.Enum):
@@ -124,7 +127,7 @@ class Weights:
     def adopt(self) -> None:
         """Take the model's values, rank 0's for all, and release them if they rest sharded.
 
-        Parameters that were built without values have an origin instead, from which each rank reads what it needs.
+        Parameters that were built without values have an `ORIGIN` instead, from which each rank reads what it needs.
         """
         # Rank 0's values are sent in the master's dtype: a 16-bit copy would lose what the master must keep.
         is_exact = self.policy.weight_dtype == self.policy.master_dtype
@@ -132,7 +135,7 @@ class Weights:
             exact = self._full.allocate().zero_()
         else:
             exact = torch.zeros(self._full.tensor.numel(), dtype=self.policy.master_dtype, device=self._comm.device)
-        is_shared = not any(origin_of(param) for param in self.params)
+        is_shared = not any(hasattr(param, ORIGIN) for param in self.params)
         self._read_origins(exact)
         if is_shared:
             self._comm.broadcast(exact, unit=self.name)
@@ -149,12 +152,11 @@ class Weights:
         needed = self.owned if self.policy.weights_sharded else Span(0, exact.numel())
         for param, view in zip(self.params, self._views, strict=True):
             start = int(view.storage_offset() - base)
-            slot, origin = Span(start, start + view.numel()), origin_of(param)
+            slot, origin = Span(start, start + view.numel()), param.__dict__.pop(ORIGIN, None)
             if origin is None:
                 exact[slot.slice].copy_(param.detach().reshape(-1))
             elif part := slot.intersect(needed):
-                exact[part.slice].copy_(origin.read(part.shift(-start)))
-            set_origin(param, None)
+                exact[part.slice].copy_(origin(part.shift(-start)))
 
     def gather(self) -> None:
         """Start to bring the current values into `full`; `wait_gather` waits for them."""

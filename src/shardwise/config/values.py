@@ -71,6 +71,13 @@ def real(value: object) -> float:
     raise ValueError("expected a finite number")
 
 
+def at_least_zero(value: object) -> float:
+    number = real(value)
+    if number < 0:
+        raise ValueError("expected a number >= 0")
+    return number
+
+
 def flag(value: object) -> bool:
     """true or false, also spelled as a string or as 0 and 1."""
     names = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}
@@ -83,6 +90,10 @@ def flag(value: object) -> bool:
 def text(value: object) -> str:
     if not isinstance(value, str) or not value.strip():
         raise ValueError("expected a text")
+    return value
+
+
+def any_value(value: object) -> object:
     return value
 
 
@@ -108,6 +119,19 @@ def choice(*names: str) -> Callable[[object], str]:
 def left_open_out(params: Mapping[str, Any]) -> dict[str, Any]:
     """`params` without the values that are left open: auto and null."""
     return {key: value for key, value in params.items() if value is not None and value != "auto"}
+
+
+def read_params(params: Mapping[str, Any], readers: Mapping[str, Callable[[Any], Any]], name: str) -> dict[str, Any]:
+    """The parameters of the optimizer or schedule `name` in their types, without those that are left open."""
+    result = {}
+    for key, value in left_open_out(params).items():
+        if key not in readers:
+            raise ValueError(f"params.{key}: unknown key of {name}{nearest(key, readers)}")
+        try:
+            result[key] = readers[key](value)
+        except ValueError as error:
+            raise ValueError(f"params.{key} = {value!r}: {error}") from None
+    return result
 
 
 def one_of(names: Iterable[object]) -> str:

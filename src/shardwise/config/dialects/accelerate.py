@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.config.dialects import deepspeed
-from shardwise.config.dialects.rules import BY_CODE, FileSection, KeyRule, Refused, Rules, any_value, switched_on
+from shardwise.config.dialects.rules import BY_CODE, FileSection, KeyRule, Refused, Rules, switched_on
 from shardwise.config.draft import ConfigDraft
 from shardwise.config.files import read_file, read_text
 from shardwise.config.sections import Batch
-from shardwise.config.values import choice, flag, nearest, text
+from shardwise.config.values import any_value, choice, flag, nearest, text
 from shardwise.errors import ConfigError
 from shardwise.sizes import whole
 

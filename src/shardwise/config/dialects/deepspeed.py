@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardwise.config.dialects import deepspeed_keys as ds
-from shardwise.config.dialects.rules import BY_CODE, FileSection, KeyRule, Rules, any_value
+from shardwise.config.dialects.rules import BY_CODE, FileSection, KeyRule, Rules
 from shardwise.config.draft import ConfigDraft, ValueOrigin
 from shardwise.config.presets import STAGES, offloaded
 from shardwise.config.sections import Tier
-from shardwise.config.values import choice, flag, left_open_out, nearest, real, text
+from shardwise.config.values import any_value, choice, flag, left_open_out, nearest, real, text
 from shardwise.sizes import whole
 
 KEYS = frozenset(ds.TOP)

@@ -1,7 +1,7 @@
 """The keys of DeepSpeed's JSON by section: how each is read, the native path it sets, and its effect in `explain()`."""
 
-from shardwise.config.dialects.rules import ANY_OTHER, BY_CODE, Alias, KeyRule, Refused, Rules, any_value
-from shardwise.config.values import bound, choice, flag, real, text
+from shardwise.config.dialects.rules import ANY_OTHER, BY_CODE, Alias, KeyRule, Refused, Rules
+from shardwise.config.values import any_value, bound, choice, flag, real, text
 from shardwise.sizes import parse_bytes, whole
 
 _DTYPE_NAMES = {

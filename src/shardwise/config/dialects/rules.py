@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from shardwise.config.draft import ConfigDraft, ValueOrigin
-from shardwise.config.values import KeyLocation, nearest, one_of
+from shardwise.config.values import KeyLocation, any_value, nearest, one_of
 from shardwise.errors import ConfigError
 
 T = TypeVar("T")
@@ -38,10 +38,6 @@ class Alias(NamedTuple):
 
     name: str
     deprecated: bool = False
-
-
-def any_value(value: object) -> object:
-    return value
 
 
 BY_CODE = KeyRule(any_value, "the module of the dialect reads this key itself")

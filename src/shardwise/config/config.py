@@ -1,15 +1,14 @@
 """`Config`: all settings of the engine, validated, with the origin of every value."""
 
-from collections.abc import Iterator
 from os import PathLike
 from typing import Any
 
 from pydantic import PrivateAttr, ValidationError
 
-from shardwise.config.draft import Provenance, ValueOrigin, config_error
+from shardwise.config.draft import Provenance, ValueOrigin, config_error, leaves
 from shardwise.config.explain import explain
 from shardwise.config.load import load
-from shardwise.config.sections import Batch, ConfigSections, Section
+from shardwise.config.sections import Batch, ConfigSections
 
 
 class Config(ConfigSections):
@@ -27,7 +26,8 @@ class Config(ConfigSections):
             super().__init__(**sections)
         except ValidationError as error:
             raise config_error(error, type(self), "Config", {}) from None
-        self._provenance = Provenance("Config(...)", dict.fromkeys(_given_paths(self, ""), ValueOrigin("code")))
+        given = (path for path, _, _ in leaves(self, given=True))
+        self._provenance = Provenance("Config(...)", dict.fromkeys(given, ValueOrigin("code")))
 
     @classmethod
     def load(cls, config: "Config | str | PathLike[str] | dict[str, Any]") -> "Config":
@@ -75,12 +75,3 @@ class Config(ConfigSections):
 
     def __hash__(self) -> int:
         return hash(self.model_dump_json())
-
-
-def _given_paths(section: Section, prefix: str) -> Iterator[str]:
-    for name in section.model_fields_set:
-        value = getattr(section, name)
-        if isinstance(value, Section):
-            yield from _given_paths(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name

@@ -122,14 +122,16 @@ def section_class(root: type[Section], path: Sequence[int | str]) -> type[Sectio
     return current
 
 
-def leaves(section: type[Section], prefix: str = "") -> Iterator[str]:
-    """The paths of all plain values below `section`, in the order of declaration."""
-    for name, info in section.model_fields.items():
-        inner = subsection(info)
-        if inner is None:
-            yield prefix + name
+def leaves(section: Section, *, given: bool = False, prefix: str = "") -> Iterator[tuple[str, Any, FieldInfo]]:
+    """Path, value and field of each plain value below `section`: of all of them, or of those given explicitly."""
+    for name, info in type(section).model_fields.items():
+        value = getattr(section, name)
+        if given and name not in section.model_fields_set:
+            continue
+        if isinstance(value, Section):
+            yield from leaves(value, given=given, prefix=f"{prefix}{name}.")
         else:
-            yield from leaves(inner, f"{prefix}{name}.")
+            yield prefix + name, value, info
 
 
 def config_error(

@@ -32,8 +32,6 @@ from torch import nn
 
 from shardwise.sizes import format_bytes, format_count
 
-__all__ = ["UnitSpec", "describe_units", "divide"]
-
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _MERGE_BYTES = 2**25  # small units are merged: each costs as much host time as a large one
 _MERGE_SHARE = 16  # merging stops at this part of the model, or small models would become one unit
@@ -83,7 +81,7 @@ def divide(
         enough = _MERGE_BYTES if max_bytes is None else min(_MERGE_BYTES, max_bytes)
         min_bytes = 0 if explicit else max(min(enough, tree.bytes("") // _MERGE_SHARE), floor_bytes)
     merged = _merge(tree, blocks, min_bytes)
-    holders = {above for block in blocks for above in _ancestry(block)[:-1]}
+    holders = {above for block in blocks for above in _above(block)}
     owners = _owning_runs(tree, merged, _leftovers(tree, set(blocks), holders))
     return _specs(tree, owners, _tied_users(tree, owners, holders))
 
@@ -105,10 +103,10 @@ def describe_units(
     params = dict(model.named_parameters())
     header = ("unit", "modules", "parameters", "elements", "bytes", "dtype", "trainable", "also used by")
     units = divide(model, classes=classes, modules=modules, min_bytes=min_bytes)
-    rows = [header, *(_row(unit, params) for unit in units)]
-    rows.append(("total", "", *_sizes(params.values()), "", "", ""))
+    rows = [header, *(_row(unit, params) for unit in units), ("total", "", *_sizes(params.values()), "", "", "")]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(_line(row, widths) for row in rows)
+    line = "  ".join(f"{{:{align}{width}}}" for align, width in zip("<<>>><<<", widths, strict=True))
+    return "\n".join(line.format(*row).rstrip() for row in rows)
 
 
 class _Tree:
@@ -130,7 +128,7 @@ class _Tree:
         for name, param in self.params.items():
             if nn.parameter.is_lazy(param):
                 raise ValueError(f"parameter {name!r} has no shape yet; run one forward before dividing the model")
-            for path in _ancestry(_holder(name)):
+            for path in _above(name):
                 self.owned[path].append(name)
 
     def first(self, path: str) -> str:
@@ -138,7 +136,7 @@ class _Tree:
         return self._first[id(self.modules[path])]
 
     def bytes(self, *paths: str) -> int:
-        return sum(_bytes(self.params[name]) for path in paths for name in self.owned[path])
+        return sum(self.params[name].nbytes for path in paths for name in self.owned[path])
 
     def has_forward(self, path: str) -> bool:
         forward = self.modules[path].forward
@@ -152,10 +150,8 @@ class _Tree:
 def _find_blocks(tree: _Tree, path: str) -> list[str]:
     """The paths of the repeated blocks below `path`, in registration order."""
     kids = [kid for kid in tree.children[path] if tree.owned[kid]]
-    whole: set[str] = set()
-    blocks: set[str] = set()
-    if isinstance(tree.modules[path], _LISTS):
-        whole, blocks = _repeated(tree, path, kids)
+    is_list = isinstance(tree.modules[path], _LISTS)
+    whole, blocks = _repeated(tree, path, kids) if is_list else (set(), set())
     found: list[str] = []
     for kid in kids:
         if kid in blocks:
@@ -203,7 +199,7 @@ def _named_blocks(tree: _Tree, classes: Collection[str], modules: Collection[str
     _refuse_unknown("module", modules, set(tree.modules))
     blocks = {tree.first(path) for path in modules}
     for path in filter(lambda path: class_of[path] in classes and tree.first(path) == path, tree.modules):
-        if not any(class_of[above] in classes for above in _ancestry(path)[:-1]):
+        if not any(class_of[above] in classes for above in _above(path)):
             blocks.add(path)
     for name in set(classes) - {class_of[path] for path in blocks}:
         raise ValueError(f"every module of class {name!r} lies inside another block; name only the outer class")
@@ -213,7 +209,7 @@ def _named_blocks(tree: _Tree, classes: Collection[str], modules: Collection[str
 
 
 def _check_block(tree: _Tree, path: str, blocks: Collection[str]) -> None:
-    if outer := [above for above in _ancestry(path)[:-1] if above in blocks]:
+    if outer := [above for above in _above(path) if above in blocks]:
         raise ValueError(f"blocks overlap: {path!r} lies inside {_label((outer[0],))!r}; name one of them")
     if not tree.has_forward(path):
         kind = type(tree.modules[path]).__name__
@@ -276,7 +272,7 @@ def _owning_runs(
             runs[path] = (path,)
     owners = {}
     for name in tree.params:
-        above = _ancestry(_holder(name))
+        above = _above(name)
         # The outermost module with a forward: the model itself, unless it is only a container.
         rest = next(((path,) for path in above if tree.has_forward(path)), ())
         owners[name] = next((runs[path] for path in above if path in runs), rest)
@@ -291,7 +287,7 @@ def _tied_users(
     users: dict[str, dict[str, None]] = defaultdict(dict)
     for alias, param in tree.aliases:
         name = canonical[id(param)]
-        above = [tree.first(path) for path in _ancestry(_holder(alias)) if tree.has_forward(path)]
+        above = [tree.first(path) for path in _above(alias) if tree.has_forward(path)]
         if not set(above) & set(owners[name]):
             # Whole blocks and leftovers, as for owners; else the module itself, which contains blocks.
             users[name] |= dict.fromkeys([path for path in above if path not in holders][:1] or above[-1:])
@@ -317,12 +313,6 @@ def _specs(tree: _Tree, owners: dict[str, tuple[str, ...]], users: dict[str, dic
     return tuple(units)
 
 
-def _line(row: Sequence[str], widths: Sequence[int]) -> str:
-    numbers = range(2, 5)
-    cells = enumerate(zip(row, widths, strict=True))
-    return "  ".join(cell.rjust(width) if n in numbers else cell.ljust(width) for n, (cell, width) in cells).rstrip()
-
-
 def _row(unit: UnitSpec, params: dict[str, nn.Parameter]) -> tuple[str, ...]:
     owner, *others = [_label(run) for run in unit.runs] or ["none"]
     sizes = _sizes([params[name] for name in unit.params])
@@ -330,8 +320,8 @@ def _row(unit: UnitSpec, params: dict[str, nn.Parameter]) -> tuple[str, ...]:
 
 
 def _sizes(params: Collection[nn.Parameter]) -> tuple[str, str, str]:
-    elements = sum(param.numel() for param in params)
-    return str(len(params)), format_count(elements), format_bytes(sum(map(_bytes, params)))
+    elements, size = sum(param.numel() for param in params), sum(param.nbytes for param in params)
+    return str(len(params)), format_count(elements), format_bytes(size)
 
 
 def _label(run: Sequence[str]) -> str:
@@ -345,16 +335,7 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _bytes(param: nn.Parameter) -> int:
-    return param.numel() * param.element_size()
-
-
-def _holder(name: str) -> str:
-    """The path of the module that holds a parameter."""
-    return name.rpartition(".")[0]
-
-
-def _ancestry(path: str) -> list[str]:
-    """The paths from the model itself down to `path`: "", "layers", "layers.0"."""
+def _above(path: str) -> list[str]:
+    """The modules that contain a module or parameter, from the model itself down: "", "layers", "layers.0"."""
     parts = path.split(".") if path else []
-    return ["", *(".".join(parts[: n + 1]) for n in range(len(parts)))]
+    return [".".join(parts[:n]) for n in range(len(parts))]

@@ -1,7 +1,6 @@
 """Read a configuration: recognise its dialect, translate it into a draft, derive values, validate."""
 
 import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from shardwise.config.draft import ConfigDraft, Provenance, ValueOrigin, config_
 from shardwise.config.files import YAML_SUFFIXES, read_file, read_text
 from shardwise.config.presets import PRESETS
 from shardwise.config.sections import ConfigSections
-from shardwise.config.values import KeyLocation, nearest, one_of
+from shardwise.config.values import nearest, one_of
 from shardwise.errors import ConfigError
 
 _FILE_SUFFIXES = (".json", ".hjson", ".jsonc", *YAML_SUFFIXES)
@@ -36,7 +35,7 @@ def load(config: object) -> tuple[ConfigSections, Provenance]:
 def _draft(config: object) -> ConfigDraft:
     if isinstance(config, str) and config in PRESETS:
         draft = ConfigDraft(f"preset {config}")
-        native.apply_preset(config, draft, draft.where())
+        native.apply_preset(config, draft)
         return draft
     if isinstance(config, str) and config.lstrip().startswith("{"):
         return _translated(read_text(config, "JSON text"), "JSON text", Path())
@@ -60,7 +59,7 @@ def _existing(config: str | os.PathLike[str]) -> Path:
 
 def _translated(data: dict[str, Any], source: str, folder: Path) -> ConfigDraft:
     draft = ConfigDraft(source)
-    _check_shape(data, draft.where(), depth=0)
+    _check_shape(data, draft)
     draft.dialect = _dialect(data, source)
     if draft.dialect == "Accelerate":
         accelerate.translate(data, draft, folder)
@@ -71,17 +70,17 @@ def _translated(data: dict[str, Any], source: str, folder: Path) -> ConfigDraft:
     return draft
 
 
-def _check_shape(value: object, where: KeyLocation, depth: int) -> None:
+def _check_shape(value: object, draft: ConfigDraft, path: tuple[str, ...] = ()) -> None:
     """Refuse values that even an error message could not print: recursive sections, integers of thousands of digits."""
     if isinstance(value, dict | list | tuple):
-        if depth > _DEEPEST:
-            raise ConfigError(f"{where.source}: sections are nested too deeply to be a configuration")
+        if len(path) > _DEEPEST:
+            raise ConfigError(f"{draft.source}: sections are nested too deeply to be a configuration")
         for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
             if isinstance(value, dict) and not isinstance(key, str):
-                raise ConfigError(f"{where.source}: keys must be strings, found {type(key).__name__}")
-            _check_shape(inner, where.at(str(key)[:80]), depth + 1)
+                raise ConfigError(f"{draft.source}: keys must be strings, found {type(key).__name__}")
+            _check_shape(inner, draft, (*path, str(key)[:80]))
     elif isinstance(value, int) and abs(value) > _LARGEST:
-        raise where.error("...", "this number is too large to mean anything here")
+        raise draft.error(".".join(path), "...", "this number is too large to mean anything here")
 
 
 def _dialect(data: dict[str, Any], source: str) -> str:
@@ -96,7 +95,9 @@ def _dialect(data: dict[str, Any], source: str) -> str:
         listed = "; ".join(f"{dialect}: {', '.join(keys[:4])}" for dialect, keys in present.items())
         raise ConfigError(f"{source}: mixes keys of several dialects ({listed}); use those of one")
     if not present and not set(data) <= set(_SHARED_KEYS):
-        raise ConfigError(f"{source}: no key is known here: {_with_nearest(data)}")
+        known = [*native.KEYS, *deepspeed.KEYS, *accelerate.KEYS]
+        unknown = ", ".join(f"{key!r}{nearest(key, known)}" for key in list(data)[:4])
+        raise ConfigError(f"{source}: no key is known here: {unknown}")
     return next(iter(present), "native")
 
 
@@ -106,11 +107,6 @@ def _identifies(key: str, data: dict[str, Any], dialect: str) -> bool:
     if key in _SHARED_KEYS:
         return isinstance(value, dict) and ("name" in value) == (dialect == "native")
     return key not in accelerate.LEGACY_KEYS or isinstance(value, dict)
-
-
-def _with_nearest(data: Iterable[str]) -> str:
-    known = [*native.KEYS, *deepspeed.KEYS, *accelerate.KEYS]
-    return ", ".join(f"{key!r}{nearest(key, known)}" for key in list(data)[:4])
 
 
 def _derive_order(draft: ConfigDraft) -> None:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, get_args
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from shardwise.config.values import at_least_zero, choice, flag, nearest, one_of, read_params
+from shardwise.config.values import at_least_zero, choice, flag, nearest, one_of, positive, read_params
 from shardwise.errors import ConfigError
 from shardwise.sizes import whole
 
@@ -23,13 +23,6 @@ def _rates(value: object) -> float | tuple[float, ...]:
     return tuple(map(at_least_zero, value)) if isinstance(value, list | tuple) else at_least_zero(value)
 
 
-def _positive(value: object) -> int:
-    number = whole(value)
-    if number < 1:
-        raise ValueError("expected a whole number >= 1")
-    return number
-
-
 def _iteration(value: object) -> int:
     return -1 if value in (-1, "-1") else whole(value)
 
@@ -37,7 +30,7 @@ def _iteration(value: object) -> int:
 Rate = Annotated[float, at_least_zero]
 Rates = Annotated[float | tuple[float, ...], _rates]
 Whole = Annotated[int, whole]
-Steps = Annotated[int, _positive]
+Steps = Annotated[int, positive]
 Flag = Annotated[bool, flag]
 
 
@@ -111,7 +104,7 @@ class OneCycle(Schedule):
     cycle_max_lr: Annotated[float | None, at_least_zero] = None
     decay_lr_rate: Rate = 0.0
     cycle_first_step_size: Steps = 2000
-    cycle_second_step_size: Annotated[int | None, _positive] = None
+    cycle_second_step_size: Annotated[int | None, positive] = None
     cycle_first_stair_count: Whole = 0
     cycle_second_stair_count: Annotated[int | None, whole] = None
     decay_step_size: Whole = 0

@@ -14,48 +14,23 @@ from shardwise.config.dialects.rules import BY_CODE, FileSection, KeyRule, Refus
 from shardwise.config.draft import ConfigDraft
 from shardwise.config.files import read_file, read_text
 from shardwise.config.sections import Batch
-from shardwise.config.values import any_value, choice, flag, nearest, text
+from shardwise.config.values import any_value, choice, flag, nearest, positive, text
 from shardwise.errors import ConfigError
-from shardwise.sizes import whole
 
 _LAUNCHER = KeyRule(any_value, "read by the launcher, not by the engine")
 _COMPILATION = Refused("compilation by Accelerate (call torch.compile on the model instead)")
 _TOP: Rules = {
-    "compute_environment": _LAUNCHER,
-    "command_file": _LAUNCHER,
-    "commands": _LAUNCHER,
-    "debug": _LAUNCHER,
-    "deepspeed_config": BY_CODE,
-    "distributed_type": BY_CODE,
-    "downcast_bf16": _LAUNCHER,
-    "dynamo_backend": _COMPILATION,
-    "dynamo_config": _COMPILATION,
-    "enable_cpu_affinity": _LAUNCHER,
+    **dict.fromkeys(("deepspeed_config", "distributed_type", "mixed_precision", "num_processes"), BY_CODE),
+    **dict.fromkeys(("parallelism_config", "use_cpu"), BY_CODE),
+    **dict.fromkeys(("compute_environment", "main_training_function", "command_file", "commands", "debug"), _LAUNCHER),
+    **dict.fromkeys(("machine_rank", "main_process_ip", "main_process_port", "num_machines"), _LAUNCHER),
+    **dict.fromkeys(("rdzv_backend", "same_network", "enable_cpu_affinity", "gpu_ids", "mpirun_config"), _LAUNCHER),
+    **dict.fromkeys(("sagemaker_config", "ipex_config", "downcast_bf16", "tpu_cluster", "tpu_env"), _LAUNCHER),
+    **dict.fromkeys(("tpu_name", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "tpu_zone"), _LAUNCHER),
+    **dict.fromkeys(("dynamo_backend", "dynamo_config"), _COMPILATION),
     "fp8_config": Refused("fp8"),
     "fsdp_config": Refused("FSDP"),
-    "gpu_ids": _LAUNCHER,
-    "ipex_config": _LAUNCHER,
-    "machine_rank": _LAUNCHER,
-    "main_process_ip": _LAUNCHER,
-    "main_process_port": _LAUNCHER,
-    "main_training_function": _LAUNCHER,
     "megatron_lm_config": Refused("Megatron-LM"),
-    "mixed_precision": BY_CODE,
-    "mpirun_config": _LAUNCHER,
-    "num_machines": _LAUNCHER,
-    "num_processes": BY_CODE,
-    "parallelism_config": BY_CODE,
-    "rdzv_backend": _LAUNCHER,
-    "same_network": _LAUNCHER,
-    "sagemaker_config": _LAUNCHER,
-    "tpu_cluster": _LAUNCHER,
-    "tpu_env": _LAUNCHER,
-    "tpu_name": _LAUNCHER,
-    "tpu_use_cluster": _LAUNCHER,
-    "tpu_use_sudo": _LAUNCHER,
-    "tpu_vm": _LAUNCHER,
-    "tpu_zone": _LAUNCHER,
-    "use_cpu": BY_CODE,
 }
 KEYS = frozenset(_TOP)
 LEGACY_KEYS = {"fp16"}  # a flag in old Accelerate files; a section of this name is DeepSpeed's
@@ -78,10 +53,8 @@ _TRANSLATED = {
 } | {key: key for key in deepspeed.KEYS}
 _DEEPSPEED_CONFIG: Rules = {
     **dict.fromkeys((*_TRANSLATED, "deepspeed_config_file"), BY_CODE),
-    "deepspeed_hostfile": _LAUNCHER,
-    "deepspeed_inclusion_filter": _LAUNCHER,
-    "deepspeed_exclusion_filter": _LAUNCHER,
-    "deepspeed_multinode_launcher": _LAUNCHER,
+    **dict.fromkeys(("deepspeed_hostfile", "deepspeed_multinode_launcher"), _LAUNCHER),
+    **dict.fromkeys(("deepspeed_inclusion_filter", "deepspeed_exclusion_filter"), _LAUNCHER),
     "deepspeed_moe_layer_cls_names": KeyRule(any_value, "no effect: whole blocks are units, so experts do not matter"),
     "zero3_init_flag": KeyRule(any_value, "no effect: see shardwise.deferred_init() for models larger than memory"),
 }
@@ -159,11 +132,11 @@ def _merge(config: dict[str, Any], target: str, value: Any, path: str, draft: Co
     *parents, leaf = target.split(".")
     node = config
     for parent in parents:
-        node[parent] = dict(draft.where(target).section(node.get(parent)))
+        node[parent] = dict(draft.section(target, node.get(parent)))
         node = node[parent]
     present = node.get(leaf)
     if present not in (None, "auto", value):
-        raise draft.where(path).error(value, f"contradicts {target} = {present!r}; keep one of the two")
+        raise draft.error(path, value, f"contradicts {target} = {present!r}; keep one of the two")
     node[leaf] = value
     draft.aliases[target] = path
 
@@ -174,24 +147,24 @@ def _mixed_precision(top: FileSection, config: dict[str, Any]) -> None:
     value = top.data.get("mixed_precision", legacy)
     if value is None:
         return
-    where = top.where("mixed_precision" if "mixed_precision" in top.data else "fp16")
+    draft, key = top.draft, "mixed_precision" if "mixed_precision" in top.data else "fp16"
     # YAML 1.1 reads a bare `no` as false.
-    chosen = where.read(choice("no", "fp16", "bf16", "fp8"), "no" if value is False else value)
+    chosen = draft.read(key, choice("no", "fp16", "bf16", "fp8"), "no" if value is False else value)
     if chosen == "fp8":
-        raise where.error(value, "asks for fp8, which shardwise does not do; use bf16 or fp16")
+        raise top.error(key, "asks for fp8, which shardwise does not do; use bf16 or fp16")
     if chosen == "no":
         top.note("mixed_precision", "fp32, unless deepspeed_config sets a precision")
         return
     for name in ("fp16", "bf16"):
-        section = top.draft.where(name).section(config.get(name))
+        section = draft.section(name, config.get(name))
         present = section.get("enabled")
         wanted = name == chosen
-        if present not in (None, "auto") and where.read(flag, present) != wanted and (wanted or present):
+        if present not in (None, "auto") and draft.read(key, flag, present) != wanted and (wanted or present):
             message = f"contradicts {name}.enabled = {str(present).lower()} of the DeepSpeed configuration"
-            raise where.error(value, message)
+            raise top.error(key, message)
         if wanted:
             config[name] = section | {"enabled": True}
-            top.draft.aliases[f"{name}.enabled"] = "mixed_precision"
+            draft.aliases[f"{name}.enabled"] = "mixed_precision"
 
 
 def _processes(top: FileSection) -> None:
@@ -200,17 +173,10 @@ def _processes(top: FileSection) -> None:
         top.set("use_cpu", "runtime.use_cpu", top.read("use_cpu", flag))
     if top.data.get("num_processes") in (None, -1):
         return
-    world_size = top.read("num_processes", whole)
-    if world_size < 1:
-        raise top.error("num_processes", "expected a whole number >= 1")
+    world_size = top.read("num_processes", positive)
     top.note("num_processes", f"W = {world_size}, for the launcher: shardwise run -n {world_size}")
-    names = ("accumulation", "micro_batch_size", "global_batch_size")
-    values = top.draft.values
-    batch = {name: values[f"batch.{name}"] for name in names if f"batch.{name}" in values}
-    if not all(batch.values()):
-        return
     try:
-        Batch(**batch).resolve(world_size)
+        Batch(**top.draft.nested().get("batch", {})).resolve(world_size)
     except ConfigError as error:
         raise top.error("num_processes", str(error)) from None
     except ValueError:

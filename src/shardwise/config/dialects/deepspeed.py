@@ -48,7 +48,7 @@ def _precision(top: FileSection) -> int:
     chosen = half + ["torch_autocast"] * _autocast(top.inner("torch_autocast"))
     if len(chosen) > 1:
         message = f"{chosen[0]}.enabled is true as well; switch one of the two off"
-        raise top.draft.where(f"{chosen[1]}.enabled").error(True, message)
+        raise top.draft.error(f"{chosen[1]}.enabled", True, message)
     return 2 if half else 4
 
 
@@ -91,7 +91,7 @@ def _loss_scale_is_constant(section: FileSection) -> bool:
 
 
 def _autocast(section: FileSection) -> bool:
-    enabled = section.where("enabled").read(flag, section.data.get("enabled") or False)
+    enabled = section.draft.read(section.at("enabled"), flag, section.data.get("enabled") or False)
     compute = "bf16" if section.is_open("dtype") else section.read("dtype", ds.dtype)
     section.apply(ds.TORCH_AUTOCAST)
     if enabled:
@@ -133,7 +133,9 @@ def _rewrite_legacy_offload(section: FileSection) -> None:
             continue
         section.warn(key, f"is deprecated, use {name}: {{device: cpu}}")
         if not section.is_open(key) and section.read(key, flag):
-            section.draft.aliases.setdefault(f"zero_optimization.{name}.device", section.where(key).path)
+            section.draft.aliases.setdefault(
+                f"zero_optimization.{name}.device", section.draft.own_path(section.at(key))
+            )
             section.data.setdefault(name, {"device": "cpu"} | ({} if pin is None else {"pin_memory": pin}))
         del section.data[key]
     if pin is not None:
@@ -185,8 +187,8 @@ def _place(section: FileSection, tiers: Mapping[str, Tier]) -> None:
         if tiers[name] != "device" and getattr(row, kind).sharding == "replicated":
             message = f"only sharded states can be offloaded, and stage {stage} replicates these; {remedy}"
             raise section.inner(name).error("device", message)
-    is_given = "stage" in section.data
-    origin = ValueOrigin("file", section.where("stage").path) if is_given else ValueOrigin("default")
+    stage_path = draft.own_path("zero_optimization.stage")
+    origin = ValueOrigin("file", stage_path) if "stage" in section.data else ValueOrigin("default")
     draft.set_placement(offloaded(row, weights=tiers["offload_param"], optim=tiers["offload_optimizer"]), origin)
     for name, kind in (("offload_param", "weights"), ("offload_optimizer", "optim")):
         if name in section.data:
@@ -221,7 +223,7 @@ def _adam(section: FileSection, params: dict[str, Any]) -> str:
     params.setdefault("weight_decay", 0.0)
     if section.data["type"].lower() == "adamw":
         return "AdamW"
-    if not section.inner("params").where("adam_w_mode").read(flag, params.get("adam_w_mode", True)):
+    if not section.draft.read("optimizer.params.adam_w_mode", flag, params.get("adam_w_mode", True)):
         return "Adam"
     section.note("type", "AdamW: DeepSpeed's Adam decouples the weight decay unless adam_w_mode is false")
     return "AdamW"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from shardwise.config.draft import ConfigDraft, ValueOrigin
-from shardwise.config.values import KeyLocation, any_value, nearest, one_of
+from shardwise.config.values import any_value, nearest, one_of
 from shardwise.errors import ConfigError
 
 T = TypeVar("T")
@@ -56,16 +56,14 @@ class FileSection:
 
     def inner(self, key: str) -> "FileSection":
         """The section at `key`, empty where it is absent."""
-        return FileSection(self.draft, self._path(key), self.where(key).section(self.data.get(key)))
+        return FileSection(self.draft, self.at(key), self.draft.section(self.at(key), self.data.get(key)))
 
-    def _path(self, key: str) -> str:
+    def at(self, key: str) -> str:
+        """The path of a key of this section."""
         return f"{self.path}.{key}" if self.path else key
 
-    def where(self, key: str) -> KeyLocation:
-        return self.draft.where(self._path(key))
-
     def read(self, key: str, reader: Callable[[Any], T]) -> T:
-        return self.where(key).read(reader, self.data.get(key))
+        return self.draft.read(self.at(key), reader, self.data.get(key))
 
     def is_open(self, key: str) -> bool:
         """Whether the file leaves `key` open: absent, null or auto."""
@@ -73,17 +71,16 @@ class FileSection:
         return value is None or value == "auto"
 
     def set(self, key: str, target: str, value: object) -> None:
-        """Set a native path to the value that `key` gives it."""
-        self.draft.set(target, value, ValueOrigin("file", self.where(key).path))
+        self.draft.set_from(self.at(key), target, value)
 
     def note(self, key: str, effect: str) -> None:
-        self.draft.note(self._path(key), self.data.get(key), effect)
+        self.draft.note(self.at(key), self.data.get(key), effect)
 
     def warn(self, key: str, effect: str) -> None:
-        self.draft.warn(self._path(key), self.data.get(key), effect)
+        self.draft.warn(self.at(key), self.data.get(key), effect)
 
     def error(self, key: str, message: str) -> ConfigError:
-        return self.where(key).error(self.data.get(key), message)
+        return self.draft.error(self.at(key), self.data.get(key), message)
 
     def canonical(self, rules: Rules) -> "FileSection":
         """The section under current key names. Two names of one key with different values are an error."""
@@ -96,7 +93,7 @@ class FileSection:
             if name in result and result[name] != value:
                 raise self.error(key, f"contradicts {name} = {result[name]!r}; keep one of the two")
             if name != key:
-                self.draft.aliases.setdefault(self._path(name), self.where(key).path)
+                self.draft.aliases.setdefault(self.at(name), self.draft.own_path(self.at(key)))
             result[name] = value
         return FileSection(self.draft, self.path, result)
 
@@ -138,7 +135,7 @@ class FileSection:
         is_auto = self.data[key] == "auto"
         self.note(key, f"the library's own default{default}" if is_auto else "as if it were absent")
         if target and is_auto:
-            self.draft.origins.setdefault(target, ValueOrigin("auto", f"auto {self.where(key).path}"))
+            self.draft.origins.setdefault(target, ValueOrigin("auto", f"auto {self.draft.own_path(self.at(key))}"))
 
 
 def switched_on(value: object, depth: int = 0) -> bool:

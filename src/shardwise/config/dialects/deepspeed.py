@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardwise.config.dialects import deepspeed_keys as ds
-from shardwise.config.dialects.rules import BY_CODE, FileSection, KeyRule, Rules
+from shardwise.config.dialects.rules import FileSection, KeyRule, Rules, without_effect
 from shardwise.config.draft import ConfigDraft, ValueOrigin
 from shardwise.config.presets import STAGES, offloaded
 from shardwise.config.sections import Tier
@@ -34,12 +34,7 @@ def translate(data: dict[str, Any], draft: ConfigDraft) -> None:
     _optimizer(top)
     _scheduler(top)
     for name in ds.SECTIONS:
-        _by_rules(top.inner(name), ds.SECTIONS[name])
-
-
-def _by_rules(section: FileSection, rules: Rules) -> None:
-    section.refuse(rules)
-    section.apply(rules)
+        top.inner(name).apply(ds.SECTIONS[name])
 
 
 def _precision(top: FileSection) -> int:
@@ -55,7 +50,6 @@ def _precision(top: FileSection) -> int:
 def _half(section: FileSection, rules: Rules) -> bool:
     """Read fp16 or bf16. Returns whether it is enabled."""
     name = section.path
-    section.refuse(rules)
     enabled = _enabled(section)
     if not enabled:
         off = KeyRule(any_value, f"no effect: {name} is off")
@@ -116,63 +110,40 @@ def _zero(top: FileSection, element_bytes: int) -> None:
         "offload_optimizer": _offload(section.inner("offload_optimizer"), ds.OFFLOAD_OPTIMIZER, element_bytes),
     }
     _place(section, tiers)
-    _by_rules(section.inner("aio"), ds.SECTIONS["aio"])
+    section.inner("aio").apply(ds.SECTIONS["aio"])
     section.apply(ds.ZERO, element_bytes)
 
 
 def _rewrite_legacy_offload(section: FileSection) -> None:
     """Replace cpu_offload and similar keys, which preceded the offload sections."""
-    legacy = {
-        "cpu_offload": "offload_optimizer",
-        "cpu_offload_params": "offload_param",
-        "cpu_offload_param": "offload_param",
-    }
+    optimizer, param = "offload_optimizer", "offload_param"
+    legacy = {"cpu_offload": optimizer, "cpu_offload_params": param, "cpu_offload_param": param}
     pin = section.data.get("cpu_offload_use_pin_memory")
-    for key, name in legacy.items():
-        if key not in section.data:
-            continue
-        section.warn(key, f"is deprecated, use {name}: {{device: cpu}}")
-        if not section.is_open(key) and section.read(key, flag):
-            section.draft.aliases.setdefault(
-                f"zero_optimization.{name}.device", section.draft.own_path(section.at(key))
-            )
-            section.data.setdefault(name, {"device": "cpu"} | ({} if pin is None else {"pin_memory": pin}))
-        del section.data[key]
     if pin is not None:
         section.warn("cpu_offload_use_pin_memory", "is deprecated, use pin_memory")
-    section.data.pop("cpu_offload_use_pin_memory", None)
+    for key in [key for key in legacy if key in section.data]:
+        section.warn(key, f"is deprecated, use {legacy[key]}: {{device: cpu}}")
+        if not section.is_open(key) and section.read(key, flag):
+            path = section.draft.own_path(section.at(key))
+            section.draft.aliases.setdefault(f"zero_optimization.{legacy[key]}.device", path)
+            section.data.setdefault(legacy[key], {"device": "cpu"} | ({} if pin is None else {"pin_memory": pin}))
+    for key in (*legacy, "cpu_offload_use_pin_memory"):
+        section.data.pop(key, None)
 
 
 def _offload(section: FileSection, rules: Rules, element_bytes: int) -> Tier:
     """Read one of the two offload sections. Returns its tier."""
-    section.refuse(rules)
     tier = _TIERS["none" if section.is_open("device") else section.read("device", choice(*_TIERS))]
     if "device" in section.data:
         section.note("device", "rests on the device" if tier == "device" else f"rests on the {tier} tier")
-    _nvme_path(section, tier)
     if tier == "device":
-        rules = {
-            key: rule._replace(effect="no effect: nothing is offloaded", target=None)
-            if isinstance(rule, KeyRule) and rule is not BY_CODE
-            else rule
-            for key, rule in rules.items()
-        }
+        rules = without_effect(rules, "nothing is offloaded")
+    elif tier == "host":
+        rules = rules | {"nvme_path": KeyRule(text, "no effect: the device is not nvme")}
+    elif section.is_open("nvme_path") or section.data["nvme_path"] == "none":
+        raise section.error("nvme_path", "device nvme needs the path of a folder on the NVMe disk")
     section.apply(rules, element_bytes)
     return tier
-
-
-def _nvme_path(section: FileSection, tier: Tier) -> None:
-    is_given = not section.is_open("nvme_path") and section.data["nvme_path"] != "none"
-    folder = section.read("nvme_path", text) if is_given else None
-    if tier != "disk":
-        if "nvme_path" in section.data:
-            section.note("nvme_path", "no effect: the device is not nvme")
-        return
-    if folder is None:
-        raise section.error("nvme_path", "device nvme needs the path of a folder on the NVMe disk")
-    is_of_weights = section.path.endswith("offload_param")
-    section.set("nvme_path", "offload.weights_nvme_path" if is_of_weights else "offload.nvme_path", folder)
-    section.note("nvme_path", "folder for states on disk")
 
 
 def _place(section: FileSection, tiers: Mapping[str, Tier]) -> None:

@@ -95,16 +95,18 @@ ZERO |= {
 }
 
 OFFLOAD: Rules = {
-    **dict.fromkeys(("device", "nvme_path"), BY_CODE),
+    "device": BY_CODE,
     "pin_memory": KeyRule(flag, "page-locks host buffers", "offload.pin_memory", keep_larger=True),
     "buffer_count": KeyRule(whole, _BOUND, "offload.buffer_count", keep_larger=True),
     "super_offload": Refused("SuperOffload"),
 }
 OFFLOAD_PARAM: Rules = OFFLOAD | {
+    "nvme_path": KeyRule(text, "folder for states on disk", "offload.weights_nvme_path"),
     "buffer_size": KeyRule(bound, _BOUND, "offload.buffer_bytes", in_elements=True),
     "max_in_cpu": KeyRule(bound, "no effect: offload.host_memory is the budget of the host"),
 }
 OFFLOAD_OPTIMIZER: Rules = OFFLOAD | {
+    "nvme_path": KeyRule(text, "folder for states on disk", "offload.nvme_path"),
     "ratio": KeyRule(real, "part of the optimizer states that leaves the device", "offload.ratio"),
     **dict.fromkeys(("pipeline", "pipeline_read", "pipeline_write"), KeyRule(flag, _ALWAYS)),
     "fast_init": KeyRule(flag, "no effect: states are created where they rest"),

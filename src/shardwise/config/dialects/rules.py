@@ -46,6 +46,12 @@ ANY_OTHER = "*"  # the key of the rule for keys without a rule of their own
 Rules = dict[str, KeyRule | Refused | Alias]
 
 
+def without_effect(rules: Rules, reason: str) -> Rules:
+    """The same rules for keys that set nothing. Their values are still checked."""
+    plain = {key: rule for key, rule in rules.items() if isinstance(rule, KeyRule) and rule is not BY_CODE}
+    return rules | {key: rule._replace(effect=f"no effect: {reason}", target=None) for key, rule in plain.items()}
+
+
 @dataclass(frozen=True)
 class FileSection:
     """A section of the user's file. `path` is empty for the top level."""
@@ -106,7 +112,8 @@ class FileSection:
                 raise self.error(key, message)
 
     def apply(self, rules: Rules, element_bytes: int = 1) -> None:
-        """Read each key by its rule. Features outside ZeRO are off: see `refuse`."""
+        """Refuse features outside ZeRO, then read each key by its rule."""
+        self.refuse(rules)
         for key in self.data:
             rule = rules.get(key, rules.get(ANY_OTHER))
             if rule is None:

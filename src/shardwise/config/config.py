@@ -1,14 +1,28 @@
-"""`Config`: all settings of the engine, validated, with the origin of every value."""
+"""`Config`: all settings of the engine, validated, with the origin of every value.
 
-from os import PathLike
+To load one, the module recognises the dialect, translates the keys into a draft, derives values, and validates.
+"""
+
+import os
+from pathlib import Path
 from typing import Any
 
 from pydantic import PrivateAttr, ValidationError
 
-from shardwise.config.draft import Provenance, ValueOrigin, config_error, leaves
+from shardwise.config.dialects import accelerate, deepspeed, native
+from shardwise.config.draft import ConfigDraft, Provenance, ValueOrigin, config_error, leaves
 from shardwise.config.explain import explain
-from shardwise.config.load import load
+from shardwise.config.files import YAML_SUFFIXES, read_file, read_text
+from shardwise.config.presets import PRESETS
 from shardwise.config.sections import Batch, ConfigSections
+from shardwise.config.values import nearest, one_of
+from shardwise.errors import ConfigError
+
+_FILE_SUFFIXES = (".json", ".hjson", ".jsonc", *YAML_SUFFIXES)
+_SHARED_KEYS = ("optimizer", "scheduler")  # native sections have a `name`, DeepSpeed's a `type`
+
+_DEEPEST = 20
+_LARGEST = 2**1000
 
 
 class Config(ConfigSections):
@@ -30,7 +44,7 @@ class Config(ConfigSections):
         self._provenance = Provenance("Config(...)", dict.fromkeys(given, ValueOrigin("code")))
 
     @classmethod
-    def load(cls, config: "Config | str | PathLike[str] | dict[str, Any]") -> "Config":
+    def load(cls, config: "Config | str | os.PathLike[str] | dict[str, Any]") -> "Config":
         """The configuration that `config` names or holds.
 
         `config` is the name of a preset, the path of a JSON or YAML file, a dict, or a Config. Files and dicts hold
@@ -38,9 +52,14 @@ class Config(ConfigSections):
         """
         if isinstance(config, Config):
             return config
-        sections, provenance = load(config)
+        draft = _draft(config)
+        _derive_order(draft)
+        try:
+            sections = ConfigSections(**draft.nested())
+        except ValidationError as error:
+            raise config_error(error, ConfigSections, draft.source, draft.origins) from None
         loaded = cls(**{name: getattr(sections, name) for name in sections.model_fields_set})
-        loaded._provenance = provenance
+        loaded._provenance = draft.provenance()
         return loaded
 
     def for_world_size(self, world_size: int) -> "Config":
@@ -75,3 +94,92 @@ class Config(ConfigSections):
 
     def __hash__(self) -> int:
         return hash(self.model_dump_json())
+
+
+def _draft(config: object) -> ConfigDraft:
+    if isinstance(config, str) and config in PRESETS:
+        draft = ConfigDraft(f"preset {config}")
+        native.apply_preset(config, draft)
+        return draft
+    if isinstance(config, str) and config.lstrip().startswith("{"):
+        return _translated(read_text(config, "JSON text"), "JSON text", Path())
+    if isinstance(config, str | os.PathLike):
+        path = _existing(config)
+        return _translated(read_file(path), str(path), path.parent)
+    if isinstance(config, dict):
+        return _translated(config, "config", Path())
+    raise ConfigError(f"config is {type(config).__name__}, expected a preset's name, a path, a dict or a Config")
+
+
+def _existing(config: str | os.PathLike[str]) -> Path:
+    path = Path(config)
+    if os.path.isfile(path):  # unlike Path.is_file, it does not raise for a name that no file can have
+        return path
+    text = str(config)
+    if path.suffix.lower() in _FILE_SUFFIXES or os.sep in text:
+        raise ConfigError(f"{text}: no such file")
+    raise ConfigError(f"config is {text!r}: neither a file nor a preset ({one_of(PRESETS)}){nearest(text, PRESETS)}")
+
+
+def _translated(data: dict[str, Any], source: str, folder: Path) -> ConfigDraft:
+    draft = ConfigDraft(source)
+    _check_shape(data, draft)
+    draft.dialect = _dialect(data, source)
+    if draft.dialect == "Accelerate":
+        accelerate.translate(data, draft, folder)
+    elif draft.dialect == "DeepSpeed":
+        deepspeed.translate(data, draft)
+    else:
+        native.translate(data, draft)
+    return draft
+
+
+def _check_shape(value: object, draft: ConfigDraft, path: tuple[str, ...] = ()) -> None:
+    """Refuse values that even an error message could not print: recursive sections, integers of thousands of digits."""
+    if isinstance(value, dict | list | tuple):
+        if len(path) > _DEEPEST:
+            raise ConfigError(f"{draft.source}: sections are nested too deeply to be a configuration")
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            if isinstance(value, dict) and not isinstance(key, str):
+                raise ConfigError(f"{draft.source}: keys must be strings, found {type(key).__name__}")
+            _check_shape(inner, draft, (*path, str(key)[:80]))
+    elif isinstance(value, int) and abs(value) > _LARGEST:
+        raise draft.error(".".join(path), "...", "this number is too large to mean anything here")
+
+
+def _dialect(data: dict[str, Any], source: str) -> str:
+    """The dialect that the keys belong to. Keys of more than one are an error."""
+    found = {
+        "native": [key for key in data if key in native.KEYS and _identifies(key, data, "native")],
+        "DeepSpeed": [key for key in data if key in deepspeed.KEYS and _identifies(key, data, "DeepSpeed")],
+        "Accelerate": [key for key in data if key in accelerate.KEYS],
+    }
+    present = {dialect: keys for dialect, keys in found.items() if keys}
+    if len(present) > 1:
+        listed = "; ".join(f"{dialect}: {', '.join(keys[:4])}" for dialect, keys in present.items())
+        raise ConfigError(f"{source}: mixes keys of several dialects ({listed}); use those of one")
+    if not present and not set(data) <= set(_SHARED_KEYS):
+        known = [*native.KEYS, *deepspeed.KEYS, *accelerate.KEYS]
+        unknown = ", ".join(f"{key!r}{nearest(key, known)}" for key in list(data)[:4])
+        raise ConfigError(f"{source}: no key is known here: {unknown}")
+    return next(iter(present), "native")
+
+
+def _identifies(key: str, data: dict[str, Any], dialect: str) -> bool:
+    """Whether a key that several dialects share belongs to `dialect` here."""
+    value = data[key]
+    if key in _SHARED_KEYS:
+        return isinstance(value, dict) and ("name" in value) == (dialect == "native")
+    return key not in accelerate.LEGACY_KEYS or isinstance(value, dict)
+
+
+def _derive_order(draft: ConfigDraft) -> None:
+    """Place gradients as a given `gradients.order` needs them, unless the file itself places them."""
+    sharding = {"local": "replicated", "sharded": "sharded"}.get(str(draft.values.get("gradients.order")))
+    origin = draft.origins.get("placement.grads.sharding", ValueOrigin("default"))
+    if sharding is None or draft.values.get("placement.grads.sharding") == sharding or origin.kind == "file":
+        return
+    derived = ValueOrigin("derived", "from gradients.order")
+    draft.set("placement.grads.sharding", sharding, derived)
+    if sharding == "replicated" and draft.origins.get("placement.grads.tier", origin).kind != "file":
+        draft.set("placement.grads.tier", "device", derived)

@@ -1,14 +1,13 @@
 """The learning-rate schedules of DeepSpeed's documentation: formulas of the iteration, and a torch scheduler of them.
 
 A formula maps the iteration to a learning rate. Iteration -1 is the time before the first scheduler step, so the
-first optimizer step uses the formula's value at -1. The fields of a schedule are its parameters; the annotation of a
-field is the reader of its value.
+first optimizer step uses the formula's value at -1. The annotated attributes of a schedule are its parameters; the
+annotation holds the reader of the value.
 """
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, get_type_hints
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
@@ -34,11 +33,13 @@ Steps = Annotated[int, positive]
 Flag = Annotated[bool, flag]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Schedule:
+class RateSchedule:
     """Base of all schedules."""
 
     last_batch_iteration: Annotated[int, _iteration] = -1
+
+    def __init__(self, **params: Any) -> None:
+        self.__dict__.update(params)
 
     def rate(self, i: int, base: float, group: int) -> float:
         """The learning rate at iteration `i` of the parameter group number `group`, whose own rate is `base`."""
@@ -49,8 +50,7 @@ class Schedule:
         return None
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Warmup(Schedule):
+class _Warmup(RateSchedule):
     warmup_num_steps: Whole = 1000
     warmup_type: Annotated[str, choice("log", "linear")] = "log"
 
@@ -63,7 +63,6 @@ class _Warmup(Schedule):
         return i / self._count if self.warmup_type == "linear" else math.log(i + 1) / math.log(self._count)
 
 
-@dataclass(frozen=True, kw_only=True)
 class WarmupLR(_Warmup):
     warmup_min_lr: Rates = 0.0
     warmup_max_lr: Rates = 0.001
@@ -76,7 +75,6 @@ class WarmupLR(_Warmup):
         return 1.0
 
 
-@dataclass(frozen=True, kw_only=True)
 class WarmupDecayLR(WarmupLR):
     total_num_steps: Steps
 
@@ -84,7 +82,6 @@ class WarmupDecayLR(WarmupLR):
         return max(0.0, (self.total_num_steps - i) / max(1.0, self.total_num_steps - self._count))
 
 
-@dataclass(frozen=True, kw_only=True)
 class WarmupCosineLR(_Warmup):
     total_num_steps: Steps
     warmup_min_ratio: Rate = 0.0
@@ -98,8 +95,7 @@ class WarmupCosineLR(_Warmup):
         return base * (floor + (1 - floor) * ((1 + math.cos(math.pi * decayed)) / 2))
 
 
-@dataclass(frozen=True, kw_only=True)
-class OneCycle(Schedule):
+class OneCycle(RateSchedule):
     cycle_min_lr: Annotated[float | None, at_least_zero] = None
     cycle_max_lr: Annotated[float | None, at_least_zero] = None
     decay_lr_rate: Rate = 0.0
@@ -148,8 +144,7 @@ class OneCycle(Schedule):
         return over / self.decay_step_size if self.decay_step_size else 0.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class LRRangeTest(Schedule):
+class LRRangeTest(RateSchedule):
     lr_range_test_min_lr: Rates = 1e-3
     lr_range_test_step_size: Steps = 2000
     lr_range_test_step_rate: Rate = 1.0
@@ -177,8 +172,11 @@ def check(name: str, params: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     found = {known.lower(): known for known in _SCHEDULES}.get(name.strip().lower())
     if found is None:
         raise ValueError(f"name {name!r}: expected {one_of(_SCHEDULES)}{nearest(name, _SCHEDULES)}")
-    readers = {field.name: get_args(field.type)[1] for field in fields(_SCHEDULES[found])}
-    return found, read_params(params, readers, found)
+    return found, read_params(params, _readers(_SCHEDULES[found]), found)
+
+
+def _readers(kind: type[RateSchedule]) -> dict[str, Any]:
+    return {name: hint.__metadata__[0] for name, hint in get_type_hints(kind, include_extras=True).items()}
 
 
 def build(
@@ -191,7 +189,7 @@ def build(
     [0.0]
     """
     kind, params = _SCHEDULES[name], dict(settings)
-    if "total_num_steps" in kind.__dataclass_fields__ and params.setdefault("total_num_steps", total_steps) is None:
+    if "total_num_steps" in _readers(kind) and params.setdefault("total_num_steps", total_steps) is None:
         raise ConfigError(
             f"scheduler {name}: params.total_num_steps was left open; give it in the configuration, or pass total_steps"
         )
@@ -201,7 +199,7 @@ def build(
 class FormulaLR(LRScheduler):
     """A torch scheduler whose rates (and for OneCycle momenta) are those of a schedule."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, schedule: Schedule) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, schedule: RateSchedule) -> None:
         self._schedule = schedule
         super().__init__(optimizer)
 

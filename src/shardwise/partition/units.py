@@ -32,6 +32,7 @@ from torch import nn
 
 from shardwise.sizes import format_bytes, format_count
 
+Run = tuple[str, ...]  # modules of one unit, by path
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _MERGE_BYTES = 2**25  # small units are merged: each costs as much host time as a large one
 _MERGE_SHARE = 16  # merging stops at this part of the model, or small models would become one unit
@@ -50,7 +51,7 @@ class UnitSpec:
 
     name: str
     params: tuple[str, ...]
-    runs: tuple[tuple[str, ...], ...]
+    runs: tuple[Run, ...]
     trainable: bool
     dtype: torch.dtype
 
@@ -217,15 +218,13 @@ def _check_block(tree: _Tree, path: str, blocks: Collection[str]) -> None:
 
 
 def _refuse_unknown(kind: str, names: Iterable[str], valid: set[str]) -> None:
-    unknown = [name for name in names if name not in valid]
-    if not unknown:
-        return
-    nearest = {near: None for name in unknown for near in difflib.get_close_matches(name, valid, n=2, cutoff=0.4)}
-    hint = f"; the nearest are {', '.join(map(repr, nearest))}" if nearest else ""
-    raise ValueError(f"the model has no {kind} {', '.join(map(repr, unknown))}{hint}")
+    if unknown := [name for name in names if name not in valid]:
+        nearest = {near: None for name in unknown for near in difflib.get_close_matches(name, valid, n=2, cutoff=0.4)}
+        hint = f"; the nearest are {', '.join(map(repr, nearest))}" if nearest else ""
+        raise ValueError(f"the model has no {kind} {', '.join(map(repr, unknown))}{hint}")
 
 
-def _merge(tree: _Tree, blocks: Sequence[str], min_bytes: int) -> list[tuple[str, ...]]:
+def _merge(tree: _Tree, blocks: Sequence[str], min_bytes: int) -> list[Run]:
     """Runs of neighbouring blocks of one list, each of at least `min_bytes` if the list has that many."""
 
     def chain(path: str) -> str:
@@ -237,7 +236,7 @@ def _merge(tree: _Tree, blocks: Sequence[str], min_bytes: int) -> list[tuple[str
     return [run for _, members in groupby(blocks, key=chain) for run in _fill(tree, members, min_bytes)]
 
 
-def _fill(tree: _Tree, chain: Iterable[str], min_bytes: int) -> list[tuple[str, ...]]:
+def _fill(tree: _Tree, chain: Iterable[str], min_bytes: int) -> list[Run]:
     runs: list[list[str]] = []
     filled_bytes = min_bytes
     for path in chain:
@@ -247,8 +246,7 @@ def _fill(tree: _Tree, chain: Iterable[str], min_bytes: int) -> list[tuple[str, 
         runs[-1].append(path)
         filled_bytes += tree.bytes(path)
     if len(runs) > 1 and filled_bytes < min_bytes:
-        rest = runs.pop()
-        runs[-1] += rest
+        runs[-2:] = [runs[-2] + runs[-1]]
     return [tuple(run) for run in runs]
 
 
@@ -261,9 +259,7 @@ def _leftovers(tree: _Tree, blocks: Collection[str], holders: Collection[str], p
         yield path
 
 
-def _owning_runs(
-    tree: _Tree, merged: Sequence[tuple[str, ...]], leftovers: Iterable[str]
-) -> dict[str, tuple[str, ...]]:
+def _owning_runs(tree: _Tree, merged: Sequence[Run], leftovers: Iterable[str]) -> dict[str, Run]:
     """For each parameter, the run of the unit that owns it."""
     runs = {path: run for run in merged for path in run}
     largest_bytes = max((tree.bytes(path) for path in runs), default=0)
@@ -279,9 +275,7 @@ def _owning_runs(
     return owners
 
 
-def _tied_users(
-    tree: _Tree, owners: dict[str, tuple[str, ...]], holders: Collection[str]
-) -> dict[str, dict[str, None]]:
+def _tied_users(tree: _Tree, owners: dict[str, Run], holders: Collection[str]) -> dict[str, dict[str, None]]:
     """For each parameter with several names, the modules outside its own run that use it and are to be hooked."""
     canonical = {id(param): name for name, param in tree.params.items()}
     users: dict[str, dict[str, None]] = defaultdict(dict)
@@ -294,9 +288,9 @@ def _tied_users(
     return users
 
 
-def _specs(tree: _Tree, owners: dict[str, tuple[str, ...]], users: dict[str, dict[str, None]]) -> tuple[UnitSpec, ...]:
+def _specs(tree: _Tree, owners: dict[str, Run], users: dict[str, dict[str, None]]) -> tuple[UnitSpec, ...]:
     """One unit per run, trainability and dtype, in the order in which their modules were registered."""
-    parts: dict[tuple[tuple[str, ...], bool, torch.dtype], list[str]] = defaultdict(list)
+    parts: dict[tuple[Run, bool, torch.dtype], list[str]] = defaultdict(list)
     for name, run in owners.items():
         param = tree.params[name]
         parts[run, param.requires_grad, param.dtype].append(name)

@@ -20,9 +20,7 @@ from shardwise.errors import ConfigError
 
 _FILE_SUFFIXES = (".json", ".hjson", ".jsonc", *YAML_SUFFIXES)
 _SHARED_KEYS = ("optimizer", "scheduler")  # native sections have a `name`, DeepSpeed's a `type`
-
 _NATIVE_KEYS = frozenset(ConfigSections.model_fields) | {"preset", "deterministic"}
-
 _OWN_AUTO = {"runtime.units", "offload.device_memory", "offload.host_memory"}  # elsewhere auto keeps the default
 
 _DEEPEST = 20
@@ -76,8 +74,7 @@ class Config(ConfigSections):
         >>> config.for_world_size(4).batch.accumulation
         2
         """
-        micro, accumulation, total = self.batch.resolve(world_size)
-        batch = Batch(accumulation=accumulation, micro_batch_size=micro, global_batch_size=total)
+        batch = self.batch.resolve(world_size)
         resolved = self.model_copy(update={"batch": batch})
         changed = [f"batch.{name}" for name in Batch.model_fields if getattr(batch, name) != getattr(self.batch, name)]
         given = self._provenance
@@ -187,8 +184,7 @@ def _translate_native(data: dict[str, Any], draft: ConfigDraft) -> None:
         value = given.pop("deterministic")
         gradients = draft.section("gradients", _as_mapping(given.get("gradients")))
         if gradients.get("deterministic", value) != value:
-            message = "contradicts gradients.deterministic; keep one of the two"
-            raise draft.error("deterministic", value, message)
+            raise draft.error("deterministic", value, "contradicts gradients.deterministic; keep one of the two")
         given["gradients"] = gradients | {"deterministic": value}
     _flatten(ConfigSections, given, draft)
 

@@ -6,7 +6,7 @@ checks what two of them must agree on. Named rows of placements are in `presets.
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -162,14 +162,6 @@ class Offload(Section):
     aio: Aio = setting(Aio(), "disk requests")
 
 
-class BatchSizes(NamedTuple):
-    """The batch triple of one world size: global_size = micro_size x accumulation x W."""
-
-    micro_size: int | None
-    accumulation: int
-    global_size: int | None
-
-
 class Batch(Section):
     """The batch triple: global_batch_size = micro_batch_size x accumulation x W; any two give the third."""
 
@@ -198,25 +190,27 @@ class Batch(Section):
         given = {name: size for name in names if (size := getattr(self, name)) is not None} | others
         return " x ".join(f"{name} {size}" for name, size in given.items()), math.prod(given.values())
 
-    def resolve(self, world_size: int) -> BatchSizes:
+    def resolve(self, world_size: int) -> "Batch":
         """The complete triple for `world_size` ranks.
 
         >>> Batch(global_batch_size=24, micro_batch_size=3).resolve(world_size=4)
-        BatchSizes(micro_size=3, accumulation=2, global_size=24)
+        Batch(accumulation=2, micro_batch_size=3, global_batch_size=24)
         """
         micro, accumulation, total = self.micro_batch_size, self.accumulation, self.global_batch_size
-        if total is None:
-            return BatchSizes(micro, accumulation, micro and micro * accumulation * world_size)
         factors, product = self._factors(W=world_size)
         is_complete = micro is not None and "accumulation" in self.model_fields_set
-        if total % product or (is_complete and total != product):
+        if total is None:
+            total = micro and micro * accumulation * world_size
+        elif total % product or (is_complete and total != product):
             raise ConfigError(
                 f"the batch triple does not multiply: global_batch_size is {total}, but {factors} = {product}; "
                 "change one of them, or leave one out to have it derived"
             )
-        if micro is None:
-            return BatchSizes(total // product, accumulation, total)
-        return BatchSizes(micro, accumulation if is_complete else total // product, total)
+        elif micro is None:
+            micro = total // product
+        elif not is_complete:
+            accumulation = total // product
+        return Batch(accumulation=accumulation, micro_batch_size=micro, global_batch_size=total)
 
 
 class OptimizerSection(Section):

@@ -246,11 +246,8 @@ OPTIMIZER_FEATURES = {
     "onebitadam": "compressed communication (1-bit Adam)",
     "zerooneadam": "compressed communication (0/1 Adam)",
     "onebitlamb": "compressed communication (1-bit LAMB)",
-    "lamb": "LAMB, which is not element-wise",
-    "fusedlamb": "LAMB, which is not element-wise",
-    "muadam": "µP scaling",
-    "muadamw": "µP scaling",
-    "musgd": "µP scaling",
+    **dict.fromkeys(("lamb", "fusedlamb"), "LAMB, which is not element-wise"),
+    **dict.fromkeys(("muadam", "muadamw", "musgd"), "µP scaling"),
 }
 OPTIMIZER_NO_EFFECT = {
     "torch_adam": "no effect: the kernel is always torch's",

@@ -5,7 +5,7 @@ Every dialect (native, DeepSpeed's, Accelerate's) writes into one `ConfigDraft` 
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
@@ -73,9 +73,9 @@ class ConfigDraft:
 
     def set_placement(self, row: Placement, origin: ValueOrigin) -> None:
         """Set a whole row of the placement table."""
-        for kind in Placement.model_fields:
-            self.set(f"placement.{kind}.sharding", getattr(row, kind).sharding, origin)
-            self.set(f"placement.{kind}.tier", getattr(row, kind).tier, origin)
+        for kind, own in row:
+            self.set(f"placement.{kind}.sharding", own.sharding, origin)
+            self.set(f"placement.{kind}.tier", own.tier, origin)
 
     def set_from(self, key: str, path: str, value: Any) -> None:
         """Set a native path to the value that a key of the file gives it."""
@@ -136,15 +136,6 @@ def subsection(info: FieldInfo) -> type[Section] | None:
     return None
 
 
-def section_class(root: type[Section], path: Sequence[int | str]) -> type[Section] | None:
-    """The section class at `path` below `root`."""
-    current: type[Section] | None = root
-    for part in path:
-        info = current.model_fields.get(str(part)) if current else None
-        current = subsection(info) if info else None
-    return current
-
-
 def leaves(section: Section, *, given: bool = False, prefix: str = "") -> Iterator[tuple[str, Any, FieldInfo]]:
     """Path, value and field of each plain value below `section`: of all of them, or of those given explicitly."""
     for name, info in type(section).model_fields.items():
@@ -172,8 +163,10 @@ def _problem_line(problem: Mapping[str, Any], root: type[Section], origins: Mapp
         message = f"expected {problem['ctx']['expected']}"
     elif problem["type"] == "extra_forbidden":
         *parents, name = problem["loc"]
-        section = section_class(root, parents)
-        message = f"unknown key{nearest(str(name), section.model_fields if section else ())}"
+        section = root
+        for parent in parents:
+            section = subsection(section.model_fields[parent]) or section
+        message = f"unknown key{nearest(name, section.model_fields)}"
     given = (name for name, origin in origins.items() if origin.kind == "file")
     keys = [origins[name].detail for name in given if f"{name}.".startswith(f"{path}.")]
     if problem["type"] == "value_error" and not isinstance(problem["input"], str | int | float):

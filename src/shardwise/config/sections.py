@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from shardwise.config.values import real
+from shardwise.config.values import is_open, real
 from shardwise.errors import ConfigError
 from shardwise.sizes import parse_bytes, whole
 
@@ -35,7 +35,7 @@ Order = Literal["local", "sharded"]
 
 
 def _memory(value: object) -> object:
-    return value if value is None or value == "auto" else parse_bytes(value)
+    return value if is_open(value) else parse_bytes(value)
 
 
 Count = Annotated[int, BeforeValidator(whole)]

@@ -88,15 +88,17 @@ def choice(*names: str) -> Callable[[object], str]:
     return read
 
 
-def left_open_out(params: Mapping[str, Any]) -> dict[str, Any]:
-    """`params` without the values that are left open: auto and null."""
-    return {key: value for key, value in params.items() if value is not None and value != "auto"}
+def is_open(value: object) -> bool:
+    """Whether a value is left open: auto or null."""
+    return value is None or value == "auto"
 
 
 def read_params(params: Mapping[str, Any], readers: Mapping[str, Callable[[Any], Any]], name: str) -> dict[str, Any]:
     """The parameters of the optimizer or schedule `name` in their types, without those that are left open."""
     result = {}
-    for key, value in left_open_out(params).items():
+    for key, value in params.items():
+        if is_open(value):
+            continue
         if key not in readers:
             raise ValueError(f"params.{key}: unknown key of {name}{nearest(key, readers)}")
         try:

@@ -205,16 +205,12 @@ def _named_blocks(tree: _Tree, classes: Collection[str], modules: Collection[str
     for name in set(classes) - {class_of[path] for path in blocks}:
         raise ValueError(f"every module of class {name!r} lies inside another block; name only the outer class")
     for path in blocks:
-        _check_block(tree, path, blocks)
+        if outer := [above for above in _above(path) if above in blocks]:
+            raise ValueError(f"blocks overlap: {path!r} lies inside {_label((outer[0],))!r}; name one of them")
+        if not tree.has_forward(path):
+            remedy = "name the modules inside it instead"
+            raise ValueError(f"{path!r} ({class_of[path]}) has no forward to hook; {remedy}")
     return [path for path in tree.modules if path in blocks]
-
-
-def _check_block(tree: _Tree, path: str, blocks: Collection[str]) -> None:
-    if outer := [above for above in _above(path) if above in blocks]:
-        raise ValueError(f"blocks overlap: {path!r} lies inside {_label((outer[0],))!r}; name one of them")
-    if not tree.has_forward(path):
-        kind = type(tree.modules[path]).__name__
-        raise ValueError(f"{path!r} ({kind}) has no forward to hook; name the modules inside it instead")
 
 
 def _refuse_unknown(kind: str, names: Iterable[str], valid: set[str]) -> None:

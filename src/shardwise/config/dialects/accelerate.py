@@ -66,7 +66,9 @@ def translate(data: dict[str, Any], draft: ConfigDraft, folder: Path) -> None:
     for key in data:
         if key not in KEYS | LEGACY_KEYS:
             raise top.error(key, f"unknown key of Accelerate{nearest(key, KEYS)}")
-    _check_type(top)
+    kind = data.get("distributed_type")
+    if str(kind).upper() != "DEEPSPEED" and not (kind is None and "deepspeed_config" in data):
+        raise top.error("distributed_type", "expected DEEPSPEED, the only type that is ZeRO")
     top.refuse(_TOP)
     parallelism = top.inner("parallelism_config")
     parallelism.refuse(_PARALLELISM)
@@ -81,14 +83,6 @@ def translate(data: dict[str, Any], draft: ConfigDraft, folder: Path) -> None:
     deepspeed.translate(config, draft)
     draft.prefix = ""  # the remaining keys are those of the YAML itself
     _processes(top)
-
-
-def _check_type(top: FileSection) -> None:
-    kind = top.data.get("distributed_type")
-    if kind is None and "deepspeed_config" in top.data:
-        return
-    if not isinstance(kind, str) or kind.upper() != "DEEPSPEED":
-        raise top.error("distributed_type", "expected DEEPSPEED, the only type that is ZeRO")
 
 
 def _from_file(section: FileSection, folder: Path) -> tuple[dict[str, Any], str]:

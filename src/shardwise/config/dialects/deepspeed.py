@@ -13,7 +13,7 @@ from shardwise.config.dialects.rules import FileSection, KeyRule, Rules, without
 from shardwise.config.draft import ConfigDraft, ValueOrigin
 from shardwise.config.presets import STAGES, offloaded
 from shardwise.config.sections import Tier
-from shardwise.config.values import any_value, choice, flag, left_open_out, nearest, real, text
+from shardwise.config.values import any_value, choice, flag, is_open, nearest, real, text
 from shardwise.sizes import whole
 
 KEYS = frozenset(ds.TOP)
@@ -218,7 +218,6 @@ def _scheduler(top: FileSection) -> None:
 def _given_params(section: FileSection) -> dict[str, Any]:
     """The params of an optimizer or scheduler that are neither auto nor null."""
     params = section.inner("params")
-    for key in params.data:
-        if params.is_open(key):
-            params.note(key, "left open: an argument or the default decides")
-    return left_open_out(params.data)
+    for key in filter(params.is_open, params.data):
+        params.note(key, "left open: an argument or the default decides")
+    return {key: value for key, value in params.data.items() if not is_open(value)}

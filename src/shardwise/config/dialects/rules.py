@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from shardwise.config.draft import ConfigDraft, ValueOrigin
-from shardwise.config.values import any_value, nearest, one_of
+from shardwise.config.values import any_value, is_open, nearest, one_of
 from shardwise.errors import ConfigError
 
 T = TypeVar("T")
@@ -73,8 +73,7 @@ class FileSection:
 
     def is_open(self, key: str) -> bool:
         """Whether the file leaves `key` open: absent, null or auto."""
-        value = self.data.get(key)
-        return value is None or value == "auto"
+        return is_open(self.data.get(key))
 
     def set(self, key: str, target: str, value: object) -> None:
         self.draft.set_from(self.at(key), target, value)

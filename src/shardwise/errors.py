@@ -1,15 +1,5 @@
 """The errors that shardwise raises. Each message names what was found and what to do about it."""
 
-__all__ = [
-    "CheckpointError",
-    "ConfigError",
-    "ConfigWarning",
-    "DamagedError",
-    "DisagreementError",
-    "DiskError",
-    "ShardwiseError",
-]
-
 
 class ShardwiseError(Exception):
     """Base of all errors of shardwise."""

@@ -6,6 +6,7 @@ import warnings
 import pytest
 
 from shardwise.config import Config
+from shardwise.config.sections import Batch
 from shardwise.errors import ConfigError, ConfigWarning
 
 
@@ -110,7 +111,7 @@ def test_clipping_batch_and_printing():
     assert config.gradients.clip_norm == 1.0
     assert config.runtime.steps_per_print is None
     assert config.runtime.timers
-    assert config.batch.resolve(2) == (4, 4, 32)
+    assert config.batch.resolve(2) == Batch(micro_batch_size=4, accumulation=4, global_batch_size=32)
     assert load(gradient_clipping=0).gradients.clip_norm is None
 
 

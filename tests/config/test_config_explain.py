@@ -85,7 +85,7 @@ def test_every_effective_value_is_there_in_100_columns(preset):
     assert max(map(len, lines)) <= 100
     assert all(line == line.rstrip() for line in lines)
     idle = {"zero0", "zero1", "zero2", "zero3"}
-    for path in leaves(Config):
+    for path, _, _ in leaves(config):
         section, _, name = path.partition(".")
         unused = (
             section == "scheduler"

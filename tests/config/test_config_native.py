@@ -224,7 +224,8 @@ def test_every_field_is_described():
     ],
 )
 def test_any_two_of_the_batch_triple_give_the_third(given, world_size, triple):
-    assert Batch(**given).resolve(world_size) == triple
+    batch = Batch(**given).resolve(world_size)
+    assert (batch.micro_batch_size, batch.accumulation, batch.global_batch_size) == triple
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,30 @@
-"""`Config`: all settings of the engine, validated, with the origin of every value."""
+"""`Config`: all settings of the engine, validated, with the origin of every value.
 
-from collections.abc import Iterator
-from os import PathLike
+To load one, the module recognises the dialect, translates the keys into a draft, derives values, and validates.
+"""
+
+import os
+from pathlib import Path
 from typing import Any
 
 from pydantic import PrivateAttr, ValidationError
 
-from shardwise.config.draft import Provenance, ValueOrigin, config_error
+from shardwise.config.dialects import accelerate, deepspeed
+from shardwise.config.draft import ConfigDraft, Provenance, ValueOrigin, config_error, leaves, subsection
 from shardwise.config.explain import explain
-from shardwise.config.load import load
+from shardwise.config.files import YAML_SUFFIXES, read_file, read_text
+from shardwise.config.presets import NVME_FOLDER, PRESETS
 from shardwise.config.sections import Batch, ConfigSections, Section
+from shardwise.config.values import nearest, one_of
+from shardwise.errors import ConfigError
+
+_FILE_SUFFIXES = (".json", ".hjson", ".jsonc", *YAML_SUFFIXES)
+_SHARED_KEYS = ("optimizer", "scheduler")  # native sections have a `name`, DeepSpeed's a `type`
+_NATIVE_KEYS = frozenset(ConfigSections.model_fields) | {"preset", "deterministic"}
+_OWN_AUTO = {"runtime.units", "offload.device_memory", "offload.host_memory"}  # elsewhere auto keeps the default
+
+_DEEPEST = 20
+_LARGEST = 2**1000
 
 
 class Config(ConfigSections):
@@ -27,10 +42,11 @@ class Config(ConfigSections):
             super().__init__(**sections)
         except ValidationError as error:
             raise config_error(error, type(self), "Config", {}) from None
-        self._provenance = Provenance("Config(...)", dict.fromkeys(_given_paths(self, ""), ValueOrigin("code")))
+        given = (path for path, _, _ in leaves(self, given=True))
+        self._provenance = Provenance("Config(...)", dict.fromkeys(given, ValueOrigin("code")))
 
     @classmethod
-    def load(cls, config: "Config | str | PathLike[str] | dict[str, Any]") -> "Config":
+    def load(cls, config: "Config | str | os.PathLike[str] | dict[str, Any]") -> "Config":
         """The configuration that `config` names or holds.
 
         `config` is the name of a preset, the path of a JSON or YAML file, a dict, or a Config. Files and dicts hold
@@ -38,9 +54,14 @@ class Config(ConfigSections):
         """
         if isinstance(config, Config):
             return config
-        sections, provenance = load(config)
+        draft = _draft(config)
+        _derive_order(draft)
+        try:
+            sections = ConfigSections(**draft.nested())
+        except ValidationError as error:
+            raise config_error(error, ConfigSections, draft.source, draft.origins) from None
         loaded = cls(**{name: getattr(sections, name) for name in sections.model_fields_set})
-        loaded._provenance = provenance
+        loaded._provenance = draft.provenance()
         return loaded
 
     def for_world_size(self, world_size: int) -> "Config":
@@ -53,8 +74,7 @@ class Config(ConfigSections):
         >>> config.for_world_size(4).batch.accumulation
         2
         """
-        micro, accumulation, total = self.batch.resolve(world_size)
-        batch = Batch(accumulation=accumulation, micro_batch_size=micro, global_batch_size=total)
+        batch = self.batch.resolve(world_size)
         resolved = self.model_copy(update={"batch": batch})
         changed = [f"batch.{name}" for name in Batch.model_fields if getattr(batch, name) != getattr(self.batch, name)]
         given = self._provenance
@@ -77,10 +97,135 @@ class Config(ConfigSections):
         return hash(self.model_dump_json())
 
 
-def _given_paths(section: Section, prefix: str) -> Iterator[str]:
-    for name in section.model_fields_set:
-        value = getattr(section, name)
-        if isinstance(value, Section):
-            yield from _given_paths(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name
+def _draft(config: object) -> ConfigDraft:
+    if isinstance(config, str) and config in PRESETS:
+        draft = ConfigDraft(f"preset {config}")
+        _apply_preset(config, draft)
+        return draft
+    if isinstance(config, str) and config.lstrip().startswith("{"):
+        return _translated(read_text(config, "JSON text"), "JSON text", Path())
+    if isinstance(config, str | os.PathLike):
+        path = _existing(config)
+        return _translated(read_file(path), str(path), path.parent)
+    if isinstance(config, dict):
+        return _translated(config, "config", Path())
+    raise ConfigError(f"config is {type(config).__name__}, expected a preset's name, a path, a dict or a Config")
+
+
+def _existing(config: str | os.PathLike[str]) -> Path:
+    path = Path(config)
+    if os.path.isfile(path):  # unlike Path.is_file, it does not raise for a name that no file can have
+        return path
+    text = str(config)
+    if path.suffix.lower() in _FILE_SUFFIXES or os.sep in text:
+        raise ConfigError(f"{text}: no such file")
+    raise ConfigError(f"config is {text!r}: neither a file nor a preset ({one_of(PRESETS)}){nearest(text, PRESETS)}")
+
+
+def _translated(data: dict[str, Any], source: str, folder: Path) -> ConfigDraft:
+    draft = ConfigDraft(source)
+    _check_shape(data, draft)
+    draft.dialect = _dialect(data, source)
+    if draft.dialect == "Accelerate":
+        accelerate.translate(data, draft, folder)
+    elif draft.dialect == "DeepSpeed":
+        deepspeed.translate(data, draft)
+    else:
+        _translate_native(data, draft)
+    return draft
+
+
+def _check_shape(value: object, draft: ConfigDraft, path: tuple[str, ...] = ()) -> None:
+    """Refuse values that even an error message could not print: recursive sections, integers of thousands of digits."""
+    if isinstance(value, dict | list | tuple):
+        if len(path) > _DEEPEST:
+            raise ConfigError(f"{draft.source}: sections are nested too deeply to be a configuration")
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            if isinstance(value, dict) and not isinstance(key, str):
+                raise ConfigError(f"{draft.source}: keys must be strings, found {type(key).__name__}")
+            _check_shape(inner, draft, (*path, str(key)[:80]))
+    elif isinstance(value, int) and abs(value) > _LARGEST:
+        raise draft.error(".".join(path), "...", "this number is too large to mean anything here")
+
+
+def _dialect(data: dict[str, Any], source: str) -> str:
+    """The dialect that the keys belong to. Keys of more than one are an error."""
+    found = {
+        "native": [key for key in data if key in _NATIVE_KEYS and _identifies(key, data, "native")],
+        "DeepSpeed": [key for key in data if key in deepspeed.KEYS and _identifies(key, data, "DeepSpeed")],
+        "Accelerate": [key for key in data if key in accelerate.KEYS],
+    }
+    present = {dialect: keys for dialect, keys in found.items() if keys}
+    if len(present) > 1:
+        listed = "; ".join(f"{dialect}: {', '.join(keys[:4])}" for dialect, keys in present.items())
+        raise ConfigError(f"{source}: mixes keys of several dialects ({listed}); use those of one")
+    if not present and not set(data) <= set(_SHARED_KEYS):
+        known = [*_NATIVE_KEYS, *deepspeed.KEYS, *accelerate.KEYS]
+        unknown = ", ".join(f"{key!r}{nearest(key, known)}" for key in list(data)[:4])
+        raise ConfigError(f"{source}: no key is known here: {unknown}")
+    return next(iter(present), "native")
+
+
+def _identifies(key: str, data: dict[str, Any], dialect: str) -> bool:
+    """Whether a key that several dialects share belongs to `dialect` here."""
+    value = data[key]
+    if key in _SHARED_KEYS:
+        return isinstance(value, dict) and ("name" in value) == (dialect == "native")
+    return key not in accelerate.LEGACY_KEYS or isinstance(value, dict)
+
+
+def _translate_native(data: dict[str, Any], draft: ConfigDraft) -> None:
+    """Write a native mapping into the draft: the preset first, then the sections that override it."""
+    given = dict(data)
+    preset = given.pop("preset", None)
+    if preset is not None:
+        _apply_preset(preset, draft)
+    if "deterministic" in given:
+        value = given.pop("deterministic")
+        gradients = draft.section("gradients", _as_mapping(given.get("gradients")))
+        if gradients.get("deterministic", value) != value:
+            raise draft.error("deterministic", value, "contradicts gradients.deterministic; keep one of the two")
+        given["gradients"] = gradients | {"deterministic": value}
+    _flatten(ConfigSections, given, draft)
+
+
+def _apply_preset(name: object, draft: ConfigDraft) -> None:
+    """Write the placements of a preset into the draft."""
+    row = PRESETS.get(name) if isinstance(name, str) else None
+    if row is None:
+        raise draft.error("preset", name, f"expected {one_of(PRESETS)}{nearest(str(name), PRESETS)}")
+    origin = ValueOrigin("preset", str(name))
+    draft.set_placement(row, origin)
+    if "disk" in (row.weights.tier, row.optim.tier):
+        draft.set("offload.nvme_path", NVME_FOLDER, origin)
+
+
+def _flatten(section: type[Section], data: dict[str, Any], draft: ConfigDraft, prefix: str = "") -> None:
+    for key, value in data.items():
+        path, field = prefix + key, section.model_fields.get(key)
+        if field is None:
+            known = section.model_fields if prefix else _NATIVE_KEYS
+            raise draft.error(path, value, f"unknown key{nearest(key, known)}")
+        inner = subsection(field)
+        if inner is None and value == "auto" and path not in _OWN_AUTO:
+            draft.origins[path] = ValueOrigin("auto", path)
+        elif inner is None:
+            draft.set_from(path, path, value)
+        elif value is not None:
+            _flatten(inner, draft.section(path, _as_mapping(value)), draft, f"{path}.")
+
+
+def _as_mapping(value: object) -> object:
+    return value.model_dump(exclude_unset=True) if isinstance(value, Section) else value
+
+
+def _derive_order(draft: ConfigDraft) -> None:
+    """Place gradients as a given `gradients.order` needs them, unless the file itself places them."""
+    sharding = {"local": "replicated", "sharded": "sharded"}.get(str(draft.values.get("gradients.order")))
+    origin = draft.origins.get("placement.grads.sharding", ValueOrigin("default"))
+    if sharding is None or draft.values.get("placement.grads.sharding") == sharding or origin.kind == "file":
+        return
+    derived = ValueOrigin("derived", "from gradients.order")
+    draft.set("placement.grads.sharding", sharding, derived)
+    if sharding == "replicated" and draft.origins.get("placement.grads.tier", origin).kind != "file":
+        draft.set("placement.grads.tier", "device", derived)

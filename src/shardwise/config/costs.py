@@ -17,8 +17,7 @@ from shardwise.config.sections import ConfigSections, Placement, Sharding, Tier
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 MASTER_BYTES = DTYPE_BYTES["fp32"]
-_ADAM_MOMENT_BYTES = 8
-_MOMENT_BYTES = {"SGD": 0, "Lion": 4, "Adagrad": 4, "Muon": 4, "RMSprop": 4}  # per parameter; all others as Adam
+_MOMENT_BYTES = {"SGD": 0, "Lion": 4, "Adagrad": 4, "Muon": 4, "RMSprop": 4}  # per parameter; all others as Adam: 8
 
 
 class RestingKind(NamedTuple):
@@ -40,8 +39,10 @@ def rank_share(sharding: Sharding, world_size: int) -> Fraction:
 
 
 def resting(config: ConfigSections) -> list[RestingKind]:
-    """What rests of trainable parameters, kind by kind."""
-    return resting_kinds(config.placement, weight_bytes(config), gradient_bytes(config), moment_bytes(config))
+    """What rests of trainable parameters, kind by kind. Where no optimizer is named, the moments are Adam's."""
+    section = config.optimizer
+    moments = moments_of(section.name, section.params) if section else moments_of("Adam", {})
+    return resting_kinds(config.placement, weight_bytes(config), gradient_bytes(config), moments)
 
 
 def resting_kinds(placement: Placement, weights: int, grads: int, moments: int) -> list[RestingKind]:
@@ -53,23 +54,18 @@ def resting_kinds(placement: Placement, weights: int, grads: int, moments: int) 
     has_master = weights < MASTER_BYTES
     is_apart = placement.weights.tier == "device" != placement.optim.tier
     is_cast = has_master and placement.weights.sharding == "sharded" and not is_apart
-    kinds = [
-        RestingKind("weights", 0 if is_cast else weights, *_place(placement, "weights")),
-        RestingKind("grads", grads, *_place(placement, "grads")),
-        RestingKind("master", MASTER_BYTES if has_master else 0, *_place(placement, "optim")),
-        RestingKind("moments", moments, *_place(placement, "optim")),
-    ]
-    return [kind for kind in kinds if kind.bytes_each]
+    kinds = (
+        ("weights", 0 if is_cast else weights, placement.weights),
+        ("grads", grads, placement.grads),
+        ("master", MASTER_BYTES if has_master else 0, placement.optim),
+        ("moments", moments, placement.optim),
+    )
+    return [RestingKind(kind, each, own.sharding, own.tier) for kind, each, own in kinds if each]
 
 
 def resting_frozen(placement: Placement, weights: int) -> list[RestingKind]:
     """What rests of frozen parameters: their weights, in their own dtype."""
-    return [RestingKind("weights", weights, *_place(placement, "weights"))]
-
-
-def _place(placement: Placement, kind: str) -> tuple[Sharding, Tier]:
-    own = getattr(placement, kind)
-    return own.sharding, own.tier
+    return [RestingKind("weights", weights, placement.weights.sharding, placement.weights.tier)]
 
 
 def weight_bytes(config: ConfigSections) -> int:
@@ -82,12 +78,6 @@ def gradient_bytes(config: ConfigSections) -> int:
     return DTYPE_BYTES[config.accumulate_dtype]
 
 
-def moment_bytes(config: ConfigSections) -> int:
-    """Bytes of the optimizer's moments per parameter; Adam's where no optimizer is named."""
-    section = config.optimizer
-    return _ADAM_MOMENT_BYTES if section is None else moments_of(section.name, section.params)
-
-
 def moments_of(name: str, options: Mapping[str, Any]) -> int:
     """Bytes of the moments per parameter of the optimizer `name`.
 
@@ -96,7 +86,7 @@ def moments_of(name: str, options: Mapping[str, Any]) -> int:
     """
     if name == "SGD" and options.get("momentum"):
         return 4
-    return _MOMENT_BYTES.get(name, _ADAM_MOMENT_BYTES) + 4 * bool(options.get("amsgrad"))
+    return _MOMENT_BYTES.get(name, 8) + 4 * bool(options.get("amsgrad"))
 
 
 def formula(kinds: Iterable[RestingKind], tier: Tier | None = None) -> str:

@@ -5,17 +5,18 @@ Every dialect (native, DeepSpeed's, Accelerate's) writes into one `ConfigDraft` 
 """
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from shardwise.config.sections import Placement, Section
-from shardwise.config.values import KeyLocation, nearest, shown
+from shardwise.config.values import nearest, shown
 from shardwise.errors import ConfigError, ConfigWarning
 
+T = TypeVar("T")
 OriginKind = Literal["default", "preset", "file", "auto", "derived", "code"]  # auto: the file says "auto"
 
 
@@ -30,8 +31,7 @@ class ValueOrigin:
         return f"preset {self.detail}" if self.kind == "preset" else self.kind
 
 
-@dataclass(frozen=True)
-class KeyNote:
+class KeyNote(NamedTuple):
     """A key of a DeepSpeed or Accelerate file and its effect, for `Config.explain()`."""
 
     key: str
@@ -73,21 +73,44 @@ class ConfigDraft:
 
     def set_placement(self, row: Placement, origin: ValueOrigin) -> None:
         """Set a whole row of the placement table."""
-        for kind in Placement.model_fields:
-            self.set(f"placement.{kind}.sharding", getattr(row, kind).sharding, origin)
-            self.set(f"placement.{kind}.tier", getattr(row, kind).tier, origin)
+        for kind, own in row:
+            self.set(f"placement.{kind}.sharding", own.sharding, origin)
+            self.set(f"placement.{kind}.tier", own.tier, origin)
 
-    def where(self, path: str = "") -> KeyLocation:
-        """The location of the key `path` in the user's own file, for messages."""
-        return KeyLocation(self.source, self.aliases.get(path, self.prefix + path if path else ""))
+    def set_from(self, key: str, path: str, value: Any) -> None:
+        """Set a native path to the value that a key of the file gives it."""
+        self.set(path, value, ValueOrigin("file", self.own_path(key)))
+
+    def own_path(self, key: str) -> str:
+        """The path of a key in the user's own file, for messages."""
+        return self.aliases.get(key, self.prefix + key)
+
+    def error(self, key: str, value: object, message: str) -> ConfigError:
+        """The error for `value` at `key`: file, key path, value seen, what is allowed."""
+        return ConfigError(f"{self.source}: {self.own_path(key)} = {shown(value)}: {message}")
+
+    def read(self, key: str, reader: Callable[[Any], T], value: object) -> T:
+        """`value` as `reader` reads it; its ValueError becomes the error of `key`."""
+        try:
+            return reader(value)
+        except (ValueError, TypeError) as error:
+            raise self.error(key, value, str(error)) from None
+
+    def section(self, key: str, value: object) -> dict[str, Any]:
+        """`value` as a section: a mapping, or null for an empty one."""
+        if value is None:
+            return {}
+        if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
+            raise self.error(key, value, "expected a section (a mapping of keys to values)")
+        return value
 
     def note(self, key: str, value: object, effect: str) -> None:
-        self.notes.append(KeyNote(self.where(key).path, shown(value), effect))
+        self.notes.append(KeyNote(self.own_path(key), shown(value), effect))
 
     def warn(self, key: str, value: object, effect: str) -> None:
         """Note the key and raise a `ConfigWarning` about it."""
         self.note(key, value, effect)
-        warnings.warn(f"{self.source}: {self.where(key).path}: {effect}", ConfigWarning, stacklevel=2)
+        warnings.warn(f"{self.source}: {self.own_path(key)}: {effect}", ConfigWarning, stacklevel=2)
 
     def nested(self) -> dict[str, Any]:
         """The values as nested sections."""
@@ -113,23 +136,16 @@ def subsection(info: FieldInfo) -> type[Section] | None:
     return None
 
 
-def section_class(root: type[Section], path: Sequence[int | str]) -> type[Section] | None:
-    """The section class at `path` below `root`."""
-    current: type[Section] | None = root
-    for part in path:
-        info = current.model_fields.get(str(part)) if current else None
-        current = subsection(info) if info else None
-    return current
-
-
-def leaves(section: type[Section], prefix: str = "") -> Iterator[str]:
-    """The paths of all plain values below `section`, in the order of declaration."""
-    for name, info in section.model_fields.items():
-        inner = subsection(info)
-        if inner is None:
-            yield prefix + name
+def leaves(section: Section, *, given: bool = False, prefix: str = "") -> Iterator[tuple[str, Any, FieldInfo]]:
+    """Path, value and field of each plain value below `section`: of all of them, or of those given explicitly."""
+    for name, info in type(section).model_fields.items():
+        value = getattr(section, name)
+        if given and name not in section.model_fields_set:
+            continue
+        if isinstance(value, Section):
+            yield from leaves(value, given=given, prefix=f"{prefix}{name}.")
         else:
-            yield from leaves(inner, f"{prefix}{name}.")
+            yield prefix + name, value, info
 
 
 def config_error(
@@ -142,24 +158,18 @@ def config_error(
 
 def _problem_line(problem: Mapping[str, Any], root: type[Section], origins: Mapping[str, ValueOrigin]) -> str:
     path = ".".join(str(part) for part in problem["loc"])
-    message = _message(problem, root)
-    keys = [origin.detail for name, origin in origins.items() if origin.kind == "file" and _is_at_or_below(name, path)]
+    message = str(problem["msg"]).removeprefix("Value error, ")
+    if problem["type"] == "literal_error":
+        message = f"expected {problem['ctx']['expected']}"
+    elif problem["type"] == "extra_forbidden":
+        *parents, name = problem["loc"]
+        section = root
+        for parent in parents:
+            section = subsection(section.model_fields[parent]) or section
+        message = f"unknown key{nearest(name, section.model_fields)}"
+    given = (name for name, origin in origins.items() if origin.kind == "file")
+    keys = [origins[name].detail for name in given if f"{name}.".startswith(f"{path}.")]
     if problem["type"] == "value_error" and not isinstance(problem["input"], str | int | float):
         seen = f" ({', '.join(keys)})" if keys else ""
         return f"{path}: {message}{seen}" if path else f"{message}{seen}"
     return f"{keys[0] if keys else path} = {shown(problem['input'])}: {message}"
-
-
-def _is_at_or_below(name: str, path: str) -> bool:
-    return bool(path) and (name == path or name.startswith(f"{path}."))
-
-
-def _message(problem: Mapping[str, Any], root: type[Section]) -> str:
-    message: str = problem["msg"]
-    if problem["type"] == "extra_forbidden":
-        *parents, name = problem["loc"]
-        section = section_class(root, parents)
-        return f"unknown key{nearest(str(name), section.model_fields if section else ())}"
-    if problem["type"] == "literal_error":
-        return f"expected {problem['ctx']['expected']}"
-    return message.removeprefix("Value error, ")

@@ -1,16 +1,18 @@
 """The text of `Config.explain()`: every effective value, its origin, and what it costs or saves, in 100 columns."""
 
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from itertools import zip_longest
 
 from shardwise.config import costs
-from shardwise.config.draft import KeyNote, Provenance, leaves, section_class, subsection
+from shardwise.config.draft import KeyNote, Provenance, leaves
 from shardwise.config.presets import PRESETS, preset_name
-from shardwise.config.sections import ConfigSections, Precision, Tier
+from shardwise.config.sections import ConfigSections, Precision, Section, Tier
 from shardwise.sizes import format_bytes, format_count
 
 WIDTH = 100
-_NAME, _VALUE, _FROM = 23, 19, 16
+_VALUE_WIDTHS = (23, 19, 16)  # name, value, origin; the effect has the rest of the line
+_NOTE_WIDTHS = (44, 14, 0)
 _EXAMPLE = (8 * 10**9, 8)  # parameters and ranks of the example
 _TIERS: tuple[Tier, ...] = ("device", "host", "disk")
 
@@ -32,42 +34,32 @@ def _heading(config: ConfigSections, source: str) -> list[str]:
 
 
 def _costs(config: ConfigSections) -> list[str]:
-    """Bytes at rest by tier and elements on the wire, as formulas and with an example in numbers."""
+    """Bytes at rest by tier, also under zero0 and in bf16, and elements on the wire: formulas, and an example."""
     parts = costs.resting(config)
     parameters, ranks = _EXAMPLE
-    tiers = [tier for tier in _TIERS if any(part.tier == tier for part in parts)]
+
+    def row(name: str, kinds: list[costs.RestingKind], remark: str = "", tier: Tier | None = None) -> str:
+        size = format_bytes(costs.resting_bytes(kinds, parameters, ranks, tier))
+        return f"  {name:<10}{costs.formula(kinds, tier):<18}{remark:<42}{size:>10}"
+
+    def resting_with(**sections: Section) -> list[costs.RestingKind]:
+        return costs.resting(config.model_copy(update=sections))
+
     lines = [f"{'At rest, in bytes per rank':<52}{f'{format_count(parameters)} parameters on {ranks} ranks':>30}"]
+    tiers = [tier for tier in _TIERS if any(part.tier == tier for part in parts)]
     for tier in tiers:
-        held = ", ".join(f"{part.kind} {part.bytes_each}" for part in parts if part.tier == tier)
-        size = format_bytes(costs.resting_bytes(parts, parameters, ranks, tier))
-        lines.append(f"  {tier:<10}{costs.formula(parts, tier):<18}{'(' + held + ')':<42}{size:>10}")
+        on_tier = ", ".join(f"{part.kind} {part.bytes_each}" for part in parts if part.tier == tier)
+        lines.append(row(tier, parts, f"({on_tier})", tier))
     if len(tiers) > 1:
-        total = format_bytes(costs.resting_bytes(parts, parameters, ranks))
-        lines.append(f"  {'in all':<10}{costs.formula(parts):<60}{total:>10}")
-    lines += _saving(config)
-    wire = costs.wire_formula(config.placement)
-    lines.append(f"On the wire, in elements per rank and step: {wire}, where f = (W-1)/W")
-    lines.append("Ψ parameters, W ranks, K micro-batches per step" + _assumed_optimizer(config))
-    return lines
-
-
-def _saving(config: ConfigSections) -> list[str]:
-    """What the same model takes under zero0 and in bf16, for comparison."""
-    parameters, ranks = _EXAMPLE
-    plain = costs.resting(config.model_copy(update={"placement": PRESETS["zero0"]}))
-    lines = []
+        lines.append(row("in all", parts))
     if config.placement != PRESETS["zero0"]:
-        size = format_bytes(costs.resting_bytes(plain, parameters, ranks))
-        lines.append(f"  {'zero0':<10}{costs.formula(plain):<18}{'on the device of every rank':<42}{size:>10}")
+        lines.append(row("zero0", resting_with(placement=PRESETS["zero0"]), "on the device of every rank"))
     if config.precision.compute == "fp32":
-        half = costs.resting(config.model_copy(update={"precision": Precision(compute="bf16")}))
-        size = format_bytes(costs.resting_bytes(half, parameters, ranks))
-        lines.append(f"  {'in bf16':<10}{costs.formula(half):<18}{'with precision.compute: bf16':<42}{size:>10}")
-    return lines
-
-
-def _assumed_optimizer(config: ConfigSections) -> str:
-    return "; an optimizer with two fp32 moments (Adam)" if config.optimizer is None else f"; {config.optimizer.name}"
+        lines.append(row("in bf16", resting_with(precision=Precision(compute="bf16")), "with precision.compute: bf16"))
+    wire = costs.wire_formula(config.placement)
+    optimizer = config.optimizer.name if config.optimizer else "an optimizer with two fp32 moments (Adam)"
+    lines.append(f"On the wire, in elements per rank and step: {wire}, where f = (W-1)/W")
+    return [*lines, f"Ψ parameters, W ranks, K micro-batches per step; {optimizer}"]
 
 
 def _placement(config: ConfigSections, provenance: Provenance) -> list[str]:
@@ -80,30 +72,29 @@ def _placement(config: ConfigSections, provenance: Provenance) -> list[str]:
         },
         "optim": {"replicated": "every rank updates everything", "sharded": "each rank updates its shard"},
     }
-    for kind, effect in effects.items():
-        own = getattr(config.placement, kind)
+    for kind, own in config.placement:
         origins = dict.fromkeys(str(provenance.origin(f"placement.{kind}.{part}")) for part in ("sharding", "tier"))
-        lines += _row(kind, str(own), ", ".join(origins), effect[own.sharding])
+        lines += _row(kind, str(own), ", ".join(origins), effects[kind][own.sharding])
     return lines
 
 
 def _section(config: ConfigSections, name: str, provenance: Provenance) -> list[str]:
-    field = ConfigSections.model_fields[name]
-    if getattr(config, name) is None:
-        return [name, *_row("none", "", "default", field.description or "")]
-    kind = subsection(field)
-    assert kind is not None
-    lines, unused = [name], dict(_unused_groups(config, name, provenance))
-    for path in leaves(kind):
+    section, description = getattr(config, name), ConfigSections.model_fields[name].description or ""
+    if section is None:
+        return [name, *_row("none", "", "default", description)]
+    effects, unused = _effects(config), dict(_unused_groups(config, name, provenance))
+    lines = [name]
+    for path, value, field in leaves(section):
         full = f"{name}.{path}"
         if not any(group == "all settings" or path.startswith(f"{group}.") for group in unused):
-            lines += _row(path, _value(config, full), str(provenance.origin(full)), _effect(config, full))
+            effect = effects.get(full, field.description or "")
+            lines += _row(path, _value(path, value), str(provenance.origin(full)), effect)
     return lines + [line for group, reason in unused.items() for line in _row(group, "not in use", "", reason)]
 
 
 def _unused_groups(config: ConfigSections, section: str, provenance: Provenance) -> Iterator[tuple[str, str]]:
     """Groups of settings of a section that have no effect under this configuration, with the reason."""
-    tiers = {config.placement.weights.tier, config.placement.grads.tier, config.placement.optim.tier}
+    tiers = {own.tier for _, own in config.placement}
     if section == "precision" and config.precision.compute != "fp16":
         yield "loss_scale", "only fp16 needs a loss scale"
     if section == "offload" and tiers == {"device"} and not provenance.has_any("offload"):
@@ -112,11 +103,10 @@ def _unused_groups(config: ConfigSections, section: str, provenance: Provenance)
         yield "aio", "nothing rests on disk"
 
 
-def _value(config: ConfigSections, path: str) -> str:
-    value = _at(config, path)
+def _value(path: str, value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if isinstance(value, int) and (path.endswith(("_bytes", "_memory"))):
+    if isinstance(value, int) and path.endswith(("_bytes", "_memory")):
         return format_bytes(value)
     if isinstance(value, dict):
         return ", ".join(f"{key}={inner}" for key, inner in value.items()) or "none"
@@ -125,67 +115,29 @@ def _value(config: ConfigSections, path: str) -> str:
     return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _at(config: ConfigSections, path: str) -> object:
-    value: object = config
-    for part in path.split("."):
-        value = getattr(value, part)
-    return value
-
-
-def _effect(config: ConfigSections, path: str) -> str:
-    effect = _EFFECTS.get(path)
-    if effect is not None:
-        return effect(config)
-    *parents, leaf = path.split(".")
-    section = section_class(type(config), parents)
-    return (section.model_fields[leaf].description or "") if section else ""
-
-
-def _compute(config: ConfigSections) -> str:
-    precision = config.precision
-    if precision.weights_dtype == "fp32":
-        return "fp32 weights are their own master copy"
-    return "16-bit weights and an fp32 master copy"
-
-
-def _accumulate(config: ConfigSections) -> str:
-    each = costs.gradient_bytes(config)
-    return f"in effect: {each} bytes per gradient"
-
-
-def _prefetch(config: ConfigSections) -> str:
+def _effects(config: ConfigSections) -> dict[str, str]:
+    """Effects that depend on other values, by path. The effect of any other value is its field's description."""
+    precision, batch, depth = config.precision, config.batch, config.runtime.prefetch
+    is_fp32 = precision.weights_dtype == "fp32"
+    prefetch = f"hides gathers; costs {depth} unit{'s' * (depth > 1)} at the peak"
     if config.placement.weights.sharding == "replicated":
-        return "no effect: weights are replicated"
-    depth = config.runtime.prefetch
-    if depth == 0:
-        return "one unit less at the peak; gathers do not overlap"
-    return f"hides gathers; costs {depth} unit{'s' * (depth > 1)} at the peak"
-
-
-def _batch(config: ConfigSections) -> str:
-    batch = config.batch
+        prefetch = "no effect: weights are replicated"
+    elif depth == 0:
+        prefetch = "one unit less at the peak; gathers do not overlap"
+    effects = {
+        "precision.compute": f"{'fp32 weights are their own' if is_fp32 else '16-bit weights and an fp32'} master copy",
+        "precision.accumulate_dtype": f"in effect: {costs.gradient_bytes(config)} bytes per gradient",
+        "precision.loss_scale.dynamic": "stays at `initial`",
+        "gradients.order": f"in effect: {config.order}, as grads are placed",
+        "runtime.prefetch": prefetch,
+    }
+    if precision.loss_scale.dynamic:
+        effects["precision.loss_scale.dynamic"] = "grows, and shrinks after overflows"
+    if config.gradients.order is not None:
+        effects["gradients.order"] = "decides how grads are placed"
     if batch.global_batch_size and batch.micro_batch_size and "accumulation" not in batch.model_fields_set:
-        return f"derived at W ranks: {batch.global_batch_size} / ({batch.micro_batch_size} W)"
-    return "micro-batches per step (K)"
-
-
-def _order(config: ConfigSections) -> str:
-    given = config.gradients.order is not None
-    return "decides how grads are placed" if given else f"in effect: {config.order}, as grads are placed"
-
-
-def _loss_scale(config: ConfigSections) -> str:
-    return "grows, and shrinks after overflows" if config.precision.loss_scale.dynamic else "stays at `initial`"
-
-
-_EFFECTS: dict[str, Callable[[ConfigSections], str]] = {
-    "precision.compute": _compute,
-    "precision.accumulate_dtype": _accumulate,
-    "precision.loss_scale.dynamic": _loss_scale,
-    "gradients.order": _order,
-    "batch.accumulation": _batch,
-    "runtime.prefetch": _prefetch,
-}
+        effects["batch.accumulation"] = f"derived at W ranks: {batch.global_batch_size} / ({batch.micro_batch_size} W)"
+    return effects
 
 
 def _notes(notes: Iterable[KeyNote]) -> list[str]:
@@ -193,36 +145,20 @@ def _notes(notes: Iterable[KeyNote]) -> list[str]:
     sections: dict[str, list[str]] = {}
     for note in notes:
         section, _, key = note.key.rpartition(".")
-        lines = sections.setdefault(section or "top level", [])
-        lines += _row(key, _short(note.value), "", note.effect, widths=(44, 14, 0))
-    listed = (line for name in sorted(sections, key=_top_level_first) for line in (f"[{name}]", *sections[name]))
+        value = "{...}" if note.value.startswith("{") and len(note.value) > 12 else note.value.strip("'")
+        sections.setdefault(section or "top level", []).extend(_row(key, value, "", note.effect, _NOTE_WIDTHS))
+    names = sorted(sections, key=lambda name: (name != "top level", name))
+    listed = (line for name in names for line in (f"[{name}]", *sections[name]))
     return ["The file's own keys, and what each does here", *listed]
 
 
-def _short(value: str) -> str:
-    return "{...}" if value.startswith("{") and len(value) > 12 else value.strip("'")
-
-
-def _top_level_first(section: str) -> tuple[bool, str]:
-    return section != "top level", section
-
-
-def _row(
-    name: str, value: str, origin: str, effect: str, widths: tuple[int, int, int] = (_NAME, _VALUE, _FROM)
-) -> list[str]:
+def _row(name: str, value: str, origin: str, effect: str, widths: tuple[int, int, int] = _VALUE_WIDTHS) -> list[str]:
     """One value in columns; a cell that is too wide wraps inside its own column."""
-    cells = [(f"  {name}", widths[0]), (value, widths[1]), (origin, widths[2]), (effect, WIDTH - sum(widths))]
-    used = [(text, width) for text, width in cells if width]
-    columns = [_wrap(text, width if text is effect else width - 1) for text, width in used]
-    return [line.rstrip() for line in _zip_lines(columns, [width for _, width in used])]
-
-
-def _wrap(text: str, width: int) -> list[str]:
-    indent = " " * (len(text) - len(text.lstrip()))
-    return textwrap.wrap(text.strip(), width, initial_indent=indent, subsequent_indent=indent) or [""]
-
-
-def _zip_lines(columns: list[list[str]], widths: list[int]) -> Iterator[str]:
-    for i in range(max(map(len, columns))):
-        cells = (column[i] if i < len(column) else "" for column in columns)
-        yield "".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True))
+    columns = [
+        textwrap.wrap(name, widths[0] - 1, initial_indent="  ", subsequent_indent="  "),
+        textwrap.wrap(value, widths[1] - 1),
+        textwrap.wrap(origin, widths[2] - 1) if origin else [],
+        textwrap.wrap(effect, WIDTH - sum(widths)),
+    ]
+    line = "".join(f"{{:<{width}}}" for width in widths) + "{}"
+    return [line.format(*cells).rstrip() for cells in zip_longest(*columns, fillvalue="")]

@@ -29,6 +29,8 @@ def read_text(text: str, source: str, *, yaml: bool = False) -> dict[str, Any]:
     """The mapping in a text. Error messages name `source` as its file."""
     try:
         content = _yaml(text, source) if yaml else _json(text, source)
+    except _DuplicateKey as error:
+        raise ConfigError(f"{source}: the key {error.args[0]!r} appears twice in one section; keep one") from None
     except RecursionError:
         raise ConfigError(f"{source}: sections are nested too deeply to be a configuration") from None
     if content is None and yaml:
@@ -54,8 +56,6 @@ def _unique(pairs: Sequence[tuple[Any, Any]]) -> dict[Any, Any]:
 def _json(text: str, source: str) -> Any:
     try:
         return json.loads(text, object_pairs_hook=_unique)
-    except _DuplicateKey as error:
-        raise ConfigError(f"{source}: the key {error.args[0]!r} appears twice in one section; keep one") from None
     except json.JSONDecodeError as plain:
         return _hjson(text, source, plain)
     except ValueError as error:  # an integer of thousands of digits
@@ -72,8 +72,6 @@ def _hjson(text: str, source: str, plain: json.JSONDecodeError) -> Any:
         raise ConfigError(f"{failure}; for comments and trailing commas, install hjson") from None
     try:
         return hjson.loads(text, object_pairs_hook=_unique)
-    except _DuplicateKey as error:
-        raise ConfigError(f"{source}: the key {error.args[0]!r} appears twice in one section; keep one") from None
     except (ValueError, TypeError, IndexError, AttributeError):  # what its parser raises on broken input
         raise ConfigError(failure) from None
 
@@ -91,7 +89,5 @@ def _yaml(text: str, source: str) -> Any:
 
     try:
         return yaml.load(text, UniqueKeyLoader)
-    except _DuplicateKey as error:
-        raise ConfigError(f"{source}: the key {error.args[0]!r} appears twice in one section; keep one") from None
     except (yaml.YAMLError, ValueError, TypeError) as error:
         raise ConfigError(f"{source}: is not valid YAML: {' '.join(str(error).split())}") from None

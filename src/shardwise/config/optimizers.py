@@ -2,12 +2,12 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from shardwise.config.values import flag, left_open_out, nearest, real
+from shardwise.config.values import any_value, at_least_zero, flag, nearest, read_params, real
 from shardwise.errors import ConfigError
 
 _REFUSED = {
@@ -15,38 +15,42 @@ _REFUSED = {
     "SparseAdam": "it needs sparse gradients",
     "Optimizer": "it is the base class",
 }
-_FLAGS = {"amsgrad", "bias_correction", "capturable", "centered", "decoupled_weight_decay", "differentiable"} | {
-    "foreach",
-    "fused",
-    "maximize",
-    "nesterov",
-}
-_NUMBERS = {"alpha", "dampening", "eps", "initial_accumulator_value", "lambd", "lr", "lr_decay", "momentum"} | {
-    "momentum_decay",
-    "rho",
-    "t0",
-    "weight_decay",
-}
 
 
-def check(name: str, params: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _betas(value: object) -> tuple[float, ...]:
+    pair = tuple(map(real, value)) if isinstance(value, list | tuple) else ()
+    if len(pair) != 2 or not all(0 <= each < 1 for each in pair):
+        raise ValueError("expected two numbers in [0, 1), such as [0.9, 0.999]")
+    return pair
+
+
+def check(name: str, params: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """The canonical name of an optimizer and its parameters in their types; ValueError if either is wrong."""
-    known = {other.lower(): other for other in [*_torch_names(), "Lion"]}
-    found = known.get(name.strip().lower())
-    if found is None:
-        raise ValueError(f"name {name!r}: neither Lion nor a name of torch.optim{nearest(name, known.values())}")
+    kinds = [kind for kind in vars(torch.optim).values() if isinstance(kind, type) and issubclass(kind, Optimizer)]
+    known = {kind.__name__.lower(): kind for kind in [*kinds, Lion]}
+    kind = known.get(name.strip().lower())
+    if kind is None:
+        names = [other.__name__ for other in known.values()]
+        raise ValueError(f"name {name!r}: neither Lion nor a name of torch.optim{nearest(name, names)}")
+    found = kind.__name__
     if found in _REFUSED:
         raise ValueError(f"name {name!r}: {found} is not supported: {_REFUSED[found]}")
-    allowed = _parameters(found)
-    result = {}
-    for key, value in left_open_out(params).items():
-        if key not in allowed:
-            raise ValueError(f"params.{key}: unknown key of {found}{nearest(key, allowed)}")
-        try:
-            result[key] = _typed(key, value)
-        except ValueError as error:
-            raise ValueError(f"params.{key} = {value!r}: {error}") from None
-    return found, result
+    arguments = inspect.signature(kind).parameters.values()
+    readers = {argument.name: _reader(argument) for argument in arguments if argument.name != "params"}
+    if found in ("Adam", "AdamW"):
+        readers["bias_correction"] = flag
+    return found, read_params(params, readers, found)
+
+
+def _reader(argument: inspect.Parameter) -> Callable[[Any], Any]:
+    """The reader of an argument, by its type in the optimizer's signature."""
+    types = (argument.annotation, *get_args(argument.annotation))
+    if argument.name == "betas":
+        return _betas
+    if bool in types:
+        return flag
+    is_number = float in types and isinstance(argument.default, int | float)
+    return at_least_zero if is_number and argument.default >= 0 else any_value  # Adafactor's beta2_decay is negative
 
 
 def build(name: str, settings: Mapping[str, Any], params: Iterable[Any]) -> Optimizer:
@@ -65,33 +69,6 @@ def build(name: str, settings: Mapping[str, Any], params: Iterable[Any]) -> Opti
     except (TypeError, ValueError) as error:
         raise ConfigError(f"optimizer {name} with {settings}: {error}") from error
     return built
-
-
-def _torch_names() -> list[str]:
-    everything = vars(torch.optim).items()
-    return [name for name, kind in everything if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)]
-
-
-def _parameters(name: str) -> list[str]:
-    kind: Any = Lion if name == "Lion" else getattr(torch.optim, name)
-    own = [key for key in inspect.signature(kind.__init__).parameters if key not in ("self", "params")]
-    return [*own, "bias_correction"] if name in ("Adam", "AdamW") else own
-
-
-def _typed(key: str, value: Any) -> Any:
-    if key in _FLAGS:
-        return None if value is None else flag(value)
-    if key in _NUMBERS:
-        number = real(value)
-        if number < 0:
-            raise ValueError("expected a number >= 0")
-        return number
-    if key == "betas":
-        pair = tuple(real(each) for each in value) if isinstance(value, list | tuple) else ()
-        if len(pair) != 2 or not all(0 <= each < 1 for each in pair):
-            raise ValueError("expected two numbers in [0, 1), such as [0.9, 0.999]")
-        return pair
-    return value
 
 
 class _Elementwise(Optimizer):

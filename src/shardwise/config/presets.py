@@ -27,25 +27,21 @@ def offloaded(row: Placement, *, weights: Tier = "device", optim: Tier = "device
     )
 
 
-_ZERO0 = Placement(weights=_REPLICATED, grads=_REPLICATED, optim=_REPLICATED)
-_ZERO1 = Placement(weights=_REPLICATED, grads=_REPLICATED, optim=_SHARDED)
-_ZERO2 = Placement(weights=_REPLICATED, grads=_SHARDED, optim=_SHARDED)
-_ZERO3 = Placement(weights=_SHARDED, grads=_SHARDED, optim=_SHARDED)
+STAGES = (
+    Placement(weights=_REPLICATED, grads=_REPLICATED, optim=_REPLICATED),
+    Placement(weights=_REPLICATED, grads=_REPLICATED, optim=_SHARDED),
+    Placement(weights=_REPLICATED, grads=_SHARDED, optim=_SHARDED),
+    Placement(weights=_SHARDED, grads=_SHARDED, optim=_SHARDED),
+)
 
-PRESETS: dict[str, Placement] = {
-    "zero0": _ZERO0,
-    "zero1": _ZERO1,
-    "zero2": _ZERO2,
-    "zero3": _ZERO3,
-    "zero1_offload": offloaded(_ZERO1, optim="host"),
-    "zero2_offload": offloaded(_ZERO2, optim="host"),
-    "zero3_offload": offloaded(_ZERO3, weights="host", optim="host"),
-    "zero3_nvme": offloaded(_ZERO3, weights="disk", optim="disk"),
+PRESETS: dict[str, Placement] = {f"zero{stage}": row for stage, row in enumerate(STAGES)} | {
+    "zero1_offload": offloaded(STAGES[1], optim="host"),
+    "zero2_offload": offloaded(STAGES[2], optim="host"),
+    "zero3_offload": offloaded(STAGES[3], weights="host", optim="host"),
+    "zero3_nvme": offloaded(STAGES[3], weights="disk", optim="disk"),
 }
 
 NVME_FOLDER = "shardwise_nvme"  # where presets that use the disk write, below the working directory
-
-STAGES: tuple[Placement, ...] = (_ZERO0, _ZERO1, _ZERO2, _ZERO3)
 
 
 def preset_name(placement: Placement) -> str | None:

@@ -4,8 +4,9 @@ Every field carries a one-line description, which `Config.explain()` prints. `Co
 checks what two of them must agree on. Named rows of placements are in `presets.py`.
 """
 
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -19,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from shardwise.config.values import real
+from shardwise.config.values import is_open, real
 from shardwise.errors import ConfigError
 from shardwise.sizes import parse_bytes, whole
 
@@ -32,10 +33,22 @@ Tier = Literal["device", "host", "disk"]
 DType = Literal["fp32", "bf16", "fp16"]
 Order = Literal["local", "sharded"]
 
+
+def _memory(value: object) -> object:
+    return value if is_open(value) else parse_bytes(value)
+
+
 Count = Annotated[int, BeforeValidator(whole)]
 Positive = Annotated[int, BeforeValidator(whole), Field(ge=1)]
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
 Real = Annotated[float, BeforeValidator(real)]
+Share = Annotated[Real, Field(ge=0, le=1)]
+Memory = Annotated[int | Literal["auto"] | None, BeforeValidator(_memory)]
+
+
+def setting(default: Any, description: str, **limits: Any) -> Any:
+    """A field of a section. `Config.explain()` prints its description."""
+    return Field(default=default, description=description, **limits)
 
 
 class Section(BaseModel):
@@ -47,8 +60,8 @@ class Section(BaseModel):
 class KindPlacement(Section):
     """Where one kind rests."""
 
-    sharding: Sharding = Field(default="replicated", description="copied to every rank, or split over the ranks")
-    tier: Tier = Field(default="device", description="the memory it rests in: device, host (RAM) or disk (NVMe)")
+    sharding: Sharding = setting("replicated", "copied to every rank, or split over the ranks")
+    tier: Tier = setting("device", "the memory it rests in: device, host (RAM) or disk (NVMe)")
 
     def __str__(self) -> str:
         return f"{self.sharding}, {self.tier}"
@@ -57,18 +70,16 @@ class KindPlacement(Section):
 class Placement(Section):
     """Where the three kinds rest. A stage is one row of placements and nothing more."""
 
-    weights: KindPlacement = Field(default=KindPlacement(), description="the copy that computes")
-    grads: KindPlacement = Field(default=KindPlacement(), description="gradients until the update")
-    optim: KindPlacement = Field(default=KindPlacement(), description="fp32 master copy and the optimizer's moments")
+    weights: KindPlacement = setting(KindPlacement(), "the copy that computes")
+    grads: KindPlacement = setting(KindPlacement(), "gradients until the update")
+    optim: KindPlacement = setting(KindPlacement(), "fp32 master copy and the optimizer's moments")
 
     @model_validator(mode="after")
     def _monotone(self) -> Self:
-        for kind in ("weights", "grads", "optim"):
-            own: KindPlacement = getattr(self, kind)
+        for kind, own in self:
             if own.tier != "device" and own.sharding == "replicated":
-                raise ValueError(
-                    f"{kind} can leave the device only when sharded; set placement.{kind}.sharding: sharded"
-                )
+                remedy = f"set placement.{kind}.sharding: sharded"
+                raise ValueError(f"{kind} can leave the device only when sharded; {remedy}")
         if self.weights.sharding == "sharded" and self.optim.sharding == "replicated":
             raise ValueError("sharded weights need sharded optim (the weights are cast from its master copy)")
         if self.grads.tier == "disk":
@@ -79,25 +90,25 @@ class Placement(Section):
 class LossScale(Section):
     """The factor on the loss that keeps fp16 gradients representable."""
 
-    dynamic: StrictBool = Field(default=True, description="adapt the scale to overflows, or keep `initial`")
-    initial: Real = Field(default=65536.0, gt=0, description="the scale of the first step")
-    window: Positive = Field(default=1000, description="good steps before the scale doubles")
-    hysteresis: Positive = Field(default=2, description="overflows before the scale halves")
-    consecutive_hysteresis: StrictBool = Field(default=False, description="a good step resets the hysteresis count")
-    minimum: Real = Field(default=1.0, gt=0, description="the scale never goes below this")
+    dynamic: StrictBool = setting(True, "adapt the scale to overflows, or keep `initial`")
+    initial: Real = setting(65536.0, "the scale of the first step", gt=0)
+    window: Positive = setting(1000, "good steps before the scale doubles")
+    hysteresis: Positive = setting(2, "overflows before the scale halves")
+    consecutive_hysteresis: StrictBool = setting(False, "a good step resets the hysteresis count")
+    minimum: Real = setting(1.0, "the scale never goes below this", gt=0)
 
 
 class Precision(Section):
     """The dtypes of computation, of accumulation and on the wire."""
 
-    compute: DType = Field(default="fp32", description="dtype of forward and backward")
-    autocast: StrictBool = Field(default=False, description="fp32 weights; torch.autocast chooses per operation")
-    cast_inputs: StrictBool = Field(default=True, description="cast floating-point inputs to `compute`")
-    reduce_dtype: DType | None = Field(default=None, description="dtype of gradients on the wire (none: not cast)")
-    accumulate_dtype: DType | None = Field(
-        default=None, description="dtype gradients are added up in (none: fp32 when K > 1, else that of the weights)"
+    compute: DType = setting("fp32", "dtype of forward and backward")
+    autocast: StrictBool = setting(False, "fp32 weights; torch.autocast chooses per operation")
+    cast_inputs: StrictBool = setting(True, "cast floating-point inputs to `compute`")
+    reduce_dtype: DType | None = setting(None, "dtype of gradients on the wire (none: not cast)")
+    accumulate_dtype: DType | None = setting(
+        None, "dtype gradients are added up in (none: fp32 when K > 1, else that of the weights)"
     )
-    loss_scale: LossScale = Field(default=LossScale(), description="fp16 only")
+    loss_scale: LossScale = setting(LossScale(), "fp16 only")
 
     @model_validator(mode="after")
     def _loss_scale_is_for_fp16(self) -> Self:
@@ -116,124 +127,97 @@ class Precision(Section):
 class Gradients(Section):
     """How gradients are added up, reduced and clipped."""
 
-    clip_norm: Annotated[float, BeforeValidator(real), Field(gt=0)] | None = Field(
-        default=None, description="largest global norm (none: no clipping)"
+    clip_norm: Annotated[Real, Field(gt=0)] | None = setting(None, "largest global norm (none: no clipping)")
+    order: Order | None = setting(
+        None, "local: add up, reduce once; sharded: reduce each micro-batch (none: as placed)"
     )
-    order: Order | None = Field(
-        default=None,
-        description="local: add up, reduce once; sharded: reduce each micro-batch (none: as placed)",
-    )
-    reduce_at: Literal["backward", "step"] = Field(
-        default="backward", description="reduce during backward, or in step()"
-    )
-    deterministic: StrictBool = Field(default=False, description="the same bits for every unit size as well")
-    reduce_bucket_bytes: Bytes | None = Field(default=None, description="upper bound per reduction (none: one unit)")
+    reduce_at: Literal["backward", "step"] = setting("backward", "reduce during backward, or in step()")
+    deterministic: StrictBool = setting(False, "the same bits for every unit size as well")
+    reduce_bucket_bytes: Bytes | None = setting(None, "upper bound per reduction (none: one unit)")
 
 
 class Aio(Section):
     """How the disk is read and written."""
 
-    block_bytes: Annotated[Bytes, Field(ge=1)] = Field(default=1 << 20, description="size of one read or write")
-    queue_depth: Positive = Field(default=32, description="upper bound of requests in flight")
-    threads: Positive = Field(default=8, description="threads that issue requests (at least 8 are used)")
-
-
-def _memory(value: object) -> object:
-    return value if value is None or value == "auto" else parse_bytes(value)
+    block_bytes: Annotated[Bytes, Field(ge=1)] = setting(1 << 20, "size of one read or write")
+    queue_depth: Positive = setting(32, "upper bound of requests in flight")
+    threads: Positive = setting(8, "threads that issue requests (at least 8 are used)")
 
 
 class Offload(Section):
     """Budgets and buffers of states off the device."""
 
-    nvme_path: StrictStr | None = Field(default=None, min_length=1, description="folder for states on disk")
-    weights_nvme_path: StrictStr | None = Field(
-        default=None, min_length=1, description="the weights' own folder (none: nvme_path)"
+    nvme_path: StrictStr | None = setting(None, "folder for states on disk", min_length=1)
+    weights_nvme_path: StrictStr | None = setting(None, "the weights' own folder (none: nvme_path)", min_length=1)
+    pin_memory: StrictBool = setting(True, "page-lock host buffers, so that copies overlap")
+    update: Literal["device", "host", "split"] = setting("device", "where states off the device are updated")
+    host_share: Share | None = setting(
+        None, "part of the states that `update: split` updates on the host (none: measured)"
     )
-    pin_memory: StrictBool = Field(default=True, description="page-lock host buffers, so that copies overlap")
-    update: Literal["device", "host", "split"] = Field(
-        default="device", description="where states off the device are updated"
-    )
-    host_share: Annotated[float, BeforeValidator(real), Field(ge=0, le=1)] | None = Field(
-        default=None, description="part of the states that `update: split` updates on the host (none: measured)"
-    )
-    device_memory: Annotated[int | Literal["auto"] | None, BeforeValidator(_memory)] = Field(
-        default=None, description="device budget: states beyond it are offloaded"
-    )
-    host_memory: Annotated[int | Literal["auto"] | None, BeforeValidator(_memory)] = Field(
-        default=None, description="host budget: states beyond it go to the disk, or stay on the device"
-    )
-    ratio: Annotated[float, BeforeValidator(real), Field(ge=0, le=1)] = Field(
-        default=1.0, description="part of the optimizer states that leaves the device"
-    )
-    buffer_count: Positive | None = Field(default=None, description="upper bound of transfer buffers (none: derived)")
-    buffer_bytes: Bytes | None = Field(default=None, description="upper bound per buffer (none: one unit)")
-    aio: Aio = Field(default=Aio(), description="disk requests")
-
-
-class BatchSizes(NamedTuple):
-    """The batch triple of one world size: global_size = micro_size x accumulation x W."""
-
-    micro_size: int | None
-    accumulation: int
-    global_size: int | None
+    device_memory: Memory = setting(None, "device budget: states beyond it are offloaded")
+    host_memory: Memory = setting(None, "host budget: states beyond it go to the disk, or stay on the device")
+    ratio: Share = setting(1.0, "part of the optimizer states that leaves the device")
+    buffer_count: Positive | None = setting(None, "upper bound of transfer buffers (none: derived)")
+    buffer_bytes: Bytes | None = setting(None, "upper bound per buffer (none: one unit)")
+    aio: Aio = setting(Aio(), "disk requests")
 
 
 class Batch(Section):
     """The batch triple: global_batch_size = micro_batch_size x accumulation x W; any two give the third."""
 
-    accumulation: Positive = Field(default=1, description="micro-batches per step (K)")
-    micro_batch_size: Positive | None = Field(default=None, description="samples per rank and micro-batch")
-    global_batch_size: Positive | None = Field(default=None, description="samples per step over all ranks")
+    accumulation: Positive = setting(1, "micro-batches per step (K)")
+    micro_batch_size: Positive | None = setting(None, "samples per rank and micro-batch")
+    global_batch_size: Positive | None = setting(None, "samples per step over all ranks")
 
     @model_validator(mode="after")
     def _multiplies_for_some_world_size(self) -> Self:
-        step = (self.micro_batch_size or 1) * (self.accumulation if self._accumulation_given else 1)
+        factors, step = self._factors()
         if self.global_batch_size is not None and self.global_batch_size % step:
-            raise ValueError(f"global_batch_size {self.global_batch_size} is no multiple of {self._factors()} = {step}")
+            raise ValueError(f"global_batch_size {self.global_batch_size} is no multiple of {factors} = {step}")
         return self
 
     @model_serializer(mode="wrap")
     def _keep_unset_unset(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leave an open accumulation out of a dump. Reading it back as given would fix all three of the triple."""
         fields: dict[str, Any] = handler(self)
-        if not self._accumulation_given:
+        if "accumulation" not in self.model_fields_set:
             fields.pop("accumulation", None)
         return fields
 
-    @property
-    def _accumulation_given(self) -> bool:
-        return "accumulation" in self.model_fields_set
+    def _factors(self, **others: int) -> tuple[str, int]:
+        """The given factors of the global batch as a text, and their product."""
+        names = [name for name in ("micro_batch_size", "accumulation") if name in self.model_fields_set]
+        given = {name: size for name in names if (size := getattr(self, name)) is not None} | others
+        return " x ".join(f"{name} {size}" for name, size in given.items()), math.prod(given.values())
 
-    def _factors(self) -> str:
-        parts = [f"micro_batch_size {self.micro_batch_size}"] if self.micro_batch_size else []
-        return " x ".join([*parts, f"accumulation {self.accumulation}"] if self._accumulation_given else parts)
-
-    def resolve(self, world_size: int) -> BatchSizes:
+    def resolve(self, world_size: int) -> "Batch":
         """The complete triple for `world_size` ranks.
 
         >>> Batch(global_batch_size=24, micro_batch_size=3).resolve(world_size=4)
-        BatchSizes(micro_size=3, accumulation=2, global_size=24)
+        Batch(accumulation=2, micro_batch_size=3, global_batch_size=24)
         """
-        micro, total = self.micro_batch_size, self.global_batch_size
+        micro, accumulation, total = self.micro_batch_size, self.accumulation, self.global_batch_size
+        factors, product = self._factors(W=world_size)
+        is_complete = micro is not None and "accumulation" in self.model_fields_set
         if total is None:
-            return BatchSizes(micro, self.accumulation, micro and micro * self.accumulation * world_size)
-        given = (micro or 1) * (self.accumulation if self._accumulation_given or micro is None else 1) * world_size
-        if total % given or (micro is not None and self._accumulation_given and total != given):
-            factors = " x ".join(filter(None, [self._factors(), f"W {world_size}"]))
+            total = micro and micro * accumulation * world_size
+        elif total % product or (is_complete and total != product):
             raise ConfigError(
-                f"the batch triple does not multiply: global_batch_size is {total}, but {factors} = {given}; "
+                f"the batch triple does not multiply: global_batch_size is {total}, but {factors} = {product}; "
                 "change one of them, or leave one out to have it derived"
             )
-        if micro is None:
-            return BatchSizes(total // given, self.accumulation, total)
-        return BatchSizes(micro, self.accumulation if self._accumulation_given else total // given, total)
+        elif micro is None:
+            micro = total // product
+        elif not is_complete:
+            accumulation = total // product
+        return Batch(accumulation=accumulation, micro_batch_size=micro, global_batch_size=total)
 
 
 class OptimizerSection(Section):
     """The optimizer to build when the caller passes none."""
 
     name: StrictStr = Field(description="Adam, AdamW, SGD, Lion or any name of torch.optim")
-    params: dict[str, Any] = Field(default={}, description="keyword arguments: lr, betas, weight_decay, ...")
+    params: dict[str, Any] = setting({}, "keyword arguments: lr, betas, weight_decay, ...")
 
     @model_validator(mode="after")
     def _known(self) -> Self:
@@ -253,7 +237,7 @@ class SchedulerSection(Section):
     """The learning-rate schedule to build."""
 
     name: StrictStr = Field(description="WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle or LRRangeTest")
-    params: dict[str, Any] = Field(default={}, description="keyword arguments: warmup_num_steps, total_num_steps, ...")
+    params: dict[str, Any] = setting({}, "keyword arguments: warmup_num_steps, total_num_steps, ...")
 
     @model_validator(mode="after")
     def _known(self) -> Self:
@@ -272,45 +256,39 @@ class SchedulerSection(Section):
 class Checkpointing(Section):
     """Activation checkpointing: recompute activations in backward instead of storing them."""
 
-    enabled: StrictBool = Field(default=False, description="recompute a unit's activations in backward")
-    offload: StrictBool = Field(default=False, description="keep saved activations in host memory")
+    enabled: StrictBool = setting(False, "recompute a unit's activations in backward")
+    offload: StrictBool = setting(False, "keep saved activations in host memory")
 
 
 class Runtime(Section):
     """Units, prefetch and printing."""
 
-    units: Literal["auto"] | tuple[StrictStr, ...] = Field(
-        default="auto", description="auto: repeated blocks; or class names, module paths"
+    units: Literal["auto"] | tuple[StrictStr, ...] = setting(
+        "auto", "auto: repeated blocks; or class names, module paths"
     )
-    min_unit_bytes: Bytes | None = Field(default=None, description="smaller neighbouring blocks are merged")
-    prefetch: Count = Field(default=1, description="units gathered ahead of use")
-    prefetch_bytes: Bytes | None = Field(default=None, description="upper bound gathered ahead of use")
-    max_gathered_bytes: Bytes | None = Field(default=None, description="above this, no unit is gathered ahead")
-    gather_bucket_bytes: Bytes | None = Field(
-        default=None, description="small blocks are merged up to this (none: 32MiB)"
-    )
-    whole_tensors: StrictBool = Field(
-        default=False, description="optimizers get whole tensors (Muon and Adafactor always do)"
-    )
-    use_cpu: StrictBool = Field(default=False, description="use the CPU even where there is a GPU")
-    steps_per_print: Positive | None = Field(default=None, description="steps between printed lines (none: silent)")
-    timers: StrictBool = Field(default=False, description="time every phase (waits for the device)")
+    min_unit_bytes: Bytes | None = setting(None, "smaller neighbouring blocks are merged")
+    prefetch: Count = setting(1, "units gathered ahead of use")
+    prefetch_bytes: Bytes | None = setting(None, "upper bound gathered ahead of use")
+    max_gathered_bytes: Bytes | None = setting(None, "above this, no unit is gathered ahead")
+    gather_bucket_bytes: Bytes | None = setting(None, "small blocks are merged up to this (none: 32MiB)")
+    whole_tensors: StrictBool = setting(False, "optimizers get whole tensors (Muon and Adafactor always do)")
+    use_cpu: StrictBool = setting(False, "use the CPU even where there is a GPU")
+    steps_per_print: Positive | None = setting(None, "steps between printed lines (none: silent)")
+    timers: StrictBool = setting(False, "time every phase (waits for the device)")
 
 
 class ConfigSections(Section):
     """All sections of a configuration, and the rules that two of them must agree on."""
 
-    placement: Placement = Field(default=Placement(), description="where weights, grads and optim rest")
-    precision: Precision = Field(default=Precision(), description="dtypes")
-    gradients: Gradients = Field(default=Gradients(), description="accumulation, reduction, clipping")
-    offload: Offload = Field(default=Offload(), description="budgets and buffers of states off the device")
-    batch: Batch = Field(default=Batch(), description="the batch triple")
-    optimizer: OptimizerSection | None = Field(
-        default=None, description="the optimizer to build, if the caller passes none"
-    )
-    scheduler: SchedulerSection | None = Field(default=None, description="the learning-rate schedule to build")
-    checkpointing: Checkpointing = Field(default=Checkpointing(), description="activation checkpointing")
-    runtime: Runtime = Field(default=Runtime(), description="units, prefetch, printing")
+    placement: Placement = setting(Placement(), "where weights, grads and optim rest")
+    precision: Precision = setting(Precision(), "dtypes")
+    gradients: Gradients = setting(Gradients(), "accumulation, reduction, clipping")
+    offload: Offload = setting(Offload(), "budgets and buffers of states off the device")
+    batch: Batch = setting(Batch(), "the batch triple")
+    optimizer: OptimizerSection | None = setting(None, "the optimizer to build, if the caller passes none")
+    scheduler: SchedulerSection | None = setting(None, "the learning-rate schedule to build")
+    checkpointing: Checkpointing = setting(Checkpointing(), "activation checkpointing")
+    runtime: Runtime = setting(Runtime(), "units, prefetch, printing")
 
     @property
     def order(self) -> Order:
@@ -333,17 +311,12 @@ class ConfigSections(Section):
             )
         if gradients.reduce_at == "step" and self.order == "sharded":
             raise ValueError("gradients.reduce_at: step needs replicated grads (sharded ones are reduced in backward)")
-        for kind, path in self._disk_folders():
-            if path is None:
+        optim_path, weights_path = self.offload.nvme_path, self.offload.weights_nvme_path or self.offload.nvme_path
+        for kind, own, path in (("optim", placement.optim, optim_path), ("weights", placement.weights, weights_path)):
+            if own.tier == "disk" and path is None:
                 raise ValueError(f"{kind} rest on disk (nvme): give the folder, offload.nvme_path")
         if self.offload.update != "device" and placement.optim.tier == "device":
             raise ValueError(f"offload.update: {self.offload.update} needs optim off the device")
         if gradients.deterministic and self.offload.update != "device":
             raise ValueError("deterministic needs offload.update: device (host kernels round differently)")
         return self
-
-    def _disk_folders(self) -> Iterator[tuple[str, str | None]]:
-        if self.placement.optim.tier == "disk":
-            yield "optim", self.offload.nvme_path
-        if self.placement.weights.tier == "disk":
-            yield "weights", self.offload.weights_nvme_path or self.offload.nvme_path

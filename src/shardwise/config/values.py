@@ -1,58 +1,23 @@
 """Readers of single values in the forms that files use: "1e-8" (a string in YAML 1.1), "true", 5e8 for an integer.
 
-A reader raises ValueError with what is allowed; `KeyLocation` adds the file, the key path and the value seen.
+A reader raises ValueError with what is allowed; `ConfigDraft.read` adds the file, the key path and the value seen.
 """
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
-from shardwise.errors import ConfigError
 from shardwise.sizes import whole
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class KeyLocation:
-    """A key in a configuration: its file (or another source) and its path."""
-
-    source: str
-    path: str = ""
-
-    def at(self, key: str) -> "KeyLocation":
-        return KeyLocation(self.source, f"{self.path}.{key}" if self.path else key)
-
-    def error(self, value: object, message: str) -> ConfigError:
-        """The error for `value` at this key: file, key path, value seen, what is allowed."""
-        return ConfigError(f"{self.source}: {self.path} = {shown(value)}: {message}")
-
-    def read(self, reader: Callable[[Any], T], value: object) -> T:
-        try:
-            return reader(value)
-        except ConfigError:
-            raise
-        except (ValueError, TypeError) as error:
-            raise self.error(value, str(error)) from None
-
-    def section(self, value: object) -> dict[str, Any]:
-        """`value` as a section: a mapping, or null for an empty one."""
-        if value is None:
-            return {}
-        if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-            raise self.error(value, "expected a section (a mapping of keys to values)")
-        return value
 
 
 def shown(value: object) -> str:
     """`value` as a file would spell it, at most 80 characters."""
-    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else _literal(value)
+    text = "null" if value is None else repr(value)
+    if isinstance(value, bool):
+        text = text.lower()
+    elif isinstance(value, float) and value == float(f"{value:g}"):
+        text = f"{value:g}"
     return text if len(text) <= 80 else text[:77] + "..."
-
-
-def _literal(value: object) -> str:
-    return f"{value:g}" if isinstance(value, float) and value == float(f"{value:g}") else repr(value)
 
 
 def real(value: object) -> float:
@@ -71,6 +36,20 @@ def real(value: object) -> float:
     raise ValueError("expected a finite number")
 
 
+def at_least_zero(value: object) -> float:
+    number = real(value)
+    if number < 0:
+        raise ValueError("expected a number >= 0")
+    return number
+
+
+def positive(value: object) -> int:
+    number = whole(value)
+    if number < 1:
+        raise ValueError("expected a whole number >= 1")
+    return number
+
+
 def flag(value: object) -> bool:
     """true or false, also spelled as a string or as 0 and 1."""
     names = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}
@@ -83,6 +62,10 @@ def flag(value: object) -> bool:
 def text(value: object) -> str:
     if not isinstance(value, str) or not value.strip():
         raise ValueError("expected a text")
+    return value
+
+
+def any_value(value: object) -> object:
     return value
 
 
@@ -105,9 +88,24 @@ def choice(*names: str) -> Callable[[object], str]:
     return read
 
 
-def left_open_out(params: Mapping[str, Any]) -> dict[str, Any]:
-    """`params` without the values that are left open: auto and null."""
-    return {key: value for key, value in params.items() if value is not None and value != "auto"}
+def is_open(value: object) -> bool:
+    """Whether a value is left open: auto or null."""
+    return value is None or value == "auto"
+
+
+def read_params(params: Mapping[str, Any], readers: Mapping[str, Callable[[Any], Any]], name: str) -> dict[str, Any]:
+    """The parameters of the optimizer or schedule `name` in their types, without those that are left open."""
+    result = {}
+    for key, value in params.items():
+        if is_open(value):
+            continue
+        if key not in readers:
+            raise ValueError(f"params.{key}: unknown key of {name}{nearest(key, readers)}")
+        try:
+            result[key] = readers[key](value)
+        except ValueError as error:
+            raise ValueError(f"params.{key} = {value!r}: {error}") from None
+    return result
 
 
 def one_of(names: Iterable[object]) -> str:

@@ -32,8 +32,7 @@ from torch import nn
 
 from shardwise.sizes import format_bytes, format_count
 
-__all__ = ["UnitSpec", "describe_units", "divide"]
-
+Run = tuple[str, ...]  # modules of one unit, by path
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _MERGE_BYTES = 2**25  # small units are merged: each costs as much host time as a large one
 _MERGE_SHARE = 16  # merging stops at this part of the model, or small models would become one unit
@@ -52,7 +51,7 @@ class UnitSpec:
 
     name: str
     params: tuple[str, ...]
-    runs: tuple[tuple[str, ...], ...]
+    runs: tuple[Run, ...]
     trainable: bool
     dtype: torch.dtype
 
@@ -83,7 +82,7 @@ def divide(
         enough = _MERGE_BYTES if max_bytes is None else min(_MERGE_BYTES, max_bytes)
         min_bytes = 0 if explicit else max(min(enough, tree.bytes("") // _MERGE_SHARE), floor_bytes)
     merged = _merge(tree, blocks, min_bytes)
-    holders = {above for block in blocks for above in _ancestry(block)[:-1]}
+    holders = {above for block in blocks for above in _above(block)}
     owners = _owning_runs(tree, merged, _leftovers(tree, set(blocks), holders))
     return _specs(tree, owners, _tied_users(tree, owners, holders))
 
@@ -105,10 +104,10 @@ def describe_units(
     params = dict(model.named_parameters())
     header = ("unit", "modules", "parameters", "elements", "bytes", "dtype", "trainable", "also used by")
     units = divide(model, classes=classes, modules=modules, min_bytes=min_bytes)
-    rows = [header, *(_row(unit, params) for unit in units)]
-    rows.append(("total", "", *_sizes(params.values()), "", "", ""))
+    rows = [header, *(_row(unit, params) for unit in units), ("total", "", *_sizes(params.values()), "", "", "")]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(_line(row, widths) for row in rows)
+    line = "  ".join(f"{{:{align}{width}}}" for align, width in zip("<<>>><<<", widths, strict=True))
+    return "\n".join(line.format(*row).rstrip() for row in rows)
 
 
 class _Tree:
@@ -130,7 +129,7 @@ class _Tree:
         for name, param in self.params.items():
             if nn.parameter.is_lazy(param):
                 raise ValueError(f"parameter {name!r} has no shape yet; run one forward before dividing the model")
-            for path in _ancestry(_holder(name)):
+            for path in _above(name):
                 self.owned[path].append(name)
 
     def first(self, path: str) -> str:
@@ -138,7 +137,7 @@ class _Tree:
         return self._first[id(self.modules[path])]
 
     def bytes(self, *paths: str) -> int:
-        return sum(_bytes(self.params[name]) for path in paths for name in self.owned[path])
+        return sum(self.params[name].nbytes for path in paths for name in self.owned[path])
 
     def has_forward(self, path: str) -> bool:
         forward = self.modules[path].forward
@@ -152,10 +151,8 @@ class _Tree:
 def _find_blocks(tree: _Tree, path: str) -> list[str]:
     """The paths of the repeated blocks below `path`, in registration order."""
     kids = [kid for kid in tree.children[path] if tree.owned[kid]]
-    whole: set[str] = set()
-    blocks: set[str] = set()
-    if isinstance(tree.modules[path], _LISTS):
-        whole, blocks = _repeated(tree, path, kids)
+    is_list = isinstance(tree.modules[path], _LISTS)
+    whole, blocks = _repeated(tree, path, kids) if is_list else (set(), set())
     found: list[str] = []
     for kid in kids:
         if kid in blocks:
@@ -203,33 +200,27 @@ def _named_blocks(tree: _Tree, classes: Collection[str], modules: Collection[str
     _refuse_unknown("module", modules, set(tree.modules))
     blocks = {tree.first(path) for path in modules}
     for path in filter(lambda path: class_of[path] in classes and tree.first(path) == path, tree.modules):
-        if not any(class_of[above] in classes for above in _ancestry(path)[:-1]):
+        if not any(class_of[above] in classes for above in _above(path)):
             blocks.add(path)
     for name in set(classes) - {class_of[path] for path in blocks}:
         raise ValueError(f"every module of class {name!r} lies inside another block; name only the outer class")
     for path in blocks:
-        _check_block(tree, path, blocks)
+        if outer := [above for above in _above(path) if above in blocks]:
+            raise ValueError(f"blocks overlap: {path!r} lies inside {_label((outer[0],))!r}; name one of them")
+        if not tree.has_forward(path):
+            remedy = "name the modules inside it instead"
+            raise ValueError(f"{path!r} ({class_of[path]}) has no forward to hook; {remedy}")
     return [path for path in tree.modules if path in blocks]
 
 
-def _check_block(tree: _Tree, path: str, blocks: Collection[str]) -> None:
-    if outer := [above for above in _ancestry(path)[:-1] if above in blocks]:
-        raise ValueError(f"blocks overlap: {path!r} lies inside {_label((outer[0],))!r}; name one of them")
-    if not tree.has_forward(path):
-        kind = type(tree.modules[path]).__name__
-        raise ValueError(f"{path!r} ({kind}) has no forward to hook; name the modules inside it instead")
-
-
 def _refuse_unknown(kind: str, names: Iterable[str], valid: set[str]) -> None:
-    unknown = [name for name in names if name not in valid]
-    if not unknown:
-        return
-    nearest = {near: None for name in unknown for near in difflib.get_close_matches(name, valid, n=2, cutoff=0.4)}
-    hint = f"; the nearest are {', '.join(map(repr, nearest))}" if nearest else ""
-    raise ValueError(f"the model has no {kind} {', '.join(map(repr, unknown))}{hint}")
+    if unknown := [name for name in names if name not in valid]:
+        nearest = {near: None for name in unknown for near in difflib.get_close_matches(name, valid, n=2, cutoff=0.4)}
+        hint = f"; the nearest are {', '.join(map(repr, nearest))}" if nearest else ""
+        raise ValueError(f"the model has no {kind} {', '.join(map(repr, unknown))}{hint}")
 
 
-def _merge(tree: _Tree, blocks: Sequence[str], min_bytes: int) -> list[tuple[str, ...]]:
+def _merge(tree: _Tree, blocks: Sequence[str], min_bytes: int) -> list[Run]:
     """Runs of neighbouring blocks of one list, each of at least `min_bytes` if the list has that many."""
 
     def chain(path: str) -> str:
@@ -241,7 +232,7 @@ def _merge(tree: _Tree, blocks: Sequence[str], min_bytes: int) -> list[tuple[str
     return [run for _, members in groupby(blocks, key=chain) for run in _fill(tree, members, min_bytes)]
 
 
-def _fill(tree: _Tree, chain: Iterable[str], min_bytes: int) -> list[tuple[str, ...]]:
+def _fill(tree: _Tree, chain: Iterable[str], min_bytes: int) -> list[Run]:
     runs: list[list[str]] = []
     filled_bytes = min_bytes
     for path in chain:
@@ -251,8 +242,7 @@ def _fill(tree: _Tree, chain: Iterable[str], min_bytes: int) -> list[tuple[str, 
         runs[-1].append(path)
         filled_bytes += tree.bytes(path)
     if len(runs) > 1 and filled_bytes < min_bytes:
-        rest = runs.pop()
-        runs[-1] += rest
+        runs[-2:] = [runs[-2] + runs[-1]]
     return [tuple(run) for run in runs]
 
 
@@ -265,9 +255,7 @@ def _leftovers(tree: _Tree, blocks: Collection[str], holders: Collection[str], p
         yield path
 
 
-def _owning_runs(
-    tree: _Tree, merged: Sequence[tuple[str, ...]], leftovers: Iterable[str]
-) -> dict[str, tuple[str, ...]]:
+def _owning_runs(tree: _Tree, merged: Sequence[Run], leftovers: Iterable[str]) -> dict[str, Run]:
     """For each parameter, the run of the unit that owns it."""
     runs = {path: run for run in merged for path in run}
     largest_bytes = max((tree.bytes(path) for path in runs), default=0)
@@ -276,31 +264,29 @@ def _owning_runs(
             runs[path] = (path,)
     owners = {}
     for name in tree.params:
-        above = _ancestry(_holder(name))
+        above = _above(name)
         # The outermost module with a forward: the model itself, unless it is only a container.
         rest = next(((path,) for path in above if tree.has_forward(path)), ())
         owners[name] = next((runs[path] for path in above if path in runs), rest)
     return owners
 
 
-def _tied_users(
-    tree: _Tree, owners: dict[str, tuple[str, ...]], holders: Collection[str]
-) -> dict[str, dict[str, None]]:
+def _tied_users(tree: _Tree, owners: dict[str, Run], holders: Collection[str]) -> dict[str, dict[str, None]]:
     """For each parameter with several names, the modules outside its own run that use it and are to be hooked."""
     canonical = {id(param): name for name, param in tree.params.items()}
     users: dict[str, dict[str, None]] = defaultdict(dict)
     for alias, param in tree.aliases:
         name = canonical[id(param)]
-        above = [tree.first(path) for path in _ancestry(_holder(alias)) if tree.has_forward(path)]
+        above = [tree.first(path) for path in _above(alias) if tree.has_forward(path)]
         if not set(above) & set(owners[name]):
             # Whole blocks and leftovers, as for owners; else the module itself, which contains blocks.
             users[name] |= dict.fromkeys([path for path in above if path not in holders][:1] or above[-1:])
     return users
 
 
-def _specs(tree: _Tree, owners: dict[str, tuple[str, ...]], users: dict[str, dict[str, None]]) -> tuple[UnitSpec, ...]:
+def _specs(tree: _Tree, owners: dict[str, Run], users: dict[str, dict[str, None]]) -> tuple[UnitSpec, ...]:
     """One unit per run, trainability and dtype, in the order in which their modules were registered."""
-    parts: dict[tuple[tuple[str, ...], bool, torch.dtype], list[str]] = defaultdict(list)
+    parts: dict[tuple[Run, bool, torch.dtype], list[str]] = defaultdict(list)
     for name, run in owners.items():
         param = tree.params[name]
         parts[run, param.requires_grad, param.dtype].append(name)
@@ -317,12 +303,6 @@ def _specs(tree: _Tree, owners: dict[str, tuple[str, ...]], users: dict[str, dic
     return tuple(units)
 
 
-def _line(row: Sequence[str], widths: Sequence[int]) -> str:
-    numbers = range(2, 5)
-    cells = enumerate(zip(row, widths, strict=True))
-    return "  ".join(cell.rjust(width) if n in numbers else cell.ljust(width) for n, (cell, width) in cells).rstrip()
-
-
 def _row(unit: UnitSpec, params: dict[str, nn.Parameter]) -> tuple[str, ...]:
     owner, *others = [_label(run) for run in unit.runs] or ["none"]
     sizes = _sizes([params[name] for name in unit.params])
@@ -330,8 +310,8 @@ def _row(unit: UnitSpec, params: dict[str, nn.Parameter]) -> tuple[str, ...]:
 
 
 def _sizes(params: Collection[nn.Parameter]) -> tuple[str, str, str]:
-    elements = sum(param.numel() for param in params)
-    return str(len(params)), format_count(elements), format_bytes(sum(map(_bytes, params)))
+    elements, size = sum(param.numel() for param in params), sum(param.nbytes for param in params)
+    return str(len(params)), format_count(elements), format_bytes(size)
 
 
 def _label(run: Sequence[str]) -> str:
@@ -345,16 +325,7 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _bytes(param: nn.Parameter) -> int:
-    return param.numel() * param.element_size()
-
-
-def _holder(name: str) -> str:
-    """The path of the module that holds a parameter."""
-    return name.rpartition(".")[0]
-
-
-def _ancestry(path: str) -> list[str]:
-    """The paths from the model itself down to `path`: "", "layers", "layers.0"."""
+def _above(path: str) -> list[str]:
+    """The modules that contain a module or parameter, from the model itself down: "", "layers", "layers.0"."""
     parts = path.split(".") if path else []
-    return ["", *(".".join(parts[: n + 1]) for n in range(len(parts)))]
+    return [".".join(parts[:n]) for n in range(len(parts))]

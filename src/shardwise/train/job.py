@@ -189,9 +189,9 @@ def _batch(options: TrainOptions, config: Config, world_size: int) -> Batch:
     if asked.batch is None and asked.accumulate is None:
         sizes = config.batch.resolve(world_size)
     else:
-        sizes = Batch().resolve(world_size)._replace(accumulation=asked.accumulate or config.batch.accumulation)
+        sizes = Batch(accumulation=asked.accumulate or config.batch.accumulation)
     least = sizes.accumulation * world_size
-    total = asked.batch or sizes.global_size or -(-DEFAULT_BATCH // least) * least
+    total = asked.batch or sizes.global_batch_size or -(-DEFAULT_BATCH // least) * least
     if total % least:
         smaller, larger = total // least * least, -(-total // least) * least
         raise ConfigError(

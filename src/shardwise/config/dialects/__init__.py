@@ -1,1 +1,1 @@
-"""The three sets of keys that a configuration may be written in: native, DeepSpeed's and Accelerate's."""
+"""The two foreign sets of keys that a configuration may be written in: DeepSpeed's and Accelerate's."""

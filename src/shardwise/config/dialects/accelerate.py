@@ -10,53 +10,39 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.config.dialects import deepspeed
-from shardwise.config.dialects.deepspeed_keys import switched_on
-from shardwise.config.draft import ConfigDraft, KeyNote, ValueOrigin
+from shardwise.config.dialects.rules import BY_CODE, FileSection, KeyRule, Refused, Rules, switched_on
+from shardwise.config.draft import ConfigDraft
 from shardwise.config.files import read_file, read_text
 from shardwise.config.sections import Batch
-from shardwise.config.values import KeyLocation, choice, flag, nearest, shown, text
+from shardwise.config.values import any_value, choice, flag, nearest, positive, text
 from shardwise.errors import ConfigError
-from shardwise.sizes import whole
 
-_LAUNCH = "read by the launcher, not by the engine"
-_LAUNCHER = {
-    "compute_environment",
-    "command_file",
-    "commands",
-    "debug",
-    "enable_cpu_affinity",
-    "gpu_ids",
-    "machine_rank",
-    "main_process_ip",
-    "main_process_port",
-    "main_training_function",
-    "mpirun_config",
-    "num_machines",
-    "rdzv_backend",
-    "same_network",
-    "sagemaker_config",
-    "tpu_env",
-    "tpu_name",
-    "tpu_use_cluster",
-    "tpu_use_sudo",
-    "tpu_vm",
-    "tpu_zone",
-    "downcast_bf16",
-    "tpu_cluster",
-    "ipex_config",
+_LAUNCHER = KeyRule(any_value, "read by the launcher, not by the engine")
+_COMPILATION = Refused("compilation by Accelerate (call torch.compile on the model instead)")
+_TOP: Rules = {
+    **dict.fromkeys(("deepspeed_config", "distributed_type", "mixed_precision", "num_processes"), BY_CODE),
+    **dict.fromkeys(("parallelism_config", "use_cpu"), BY_CODE),
+    **dict.fromkeys(("compute_environment", "main_training_function", "command_file", "commands", "debug"), _LAUNCHER),
+    **dict.fromkeys(("machine_rank", "main_process_ip", "main_process_port", "num_machines"), _LAUNCHER),
+    **dict.fromkeys(("rdzv_backend", "same_network", "enable_cpu_affinity", "gpu_ids", "mpirun_config"), _LAUNCHER),
+    **dict.fromkeys(("sagemaker_config", "ipex_config", "downcast_bf16", "tpu_cluster", "tpu_env"), _LAUNCHER),
+    **dict.fromkeys(("tpu_name", "tpu_use_cluster", "tpu_use_sudo", "tpu_vm", "tpu_zone"), _LAUNCHER),
+    **dict.fromkeys(("dynamo_backend", "dynamo_config"), _COMPILATION),
+    "fp8_config": Refused("fp8"),
+    "fsdp_config": Refused("FSDP"),
+    "megatron_lm_config": Refused("Megatron-LM"),
 }
-_FEATURES = {
-    "fsdp_config": "FSDP",
-    "megatron_lm_config": "Megatron-LM",
-    "fp8_config": "fp8",
-    "dynamo_config": "compilation by Accelerate (call torch.compile on the model instead)",
-    "dynamo_backend": "compilation by Accelerate (call torch.compile on the model instead)",
-}
-_READ = {"deepspeed_config", "distributed_type", "mixed_precision", "num_processes", "parallelism_config", "use_cpu"}
-KEYS = _LAUNCHER | set(_FEATURES) | _READ
+KEYS = frozenset(_TOP)
 LEGACY_KEYS = {"fp16"}  # a flag in old Accelerate files; a section of this name is DeepSpeed's
 
-# Keys of deepspeed_config, with their DeepSpeed keys.
+_PARALLELISM: Rules = {
+    "parallelism_config_tp_size": Refused("tensor parallelism"),
+    "parallelism_config_sp_size": Refused("sequence parallelism"),
+    "parallelism_config_cp_size": Refused("context parallelism"),
+    "parallelism_config_dp_replicate_size": Refused("replicas of sharded groups (HSDP)"),
+}
+
+# Keys of deepspeed_config: those with a DeepSpeed key of another name, and those that set nothing.
 _TRANSLATED = {
     "zero_stage": "zero_optimization.stage",
     "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
@@ -64,100 +50,71 @@ _TRANSLATED = {
     "offload_param_device": "zero_optimization.offload_param.device",
     "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
     "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
-}
-_DEEPSPEED_LAUNCHER = {
-    "deepspeed_hostfile": _LAUNCH,
-    "deepspeed_inclusion_filter": _LAUNCH,
-    "deepspeed_exclusion_filter": _LAUNCH,
-    "deepspeed_multinode_launcher": _LAUNCH,
-    "deepspeed_moe_layer_cls_names": "no effect: whole blocks are units, so experts inside do not matter",
-    "zero3_init_flag": "no effect: see shardwise.deferred_init() for models larger than memory",
+} | {key: key for key in deepspeed.KEYS}
+_DEEPSPEED_CONFIG: Rules = {
+    **dict.fromkeys((*_TRANSLATED, "deepspeed_config_file"), BY_CODE),
+    **dict.fromkeys(("deepspeed_hostfile", "deepspeed_multinode_launcher"), _LAUNCHER),
+    **dict.fromkeys(("deepspeed_inclusion_filter", "deepspeed_exclusion_filter"), _LAUNCHER),
+    "deepspeed_moe_layer_cls_names": KeyRule(any_value, "no effect: whole blocks are units, so experts do not matter"),
+    "zero3_init_flag": KeyRule(any_value, "no effect: see shardwise.deferred_init() for models larger than memory"),
 }
 
 
 def translate(data: dict[str, Any], draft: ConfigDraft, folder: Path) -> None:
     """Write an Accelerate configuration into the draft. `folder` is the folder of its file."""
-    where = draft.where()
+    top = FileSection(draft, "", data)
     for key in data:
         if key not in KEYS | LEGACY_KEYS:
-            raise where.at(key).error(data[key], f"unknown key of Accelerate{nearest(key, KEYS)}")
-    _check_type(data, where)
-    _refuse(data, draft)
-    for key in sorted(_LAUNCHER & data.keys()):
-        draft.note(key, data[key], _LAUNCH)
-    section = where.at("deepspeed_config").section(data.get("deepspeed_config"))
-    config = _from_file(section, draft, folder) if "deepspeed_config_file" in section else {}
-    _merge_keys(section, config, draft)
-    _mixed_precision(data, config, draft)
-    deepspeed.translate(config, draft)
-    _processes(data, draft, where)
-
-
-def _check_type(data: dict[str, Any], where: KeyLocation) -> None:
+            raise top.error(key, f"unknown key of Accelerate{nearest(key, KEYS)}")
     kind = data.get("distributed_type")
-    if kind is None and "deepspeed_config" in data:
-        return
-    if not isinstance(kind, str) or kind.upper() != "DEEPSPEED":
-        raise where.at("distributed_type").error(kind, "expected DEEPSPEED, the only type that is ZeRO")
+    if str(kind).upper() != "DEEPSPEED" and not (kind is None and "deepspeed_config" in data):
+        raise top.error("distributed_type", "expected DEEPSPEED, the only type that is ZeRO")
+    top.refuse(_TOP)
+    parallelism = top.inner("parallelism_config")
+    parallelism.refuse(_PARALLELISM)
+    if parallelism.data:
+        top.note("parallelism_config", "no effect: only the data-parallel axis is larger than 1")
+    top.apply(_TOP | dict.fromkeys(LEGACY_KEYS, BY_CODE))
+    section = top.inner("deepspeed_config")
+    config, prefix = _from_file(section, folder)
+    _merge_keys(section, config)
+    _mixed_precision(top, config)
+    draft.prefix = prefix
+    deepspeed.translate(config, draft)
+    draft.prefix = ""  # the remaining keys are those of the YAML itself
+    _processes(top)
 
 
-def _refuse(data: dict[str, Any], draft: ConfigDraft) -> None:
-    for key, feature in _FEATURES.items():
-        if key in data and switched_on(data[key]):
-            raise draft.where(key).error(data[key], f"asks for {feature}, which shardwise does not do; remove it")
-        if key in data:
-            draft.note(key, data[key], "off")
-    parallelism = draft.where("parallelism_config").section(data.get("parallelism_config"))
-    names = {"tp": "tensor parallelism", "sp": "sequence parallelism", "cp": "context parallelism"}
-    names["dp_replicate"] = "replicas of sharded groups (HSDP)"
-    for short, feature in names.items():
-        key = f"parallelism_config_{short}_size"
-        if switched_on(parallelism.get(key)):
-            raise draft.where(f"parallelism_config.{key}").error(
-                parallelism[key], f"asks for {feature}, which shardwise does not do; remove it"
-            )
-    if parallelism:
-        draft.note("parallelism_config", parallelism, "no effect: only the data-parallel axis is larger than 1")
+def _from_file(section: FileSection, folder: Path) -> tuple[dict[str, Any], str]:
+    """The DeepSpeed configuration that the YAML names, if any, and what to put before its keys in messages.
 
-
-def _from_file(section: dict[str, Any], draft: ConfigDraft, folder: Path) -> dict[str, Any]:
-    """The DeepSpeed configuration that the YAML names: a path or, as in Accelerate, JSON or base64 of JSON."""
-    where = draft.where("deepspeed_config.deepspeed_config_file")
-    named = where.read(text, section["deepspeed_config_file"])
-    source = f"{draft.source}: deepspeed_config_file"
+    The name is a path or, as in Accelerate, JSON or base64 of JSON.
+    """
+    if "deepspeed_config_file" not in section.data:
+        return {}, "deepspeed_config."
+    named = section.read("deepspeed_config_file", text)
+    source = f"{section.draft.source}: deepspeed_config_file"
     if named.lstrip().startswith("{"):
-        return read_text(named, source)
+        return read_text(named, source), "deepspeed_config."
     for path in (folder / named, Path(named)):
         if os.path.isfile(path):
-            draft.prefix = f"{named}: "
-            draft.note("deepspeed_config.deepspeed_config_file", named, "read in its place")
-            return read_file(path)
+            section.note("deepspeed_config_file", "read in its place")
+            return read_file(path), f"{named}: "
     try:
-        return read_text(base64.b64decode(named, validate=True).decode(), source)
+        return read_text(base64.b64decode(named, validate=True).decode(), source), "deepspeed_config."
     except ValueError:  # not base64, not UTF-8, or a ConfigError
         message = "no such file in the YAML's folder or the working directory; it holds the configuration"
-        raise where.error(named, message) from None
+        raise section.error("deepspeed_config_file", message) from None
 
 
-def _merge_keys(section: dict[str, Any], config: dict[str, Any], draft: ConfigDraft) -> None:
+def _merge_keys(section: FileSection, config: dict[str, Any]) -> None:
     """Merge the other keys of deepspeed_config into the file's."""
-    in_file = draft.prefix
-    for key, value in section.items():
-        path = f"deepspeed_config.{key}"
-        if key in _DEEPSPEED_LAUNCHER:
-            draft.notes.append(_note(path, value, _DEEPSPEED_LAUNCHER[key]))
-        elif key in _TRANSLATED or key in deepspeed.KEYS:
-            _merge(config, _TRANSLATED.get(key, key), value, path, draft)
-        elif key != "deepspeed_config_file":
-            known = [*_TRANSLATED, *_DEEPSPEED_LAUNCHER, *deepspeed.KEYS, "deepspeed_config_file"]
-            raise KeyLocation(draft.source, path).error(value, f"unknown key of deepspeed_config{nearest(key, known)}")
-    if not in_file:
-        draft.prefix = "deepspeed_config."
-
-
-def _note(key: str, value: object, effect: str) -> KeyNote:
-    """A note on a key of the YAML itself, without the prefix of translated keys."""
-    return KeyNote(key, shown(value), effect)
+    for key, value in section.data.items():
+        if key in _TRANSLATED:
+            _merge(config, _TRANSLATED[key], value, f"deepspeed_config.{key}", section.draft)
+        elif key not in _DEEPSPEED_CONFIG:
+            raise section.error(key, f"unknown key of deepspeed_config{nearest(key, _DEEPSPEED_CONFIG)}")
+    section.apply(_DEEPSPEED_CONFIG)
 
 
 def _merge(config: dict[str, Any], target: str, value: Any, path: str, draft: ConfigDraft) -> None:
@@ -169,69 +126,52 @@ def _merge(config: dict[str, Any], target: str, value: Any, path: str, draft: Co
     *parents, leaf = target.split(".")
     node = config
     for parent in parents:
-        child = node.setdefault(parent, {})
-        node[parent] = child = dict(KeyLocation(draft.source, target).section(child))
-        node = child
+        node[parent] = dict(draft.section(target, node.get(parent)))
+        node = node[parent]
     present = node.get(leaf)
     if present not in (None, "auto", value):
-        raise KeyLocation(draft.source, path).error(value, f"contradicts {target} = {present!r}; keep one of the two")
+        raise draft.error(path, value, f"contradicts {target} = {present!r}; keep one of the two")
     node[leaf] = value
     draft.aliases[target] = path
 
 
-def _mixed_precision(data: dict[str, Any], config: dict[str, Any], draft: ConfigDraft) -> None:
+def _mixed_precision(top: FileSection, config: dict[str, Any]) -> None:
     """Apply mixed_precision where the DeepSpeed configuration leaves it open; a contradiction is an error."""
-    legacy = "fp16" if switched_on(data.get("fp16")) else None
-    value = data.get("mixed_precision", legacy)
+    legacy = "fp16" if switched_on(top.data.get("fp16")) else None
+    value = top.data.get("mixed_precision", legacy)
     if value is None:
         return
-    where = draft.where() if "mixed_precision" not in data else KeyLocation(draft.source, "mixed_precision")
-    if value is False:  # YAML 1.1 reads a bare `no` as false
-        value = "no"
-    chosen = where.read(choice("no", "fp16", "bf16", "fp8"), value)
+    draft, key = top.draft, "mixed_precision" if "mixed_precision" in top.data else "fp16"
+    # YAML 1.1 reads a bare `no` as false.
+    chosen = draft.read(key, choice("no", "fp16", "bf16", "fp8"), "no" if value is False else value)
     if chosen == "fp8":
-        raise where.error(value, "asks for fp8, which shardwise does not do; use bf16 or fp16")
+        raise top.error(key, "asks for fp8, which shardwise does not do; use bf16 or fp16")
     if chosen == "no":
-        draft.notes.append(_note("mixed_precision", value, "fp32, unless deepspeed_config sets a precision"))
+        top.note("mixed_precision", "fp32, unless deepspeed_config sets a precision")
         return
     for name in ("fp16", "bf16"):
-        section = dict(KeyLocation(draft.source, name).section(config.get(name)))
+        section = draft.section(name, config.get(name))
         present = section.get("enabled")
         wanted = name == chosen
-        if present not in (None, "auto") and where.read(flag, present) != wanted and (wanted or present):
-            raise where.error(
-                value, f"contradicts {name}.enabled = {str(present).lower()} of the DeepSpeed configuration"
-            )
+        if present not in (None, "auto") and draft.read(key, flag, present) != wanted and (wanted or present):
+            message = f"contradicts {name}.enabled = {str(present).lower()} of the DeepSpeed configuration"
+            raise top.error(key, message)
         if wanted:
             config[name] = section | {"enabled": True}
             draft.aliases[f"{name}.enabled"] = "mixed_precision"
 
 
-def _processes(data: dict[str, Any], draft: ConfigDraft, where: KeyLocation) -> None:
+def _processes(top: FileSection) -> None:
     """Read use_cpu and num_processes, and check the batch triple for that number of ranks."""
-    if data.get("use_cpu") is not None:
-        use_cpu = where.at("use_cpu").read(flag, data["use_cpu"])
-        draft.set("runtime.use_cpu", use_cpu, ValueOrigin("file", "use_cpu"))
-    given = data.get("num_processes")
-    if given is None or given == -1:
+    if top.data.get("use_cpu") is not None:
+        top.set("use_cpu", "runtime.use_cpu", top.read("use_cpu", flag))
+    if top.data.get("num_processes") in (None, -1):
         return
-    place = KeyLocation(draft.source, "num_processes")
-    world_size = place.read(whole, given)
-    if world_size < 1:
-        raise place.error(given, "expected a whole number >= 1")
-    draft.notes.append(
-        _note("num_processes", given, f"W = {world_size}, for the launcher: shardwise run -n {world_size}")
-    )
-    names = ("accumulation", "micro_batch_size", "global_batch_size")
-    batch = {name: draft.values[f"batch.{name}"] for name in names if f"batch.{name}" in draft.values}
-    if all(batch.values()):
-        _check_batch(batch, world_size, place)
-
-
-def _check_batch(batch: dict[str, int], world_size: int, where: KeyLocation) -> None:
+    world_size = top.read("num_processes", positive)
+    top.note("num_processes", f"W = {world_size}, for the launcher: shardwise run -n {world_size}")
     try:
-        Batch(**batch).resolve(world_size)
+        Batch(**top.draft.nested().get("batch", {})).resolve(world_size)
     except ConfigError as error:
-        raise where.error(world_size, str(error)) from None
+        raise top.error("num_processes", str(error)) from None
     except ValueError:
         return  # validation of the sections reports it with the key

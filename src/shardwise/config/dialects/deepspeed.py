@@ -9,400 +9,215 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardwise.config.dialects import deepspeed_keys as ds
-from shardwise.config.dialects.deepspeed_keys import KeyRule, switched_on
+from shardwise.config.dialects.rules import FileSection, KeyRule, Rules, without_effect
 from shardwise.config.draft import ConfigDraft, ValueOrigin
 from shardwise.config.presets import STAGES, offloaded
 from shardwise.config.sections import Tier
-from shardwise.config.values import choice, flag, left_open_out, nearest, one_of, real, text
-from shardwise.errors import ConfigError
+from shardwise.config.values import any_value, choice, flag, is_open, nearest, real, text
 from shardwise.sizes import whole
 
-KEYS = frozenset(ds.TOP) | set(ds.TOP_ALIASES) | set(ds.FEATURES) | set(ds.MONITORS) | set(ds.SECTIONS)
+KEYS = frozenset(ds.TOP)
 
 _TIERS: dict[str, Tier] = {"none": "device", "cpu": "host", "nvme": "disk"}
 
 
-def translate(data: Mapping[str, Any], draft: ConfigDraft) -> None:
+def translate(data: dict[str, Any], draft: ConfigDraft) -> None:
     """Write a DeepSpeed configuration into the draft."""
-    config = _canonical(data, ds.TOP_ALIASES, "", draft)
-    _warn_of_unknown(config, draft)
-    _refuse(config, ds.FEATURES, "", draft)
-    for key in ds.MONITORS:
-        _monitor(config, key, draft)
-    element_bytes = _precision(config, draft)
-    _apply({key: value for key, value in config.items() if key in ds.TOP}, ds.TOP, "", draft)
-    _zero(config, element_bytes, draft)
-    _optimizer(config.get("optimizer"), draft)
-    _scheduler(config.get("scheduler"), draft)
-    _other_sections(config, draft)
+    top = FileSection(draft, "", data).canonical(ds.TOP)
+    for key in [key for key in data if key not in KEYS]:
+        top.warn(key, f"unknown key, ignored as DeepSpeed does{nearest(key, KEYS)}")
+        del top.data[key]
+    top.refuse(ds.TOP)
+    element_bytes = _precision(top)
+    top.apply(ds.TOP)
+    _zero(top, element_bytes)
+    _optimizer(top)
+    _scheduler(top)
+    for name in ds.SECTIONS:
+        top.inner(name).apply(ds.SECTIONS[name])
 
 
-def _canonical(
-    section: Mapping[str, Any], aliases: Mapping[str, tuple[str, bool]], prefix: str, draft: ConfigDraft
-) -> dict[str, Any]:
-    """The section under current key names. A deprecated name warns; two names with different values are an error."""
-    result: dict[str, Any] = {}
-    for key, value in section.items():
-        name, deprecated = aliases.get(key, (key, False))
-        if deprecated:
-            draft.warn(prefix + key, value, f"is deprecated, use {name}")
-        if name in result and result[name] != value:
-            raise draft.where(prefix + key).error(value, f"contradicts {name} = {result[name]!r}; keep one of the two")
-        if name != key:
-            draft.aliases.setdefault(prefix + name, draft.where(prefix + key).path)
-        result[name] = value
-    return result
-
-
-def _apply(
-    section: Mapping[str, Any], rules: Mapping[str, KeyRule], prefix: str, draft: ConfigDraft, element_bytes: int = 1
-) -> None:
-    """Read each key of a section by its rule."""
-    for key, value in section.items():
-        path = prefix + key
-        rule = rules.get(key)
-        if rule is None:
-            raise _unknown_key(prefix, key, value, rules, draft)
-        if value is None or value == "auto":
-            _leave_open(rule, path, value, draft)
-            continue
-        result = draft.where(path).read(rule.read, value)
-        if rule.in_elements and rule.target and result is not None:
-            result *= element_bytes
-        if rule.keep_larger and rule.target in draft.values:
-            result = max(result, draft.values[rule.target])
-        if rule.target:
-            draft.set(rule.target, result, ValueOrigin("file", draft.where(path).path))
-        draft.note(path, value, f"{rule.target}: {rule.effect}" if rule.target else rule.effect)
-
-
-def _unknown_key(prefix: str, key: str, value: object, rules: Mapping[str, KeyRule], draft: ConfigDraft) -> ConfigError:
-    known = [*rules, *ds.READ_BY_CODE.get(prefix.rstrip("."), ())]
-    return draft.where(prefix + key).error(value, f"unknown key{nearest(key, known)}")
-
-
-def _leave_open(rule: KeyRule, path: str, value: object, draft: ConfigDraft) -> None:
-    draft.note(path, value, "the library's own default" if value == "auto" else "as if it were absent")
-    if rule.target and value == "auto":
-        draft.origins.setdefault(rule.target, ValueOrigin("auto", f"auto {draft.where(path).path}"))
-
-
-def _refuse(section: Mapping[str, Any], features: Mapping[str, str], prefix: str, draft: ConfigDraft) -> None:
-    """Raise for features outside ZeRO that are on; note those that are off."""
-    for key, feature in features.items():
-        if key not in section:
-            continue
-        if switched_on(section[key]):
-            message = f"asks for {feature}, which shardwise does not do; remove it or switch it off"
-            raise draft.where(prefix + key).error(section[key], message)
-        draft.note(prefix + key, section[key], f"off ({feature} is not supported)")
-
-
-def _without(section: Mapping[str, Any], *keys: str) -> dict[str, Any]:
-    return {key: value for key, value in section.items() if key not in keys}
-
-
-def _warn_of_unknown(config: Mapping[str, Any], draft: ConfigDraft) -> None:
-    for key in config:
-        if key not in KEYS:
-            draft.warn(key, config[key], f"unknown key, ignored as DeepSpeed does{nearest(key, KEYS)}")
-
-
-def _monitor(config: Mapping[str, Any], key: str, draft: ConfigDraft) -> None:
-    if key in config and switched_on(config[key]):
-        draft.warn(key, config[key], "no effect: shardwise writes no such logs; see engine.report()")
-    elif key in config:
-        draft.note(key, config[key], "off")
-
-
-def _precision(config: Mapping[str, Any], draft: ConfigDraft) -> int:
-    """Read fp16, bf16, torch_autocast and data_types. Returns the bytes of a weight."""
-    on = {
-        "fp16": _half(config, "fp16", ds.FP16, ds.FP16_FEATURES, draft),
-        "bf16": _half(config, "bf16", ds.BF16, ds.BF16_FEATURES, draft),
-        "torch_autocast": _autocast(config, draft),
-    }
-    chosen = [name for name, enabled in on.items() if enabled]
+def _precision(top: FileSection) -> int:
+    """Read fp16, bf16 and torch_autocast. Returns the bytes of a weight."""
+    half = [name for name, rules in (("fp16", ds.FP16), ("bf16", ds.BF16)) if _half(top.inner(name), rules)]
+    chosen = half + ["torch_autocast"] * _autocast(top.inner("torch_autocast"))
     if len(chosen) > 1:
         message = f"{chosen[0]}.enabled is true as well; switch one of the two off"
-        raise draft.where(f"{chosen[1]}.enabled").error(True, message)
-    _apply(draft.where("data_types").section(config.get("data_types")), ds.DATA_TYPES, "data_types.", draft)
-    return 2 if on["fp16"] or on["bf16"] else 4
+        raise top.draft.error(f"{chosen[1]}.enabled", True, message)
+    return 2 if half else 4
 
 
-def _half(
-    config: Mapping[str, Any], name: str, rules: Mapping[str, KeyRule], features: Mapping[str, str], draft: ConfigDraft
-) -> bool:
-    section = draft.where(name).section(config.get(name))
-    prefix = f"{name}."
-    _refuse(section, features, prefix, draft)
-    rest = _without(section, "enabled", *features)
-    enabled = _enabled(section, prefix, draft)
-    if enabled:
-        draft.set("precision.compute", name, ValueOrigin("file", draft.where(f"{name}.enabled").path))
-        if name == "fp16":
-            _loss_scale(rest, draft)
-        _apply(_without(rest, "loss_scale") if name == "fp16" else rest, rules, prefix, draft)
-        return True
-    for key, value in rest.items():
-        if key not in rules and key != "loss_scale":
-            raise _unknown_key(prefix, key, value, rules, draft)
-        draft.note(prefix + key, value, f"no effect: {name} is off")
-    return False
-
-
-def _enabled(section: Mapping[str, Any], prefix: str, draft: ConfigDraft) -> bool:
-    value = section.get("enabled")
-    if "enabled" not in section:
-        return False
-    if value is None or value == "auto":
-        draft.note(f"{prefix}enabled", value, "the library's own default (off)")
-        origin = ValueOrigin("auto", f"auto {draft.where(prefix + 'enabled').path}")
-        draft.origins.setdefault("precision.compute", origin)
-        return False
-    enabled = draft.where(f"{prefix}enabled").read(flag, value)
-    draft.note(f"{prefix}enabled", value, f"computes in {prefix[:-1]}" if enabled else "off")
+def _half(section: FileSection, rules: Rules) -> bool:
+    """Read fp16 or bf16. Returns whether it is enabled."""
+    name = section.path
+    enabled = _enabled(section)
+    if not enabled:
+        off = KeyRule(any_value, f"no effect: {name} is off")
+        rules = rules | {key: off for key, rule in rules.items() if isinstance(rule, KeyRule) and key != "enabled"}
+    elif name == "fp16" and _loss_scale_is_constant(section):
+        rules = rules | {"initial_scale_power": KeyRule(any_value, "no effect: the scale is constant")}
+    section.apply(rules)
     return enabled
 
 
-def _loss_scale(section: dict[str, Any], draft: ConfigDraft) -> None:
-    """Read loss_scale: 0 is a dynamic scale, any other value a constant one, under which other keys have no effect."""
-    value = section.get("loss_scale")
-    if value is None or value == "auto":
-        return
-    scale = draft.where("fp16.loss_scale").read(real, value)
-    if scale == 0:
-        draft.note("fp16.loss_scale", value, "the scale is dynamic")
-        return
-    origin = ValueOrigin("file", draft.where("fp16.loss_scale").path)
-    draft.set("precision.loss_scale.dynamic", False, origin)
-    draft.set("precision.loss_scale.initial", scale, origin)
-    draft.note("fp16.loss_scale", value, "the scale is constant")
-    power = section.pop("initial_scale_power", None)
-    if power is not None:
-        draft.note("fp16.initial_scale_power", power, "no effect: the scale is constant")
-
-
-def _autocast(config: Mapping[str, Any], draft: ConfigDraft) -> bool:
-    section = draft.where("torch_autocast").section(config.get("torch_autocast"))
-    enabled = draft.where("torch_autocast.enabled").read(flag, section.get("enabled", False) or False)
-    compute = section.get("dtype")
-    chosen = draft.where("torch_autocast.dtype").read(ds.dtype, "bf16" if compute in (None, "auto") else compute)
-    _apply(_without(section, "enabled", "dtype"), ds.TORCH_AUTOCAST, "torch_autocast.", draft)
+def _enabled(section: FileSection) -> bool:
+    if section.is_open("enabled"):
+        if "enabled" in section.data:
+            section.leave_open("enabled", "precision.compute", " (off)")
+        return False
+    enabled = section.read("enabled", flag)
+    section.note("enabled", f"computes in {section.path}" if enabled else "off")
     if enabled:
-        draft.set("precision.autocast", True, ValueOrigin("file", draft.where("torch_autocast.enabled").path))
-        draft.set("precision.compute", chosen, ValueOrigin("file", draft.where("torch_autocast.dtype").path))
-    if section:
-        draft.note("torch_autocast", section, "fp32 weights, torch.autocast per operation" if enabled else "off")
+        section.set("enabled", "precision.compute", section.path)
     return enabled
 
 
-def _zero(config: Mapping[str, Any], element_bytes: int, draft: ConfigDraft) -> None:
-    value = config.get("zero_optimization")
+def _loss_scale_is_constant(section: FileSection) -> bool:
+    """Read loss_scale: 0 is a dynamic scale, any other value a constant one."""
+    if section.is_open("loss_scale"):
+        return False
+    scale = section.read("loss_scale", real)
+    if scale:
+        section.set("loss_scale", "precision.loss_scale.dynamic", False)
+        section.set("loss_scale", "precision.loss_scale.initial", scale)
+    section.note("loss_scale", "the scale is constant" if scale else "the scale is dynamic")
+    return scale != 0
+
+
+def _autocast(section: FileSection) -> bool:
+    enabled = section.draft.read(section.at("enabled"), flag, section.data.get("enabled") or False)
+    compute = "bf16" if section.is_open("dtype") else section.read("dtype", ds.dtype)
+    section.apply(ds.TORCH_AUTOCAST)
+    if enabled:
+        section.set("enabled", "precision.autocast", True)
+        section.set("dtype", "precision.compute", compute)
+    if section.data:
+        effect = "fp32 weights, torch.autocast per operation" if enabled else "off"
+        section.draft.note("torch_autocast", section.data, effect)
+    return enabled
+
+
+def _zero(top: FileSection, element_bytes: int) -> None:
+    value = top.data.get("zero_optimization")
     if isinstance(value, bool):
-        draft.warn("zero_optimization", value, "is deprecated as a flag, use a section with a stage")
-        value = {"stage": int(value)}
-    given = draft.where("zero_optimization").section(value)
-    section = _canonical(given, ds.ZERO_ALIASES, "zero_optimization.", draft)
-    _refuse(section, ds.ZERO_FEATURES, "zero_optimization.", draft)
-    section = _legacy_offload(_without(section, *ds.ZERO_FEATURES), draft)
+        top.warn("zero_optimization", "is deprecated as a flag, use a section with a stage")
+        top.data["zero_optimization"] = {"stage": int(value)}
+    section = top.inner("zero_optimization").canonical(ds.ZERO)
+    section.refuse(ds.ZERO)
+    _rewrite_legacy_offload(section)
     tiers = {
-        name: _offload(section.get(name), name, element_bytes, draft) for name in ("offload_param", "offload_optimizer")
+        "offload_param": _offload(section.inner("offload_param"), ds.OFFLOAD_PARAM, element_bytes),
+        "offload_optimizer": _offload(section.inner("offload_optimizer"), ds.OFFLOAD_OPTIMIZER, element_bytes),
     }
-    _place(section, tiers, draft)
-    if "aio" in section:
-        _aio(section["aio"], "zero_optimization.aio", draft)
-    rest = _without(section, "stage", "aio", *tiers)
-    _apply(rest, ds.ZERO, "zero_optimization.", draft, element_bytes)
+    _place(section, tiers)
+    section.inner("aio").apply(ds.SECTIONS["aio"])
+    section.apply(ds.ZERO, element_bytes)
 
 
-def _legacy_offload(section: dict[str, Any], draft: ConfigDraft) -> dict[str, Any]:
-    """Rewrite cpu_offload and similar keys, which preceded the offload sections."""
-    section = dict(section)
-    legacy = {
-        "cpu_offload": "offload_optimizer",
-        "cpu_offload_params": "offload_param",
-        "cpu_offload_param": "offload_param",
-    }
-    pin = section.pop("cpu_offload_use_pin_memory", None)
-    for key, name in legacy.items():
-        if key not in section:
-            continue
-        path = f"zero_optimization.{key}"
-        value = section.pop(key)
-        draft.warn(path, value, f"is deprecated, use {name}: {{device: cpu}}")
-        if value not in (None, "auto") and draft.where(path).read(flag, value):
-            draft.aliases.setdefault(f"zero_optimization.{name}.device", draft.where(path).path)
-            section.setdefault(name, {"device": "cpu"} | ({} if pin is None else {"pin_memory": pin}))
+def _rewrite_legacy_offload(section: FileSection) -> None:
+    """Replace cpu_offload and similar keys, which preceded the offload sections."""
+    optimizer, param = "offload_optimizer", "offload_param"
+    legacy = {"cpu_offload": optimizer, "cpu_offload_params": param, "cpu_offload_param": param}
+    pin = section.data.get("cpu_offload_use_pin_memory")
     if pin is not None:
-        draft.warn("zero_optimization.cpu_offload_use_pin_memory", pin, "is deprecated, use pin_memory")
-    return section
+        section.warn("cpu_offload_use_pin_memory", "is deprecated, use pin_memory")
+    for key in [key for key in legacy if key in section.data]:
+        section.warn(key, f"is deprecated, use {legacy[key]}: {{device: cpu}}")
+        if not section.is_open(key) and section.read(key, flag):
+            path = section.draft.own_path(section.at(key))
+            section.draft.aliases.setdefault(f"zero_optimization.{legacy[key]}.device", path)
+            section.data.setdefault(legacy[key], {"device": "cpu"} | ({} if pin is None else {"pin_memory": pin}))
+    for key in (*legacy, "cpu_offload_use_pin_memory"):
+        section.data.pop(key, None)
 
 
-def _offload(value: object, name: str, element_bytes: int, draft: ConfigDraft) -> Tier:
-    """Read one of the two offload sections; returns its tier."""
-    path = f"zero_optimization.{name}"
-    section = draft.where(path).section(value)
-    _refuse(section, ds.OFFLOAD_FEATURES, f"{path}.", draft)
-    device = section.get("device")
-    if device in (None, "auto"):
-        tier = _TIERS["none"]
-    else:
-        tier = _TIERS[draft.where(f"{path}.device").read(choice(*_TIERS), device)]
-    if "device" in section:
-        draft.note(f"{path}.device", device, "rests on the device" if tier == "device" else f"rests on the {tier} tier")
-    _nvme_path(section, path, tier, draft)
-    rules = ds.OFFLOAD_PARAM if name == "offload_param" else ds.OFFLOAD_OPTIMIZER
-    rest = _without(section, "device", "nvme_path", *ds.OFFLOAD_FEATURES)
+def _offload(section: FileSection, rules: Rules, element_bytes: int) -> Tier:
+    """Read one of the two offload sections. Returns its tier."""
+    tier = _TIERS["none" if section.is_open("device") else section.read("device", choice(*_TIERS))]
+    if "device" in section.data:
+        section.note("device", "rests on the device" if tier == "device" else f"rests on the {tier} tier")
     if tier == "device":
-        _apply(
-            rest,
-            {key: KeyRule(rule.read, "no effect: nothing is offloaded") for key, rule in rules.items()},
-            f"{path}.",
-            draft,
-        )
-    else:
-        _apply(rest, rules, f"{path}.", draft, element_bytes)
+        rules = without_effect(rules, "nothing is offloaded")
+    elif tier == "host":
+        rules = rules | {"nvme_path": KeyRule(text, "no effect: the device is not nvme")}
+    elif section.is_open("nvme_path") or section.data["nvme_path"] == "none":
+        raise section.error("nvme_path", "device nvme needs the path of a folder on the NVMe disk")
+    section.apply(rules, element_bytes)
     return tier
 
 
-def _nvme_path(section: Mapping[str, Any], path: str, tier: Tier, draft: ConfigDraft) -> None:
-    folder = section.get("nvme_path")
-    where = draft.where(f"{path}.nvme_path")
-    given = None if folder is None or folder in ("none", "auto") else where.read(text, folder)
-    if tier != "disk":
-        if "nvme_path" in section:
-            draft.note(f"{path}.nvme_path", folder, "no effect: the device is not nvme")
-        return
-    if given is None:
-        raise where.error(folder, "device nvme needs the path of a folder on the NVMe disk")
-    target = "offload.weights_nvme_path" if path.endswith("offload_param") else "offload.nvme_path"
-    draft.set(target, given, ValueOrigin("file", where.path))
-    draft.note(f"{path}.nvme_path", folder, "folder for states on disk")
-
-
-def _place(section: Mapping[str, Any], tiers: Mapping[str, Tier], draft: ConfigDraft) -> None:
-    stage, where = section.get("stage", 0), draft.where("zero_optimization.stage")
-    if stage is None or stage == "auto":
-        draft.note("zero_optimization.stage", stage, "the library's own default (0)")
-        stage = 0
-    number = where.read(whole, stage)
-    if number >= len(STAGES):
-        raise where.error(stage, "expected a stage from 0 to 3")
-    row = STAGES[number]
-    for name, kind in (("offload_param", row.weights), ("offload_optimizer", row.optim)):
-        if tiers[name] != "device" and kind.sharding == "replicated":
-            raise draft.where(f"zero_optimization.{name}.device").error(
-                section[name]["device"],
-                f"only sharded states can be offloaded, and stage {number} replicates these; "
-                + (
-                    "offloaded weights need stage 3"
-                    if name == "offload_param"
-                    else "an offloaded optimizer needs stage 1"
-                ),
-            )
-    origin = ValueOrigin("file", where.path) if "stage" in section else ValueOrigin("default")
+def _place(section: FileSection, tiers: Mapping[str, Tier]) -> None:
+    draft, stage = section.draft, 0 if section.is_open("stage") else section.read("stage", whole)
+    if stage >= len(STAGES):
+        raise section.error("stage", "expected a stage from 0 to 3")
+    row = STAGES[stage]
+    for name, kind, remedy in (
+        ("offload_param", "weights", "offloaded weights need stage 3"),
+        ("offload_optimizer", "optim", "an offloaded optimizer needs stage 1"),
+    ):
+        if tiers[name] != "device" and getattr(row, kind).sharding == "replicated":
+            message = f"only sharded states can be offloaded, and stage {stage} replicates these; {remedy}"
+            raise section.inner(name).error("device", message)
+    stage_path = draft.own_path("zero_optimization.stage")
+    origin = ValueOrigin("file", stage_path) if "stage" in section.data else ValueOrigin("default")
     draft.set_placement(offloaded(row, weights=tiers["offload_param"], optim=tiers["offload_optimizer"]), origin)
-    for name, path in (("offload_param", "placement.weights.tier"), ("offload_optimizer", "placement.optim.tier")):
-        if name in section:
-            draft.origins[path] = ValueOrigin("file", draft.where(f"zero_optimization.{name}.device").path)
+    for name, kind in (("offload_param", "weights"), ("offload_optimizer", "optim")):
+        if name in section.data:
+            section.inner(name).set("device", f"placement.{kind}.tier", tiers[name])
     if draft.values["placement.grads.tier"] != "device":
         draft.origins["placement.grads.tier"] = ValueOrigin("derived", "from optim")
-    draft.note("zero_optimization.stage", section.get("stage", 0), f"the placements of zero{number}")
+    draft.note("zero_optimization.stage", section.data.get("stage", 0), f"the placements of zero{stage}")
 
 
-def _aio(value: object, path: str, draft: ConfigDraft) -> None:
-    section = draft.where(path).section(value)
-    _refuse(section, ds.AIO_FEATURES, f"{path}.", draft)
-    _apply(_without(section, *ds.AIO_FEATURES), ds.AIO, f"{path}.", draft)
-
-
-def _other_sections(config: Mapping[str, Any], draft: ConfigDraft) -> None:
-    if "aio" in config:
-        _aio(config["aio"], "aio", draft)
-    for name, rules in (
-        ("activation_checkpointing", ds.ACTIVATION_CHECKPOINTING),
-        ("checkpoint", ds.CHECKPOINT),
-        ("shardwise", ds.SHARDWISE),
-    ):
-        section = draft.where(name).section(config.get(name))
-        local = section.get("use_node_local_storage") if name == "checkpoint" else None
-        if local is not None:
-            effect = "no effect: all ranks write into one folder, which all nodes must reach"
-            (draft.warn if switched_on(local) else draft.note)(f"{name}.use_node_local_storage", local, effect)
-        _apply(_without(section, "use_node_local_storage"), rules, f"{name}.", draft)
-    compiled = draft.where("compile").section(config.get("compile"))
-    _refuse(compiled, ds.COMPILE_FEATURES, "compile.", draft)
-    for key, value in _without(compiled, *ds.COMPILE_FEATURES).items():
-        draft.note(f"compile.{key}", value, "no effect: call torch.compile on the model instead")
-
-
-def _optimizer(value: object, draft: ConfigDraft) -> None:
+def _optimizer(top: FileSection) -> None:
     """Translate the optimizer section."""
-    if value is None:
+    if top.data.get("optimizer") is None:
         return
-    section = draft.where("optimizer").section(value)
-    _only(section, ("type", "params", "legacy_fusion"), "optimizer", draft)
-    where = draft.where("optimizer.type")
-    given = where.read(text, section.get("type"))
-    if given.lower() in ds.OPTIMIZER_FEATURES:
-        message = f"asks for {ds.OPTIMIZER_FEATURES[given.lower()]}, which shardwise does not do; use AdamW"
-        raise where.error(given, message)
-    raw = draft.where("optimizer.params").section(section.get("params"))
-    params = _given(raw, "optimizer.params", draft)
-    name = _adam(given, params, draft)
-    for key in ds.OPTIMIZER_NO_EFFECT.keys() & params.keys():
-        draft.note(f"optimizer.params.{key}", params.pop(key), ds.OPTIMIZER_NO_EFFECT[key])
-    if "legacy_fusion" in section:
-        draft.note("optimizer.legacy_fusion", section["legacy_fusion"], "no effect: a setting of Apex")
-    draft.set("optimizer.name", name, ValueOrigin("file", where.path))
-    draft.set("optimizer.params", params, ValueOrigin("file", draft.where("optimizer.params").path))
+    section = top.inner("optimizer")
+    section.apply(ds.OPTIMIZER)
+    name = section.read("type", text)
+    if name.lower() in ds.OPTIMIZER_FEATURES:
+        feature = ds.OPTIMIZER_FEATURES[name.lower()]
+        raise section.error("type", f"asks for {feature}, which shardwise does not do; use AdamW")
+    params = _given_params(section)
+    if name.lower() in ("adam", "adamw"):
+        name = _adam(section, params)
+    for key in [key for key in params if key in ds.OPTIMIZER_NO_EFFECT]:
+        section.inner("params").note(key, ds.OPTIMIZER_NO_EFFECT[key])
+        del params[key]
+    section.set("type", "optimizer.name", name)
+    section.set("params", "optimizer.params", params)
 
 
-def _adam(given: str, params: dict[str, Any], draft: ConfigDraft) -> str:
+def _adam(section: FileSection, params: dict[str, Any]) -> str:
     """The name of DeepSpeed's Adam in torch: AdamW unless adam_w_mode is false. Its default weight decay is 0."""
-    name = ds.OPTIMIZER_NAMES.get(given.lower(), given)
-    if name not in ("Adam", "AdamW"):
-        return name
     params.setdefault("weight_decay", 0.0)
-    where = draft.where("optimizer.params.adam_w_mode")
-    decoupled = name == "AdamW" or where.read(flag, params.get("adam_w_mode", True))
-    if name == "Adam" and decoupled:
-        draft.note(
-            "optimizer.type", given, "AdamW: DeepSpeed's Adam decouples the weight decay unless adam_w_mode is false"
-        )
-    return "AdamW" if decoupled else "Adam"
+    if section.data["type"].lower() == "adamw":
+        return "AdamW"
+    if not section.draft.read("optimizer.params.adam_w_mode", flag, params.get("adam_w_mode", True)):
+        return "Adam"
+    section.note("type", "AdamW: DeepSpeed's Adam decouples the weight decay unless adam_w_mode is false")
+    return "AdamW"
 
 
-def _scheduler(value: object, draft: ConfigDraft) -> None:
+def _scheduler(top: FileSection) -> None:
     """Translate the scheduler section."""
-    if value is None:
+    section = top.inner("scheduler")
+    section.apply(ds.SCHEDULER)
+    if section.data.get("type") is None:
         return
-    section = draft.where("scheduler").section(value)
-    _only(section, ("type", "params"), "scheduler", draft)
-    if section.get("type") is None:
-        return
-    raw = draft.where("scheduler.params").section(section.get("params"))
-    params = _given(raw, "scheduler.params", draft)
-    peak = draft.values.get("optimizer.params", {}).get("lr")
-    if raw.get("warmup_max_lr") == "auto" and peak is not None:
+    params = _given_params(section)
+    peak = top.draft.values.get("optimizer.params", {}).get("lr")
+    if section.inner("params").data.get("warmup_max_lr") == "auto" and peak is not None:
         params["warmup_max_lr"] = peak
-        draft.note("scheduler.params.warmup_max_lr", peak, "from optimizer.params.lr")
-    where = draft.where("scheduler.type")
-    draft.set("scheduler.name", where.read(text, section["type"]), ValueOrigin("file", where.path))
-    draft.set("scheduler.params", params, ValueOrigin("file", draft.where("scheduler.params").path))
+        top.draft.note("scheduler.params.warmup_max_lr", peak, "from optimizer.params.lr")
+    section.set("type", "scheduler.name", section.read("type", text))
+    section.set("params", "scheduler.params", params)
 
 
-def _given(params: dict[str, Any], path: str, draft: ConfigDraft) -> dict[str, Any]:
-    """The params that are neither auto nor null."""
-    for key, value in params.items():
-        if value is None or value == "auto":
-            draft.note(f"{path}.{key}", value, "left open: an argument or the default decides")
-    return left_open_out(params)
-
-
-def _only(section: dict[str, Any], allowed: tuple[str, ...], path: str, draft: ConfigDraft) -> None:
-    for key in section:
-        if key not in allowed:
-            message = f"unknown key, expected {one_of(allowed)}{nearest(key, allowed)}"
-            raise draft.where(f"{path}.{key}").error(section[key], message)
+def _given_params(section: FileSection) -> dict[str, Any]:
+    """The params of an optimizer or scheduler that are neither auto nor null."""
+    params = section.inner("params")
+    for key in filter(params.is_open, params.data):
+        params.note(key, "left open: an argument or the default decides")
+    return {key: value for key, value in params.data.items() if not is_open(value)}

@@ -1,30 +1,8 @@
-"""The keys of DeepSpeed's JSON: how each is read, the native path it sets, and its effect in `explain()`.
+"""The keys of DeepSpeed's JSON by section: how each is read, the native path it sets, and its effect in `explain()`."""
 
-`deepspeed.py` applies these tables. A key sets a native path, or has a reason why it has no effect. Features outside
-ZeRO are refused by name when they are switched on.
-"""
-
-import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
-
-from shardwise.config.values import bound, choice, flag, real, text
+from shardwise.config.dialects.rules import ANY_OTHER, BY_CODE, Alias, KeyRule, Refused, Rules
+from shardwise.config.values import any_value, bound, choice, flag, real, text
 from shardwise.sizes import parse_bytes, whole
-
-
-class KeyRule(NamedTuple):
-    """How one key is read, its effect, and the native path that it sets, if any."""
-
-    read: Callable[[Any], Any]
-    effect: str
-    target: str | None = None
-    in_elements: bool = False  # DeepSpeed counts buckets in elements, shardwise in bytes
-    keep_larger: bool = False  # offload_param and offload_optimizer may both set it
-
-
-def any_value(value: object) -> object:
-    return value
-
 
 _DTYPE_NAMES = {
     "fp32": ("fp32", "float32", "float", "torch.float32", "torch.float"),
@@ -64,30 +42,10 @@ _UNIT = "no effect: communication goes unit by unit, not in buckets"
 _STAYS_GATHERED = "derived here: a unit stays gathered where that does not raise the peak"
 _ALWAYS = "no effect: always on here"
 _UPDATE = "no effect: the update goes unit by unit"
+_MASTER = "16-bit master weights (the master copy is fp32 here)"
 
-TOP: dict[str, KeyRule] = {
-    "gradient_clipping": KeyRule(clip_norm, "clips the exact global norm under any placement", "gradients.clip_norm"),
-    "steps_per_print": KeyRule(steps, "steps between printed lines", "runtime.steps_per_print"),
-    "wall_clock_breakdown": KeyRule(flag, "times every phase", "runtime.timers"),
-    "communication_data_type": KeyRule(dtype, "dtype of gradients on the wire", "precision.reduce_dtype"),
-    "train_batch_size": KeyRule(whole, "samples per step over all ranks", "batch.global_batch_size"),
-    "train_micro_batch_size_per_gpu": KeyRule(whole, "samples per rank and micro-batch", "batch.micro_batch_size"),
-    "gradient_accumulation_steps": KeyRule(whole, "micro-batches per step (K)", "batch.accumulation"),
-    "zero_allow_untested_optimizer": KeyRule(flag, "no effect: every element-wise optimizer is supported"),
-    "zero_force_ds_cpu_optimizer": KeyRule(
-        flag, "no effect: states off the device are updated by the device's own kernel"
-    ),
-    "prescale_gradients": KeyRule(flag, "no effect: the sum is divided once, after it is reduced"),
-    "gradient_predivide_factor": KeyRule(real, "no effect: the sum is divided once, after it is reduced"),
-    "disable_allgather": KeyRule(flag, "no effect: updated weights are always gathered, during the next forward"),
-    "dataloader_drop_last": KeyRule(flag, "no effect: the data loader is the caller's"),
-    "seq_parallel_communication_data_type": KeyRule(dtype, "no effect: there is no sequence parallelism"),
-    "dump_state": KeyRule(flag, "no effect: explain() shows the configuration, engine.report() the state"),
-    "memory_breakdown": KeyRule(flag, "no effect: engine.report() always includes it"),
-    "use_data_before_expert_parallelism": KeyRule(flag, "no effect: there is no expert parallelism"),
-}
-
-ZERO: dict[str, KeyRule] = {
+ZERO: Rules = {
+    **dict.fromkeys(("stage", "offload_param", "offload_optimizer", "aio"), BY_CODE),
     "reduce_bucket_size": KeyRule(bound, _BOUND, "gradients.reduce_bucket_bytes", in_elements=True),
     "allgather_bucket_size": KeyRule(bound, _BOUND, "runtime.gather_bucket_bytes", in_elements=True),
     "stage3_prefetch_bucket_size": KeyRule(bound, _BOUND, "runtime.prefetch_bytes", in_elements=True),
@@ -118,35 +76,44 @@ ZERO: dict[str, KeyRule] = {
     "mics_hierarchical_params_gather": KeyRule(flag, "no effect without mics_shard_size"),
     "leaf_module": KeyRule(any_value, "no effect: whole blocks are units, so branches inside do not matter"),
     "save_muon_momentum_buffer_in_memory": KeyRule(flag, _UPDATE),
+    "mics_shard_size": Refused("MiCS (shards inside sub-groups of ranks)"),
+    "zenflow": Refused("ZenFlow (stale updates of unimportant gradients)"),
+    "zero_hpz_partition_size": Refused("ZeRO++ (a second partition inside each node)"),
+    "zero_quantized_gradients": Refused("ZeRO++ (quantised gradients)"),
+    "zero_quantized_nontrainable_weights": Refused("ZeRO++ (quantised weights)"),
+    "zero_quantized_weights": Refused("ZeRO++ (quantised weights)"),
+    "zeropp_loco_param": Refused("ZeRO++ LoCo"),
+    "stage3_gather_fp16_weights_on_model_save": Alias("stage3_gather_16bit_weights_on_model_save", deprecated=True),
+    "gather_fp16_weights_on_model_save": Alias("stage3_gather_16bit_weights_on_model_save", deprecated=True),
+    "allgather_size": Alias("allgather_bucket_size", deprecated=True),
+    "stage3_leaf_module": Alias("leaf_module"),
+}
+ZERO |= {
+    key.removeprefix("stage3_"): Alias(key)
+    for key, rule in ZERO.items()
+    if key.startswith("stage3_") and isinstance(rule, KeyRule)
 }
 
-OFFLOAD: dict[str, KeyRule] = {
+OFFLOAD: Rules = {
+    "device": BY_CODE,
     "pin_memory": KeyRule(flag, "page-locks host buffers", "offload.pin_memory", keep_larger=True),
     "buffer_count": KeyRule(whole, _BOUND, "offload.buffer_count", keep_larger=True),
+    "super_offload": Refused("SuperOffload"),
 }
-OFFLOAD_PARAM: dict[str, KeyRule] = OFFLOAD | {
+OFFLOAD_PARAM: Rules = OFFLOAD | {
+    "nvme_path": KeyRule(text, "folder for states on disk", "offload.weights_nvme_path"),
     "buffer_size": KeyRule(bound, _BOUND, "offload.buffer_bytes", in_elements=True),
     "max_in_cpu": KeyRule(bound, "no effect: offload.host_memory is the budget of the host"),
 }
-OFFLOAD_OPTIMIZER: dict[str, KeyRule] = OFFLOAD | {
+OFFLOAD_OPTIMIZER: Rules = OFFLOAD | {
+    "nvme_path": KeyRule(text, "folder for states on disk", "offload.nvme_path"),
     "ratio": KeyRule(real, "part of the optimizer states that leaves the device", "offload.ratio"),
-    "pipeline": KeyRule(flag, _ALWAYS),
-    "pipeline_read": KeyRule(flag, _ALWAYS),
-    "pipeline_write": KeyRule(flag, _ALWAYS),
+    **dict.fromkeys(("pipeline", "pipeline_read", "pipeline_write"), KeyRule(flag, _ALWAYS)),
     "fast_init": KeyRule(flag, "no effect: states are created where they rest"),
     "cpuadam_cores_perc": KeyRule(real, "no effect: states are updated by the device's own kernel"),
 }
 
-AIO: dict[str, KeyRule] = {
-    "block_size": KeyRule(whole, "size of one read or write", "offload.aio.block_bytes"),
-    "queue_depth": KeyRule(whole, "requests in flight", "offload.aio.queue_depth"),
-    "thread_count": KeyRule(whole, "threads that issue them", "offload.aio.threads"),
-    "intra_op_parallelism": KeyRule(whole, "threads that issue them", "offload.aio.threads"),
-    "single_submit": KeyRule(flag, "no effect: requests are submitted as they arrive"),
-    "overlap_events": KeyRule(flag, _ALWAYS),
-}
-
-FP16: dict[str, KeyRule] = {
+FP16: Rules = {
     "loss_scale_window": KeyRule(whole, "good steps before the scale doubles", "precision.loss_scale.window"),
     "hysteresis": KeyRule(whole, "overflows before the scale halves", "precision.loss_scale.hysteresis"),
     "consecutive_hysteresis": KeyRule(
@@ -156,117 +123,131 @@ FP16: dict[str, KeyRule] = {
     "initial_scale_power": KeyRule(scale_power, "the first scale, as a power of two", "precision.loss_scale.initial"),
     "auto_cast": KeyRule(flag, "casts the model's inputs", "precision.cast_inputs"),
     "opt_level": KeyRule(any_value, "no effect: a setting of Apex"),
+    **dict.fromkeys(("enabled", "loss_scale"), BY_CODE),
 }
-BF16: dict[str, KeyRule] = {
-    key: KeyRule(any_value, "no effect: bf16 has the range of fp32 and needs no loss scale")
-    for key in (*FP16, "loss_scale", "check_grad_overflow")
-} | {"immediate_grad_update": KeyRule(flag, _ALWAYS)}
-
-ACTIVATION_CHECKPOINTING: dict[str, KeyRule] = {
-    "cpu_checkpointing": KeyRule(flag, "keeps saved activations in host memory", "checkpointing.offload"),
-    "partition_activations": KeyRule(flag, "no effect: there is no tensor parallelism to partition over"),
-    "contiguous_memory_optimization": KeyRule(flag, "no effect: saved activations are not copied into one buffer"),
-    "number_checkpoints": KeyRule(any_value, "no effect: each unit is one checkpoint"),
-    "synchronize_checkpoint_boundary": KeyRule(flag, "no effect: checkpoint boundaries do not synchronize"),
-    "profile": KeyRule(flag, "no effect: wall_clock_breakdown times every phase"),
+BF16: Rules = {
+    **{key: KeyRule(any_value, "no effect: bf16 has the range of fp32 and needs no loss scale") for key in FP16},
+    "check_grad_overflow": KeyRule(any_value, "no effect: bf16 has the range of fp32 and needs no loss scale"),
+    "immediate_grad_update": KeyRule(flag, _ALWAYS),
+    "enabled": BY_CODE,
+    "bf16_master_weights_and_grads": Refused(_MASTER),
+    "bf16_optimizer_states": Refused("16-bit optimizer states (they are fp32 here)"),
 }
+FP16["fp16_master_weights_and_grads"] = Refused(_MASTER)
 
-# Settings that DeepSpeed does not have. It ignores unknown top-level keys, so such a file still works there.
-SHARDWISE: dict[str, KeyRule] = {
-    "checkpointing": KeyRule(flag, "recomputes each unit's activations in backward", "checkpointing.enabled"),
-    "device_memory": KeyRule(parse_bytes, "states beyond this budget are offloaded", "offload.device_memory"),
-}
-
-TORCH_AUTOCAST: dict[str, KeyRule] = {
+TORCH_AUTOCAST: Rules = {
+    **dict.fromkeys(("enabled", "dtype"), BY_CODE),
     "lower_precision_safe_modules": KeyRule(any_value, "no effect: torch.autocast's own lists decide"),
 }
 
-DATA_TYPES: dict[str, KeyRule] = {
-    "grad_accum_dtype": KeyRule(dtype, "dtype gradients are added up in", "precision.accumulate_dtype"),
+OPTIMIZER: Rules = {
+    **dict.fromkeys(("type", "params"), BY_CODE),
+    "legacy_fusion": KeyRule(any_value, "no effect: a setting of Apex"),
+}
+SCHEDULER: Rules = dict.fromkeys(("type", "params"), BY_CODE)
+
+# Sections that the rules alone describe.
+SECTIONS: dict[str, Rules] = {
+    "data_types": {
+        "grad_accum_dtype": KeyRule(dtype, "dtype gradients are added up in", "precision.accumulate_dtype"),
+    },
+    "aio": {
+        "block_size": KeyRule(whole, "size of one read or write", "offload.aio.block_bytes"),
+        "queue_depth": KeyRule(whole, "requests in flight", "offload.aio.queue_depth"),
+        "thread_count": KeyRule(whole, "threads that issue them", "offload.aio.threads"),
+        "intra_op_parallelism": KeyRule(whole, "threads that issue them", "offload.aio.threads"),
+        "single_submit": KeyRule(flag, "no effect: requests are submitted as they arrive"),
+        "overlap_events": KeyRule(flag, _ALWAYS),
+        "use_gds": Refused("GPUDirect Storage"),
+    },
+    "activation_checkpointing": {
+        "cpu_checkpointing": KeyRule(flag, "keeps saved activations in host memory", "checkpointing.offload"),
+        "partition_activations": KeyRule(flag, "no effect: there is no tensor parallelism to partition over"),
+        "contiguous_memory_optimization": KeyRule(flag, "no effect: saved activations are not copied into one buffer"),
+        "number_checkpoints": KeyRule(any_value, "no effect: each unit is one checkpoint"),
+        "synchronize_checkpoint_boundary": KeyRule(flag, "no effect: checkpoint boundaries do not synchronize"),
+        "profile": KeyRule(flag, "no effect: wall_clock_breakdown times every phase"),
+    },
+    "checkpoint": {
+        "load_universal": KeyRule(flag, "no effect: every checkpoint loads at any world size, stage and tier"),
+        "tag_validation": KeyRule(text, "no effect: a checkpoint is complete or absent"),
+        "parallel_write": KeyRule(any_value, "no effect: every rank writes its own shard"),
+        "writer": KeyRule(any_value, "no effect: there is one writer"),
+        "checkpoint_serialization": KeyRule(flag, "no effect: there is one format"),
+        "use_node_local_storage": KeyRule(
+            any_value, "no effect: all ranks write into one folder, which all nodes must reach", warns=True
+        ),
+    },
+    # Settings that DeepSpeed does not have. It ignores unknown top-level keys, so such a file still works there.
+    "shardwise": {
+        "checkpointing": KeyRule(flag, "recomputes each unit's activations in backward", "checkpointing.enabled"),
+        "device_memory": KeyRule(parse_bytes, "states beyond this budget are offloaded", "offload.device_memory"),
+    },
+    "compile": {
+        "deepcompile": Refused("DeepCompile"),
+        "enabled": Refused("compilation by DeepSpeed (call torch.compile on the model instead)"),
+        "passes": Refused("DeepCompile's passes"),
+        ANY_OTHER: KeyRule(any_value, "no effect: call torch.compile on the model instead"),
+    },
 }
 
-CHECKPOINT: dict[str, KeyRule] = {
-    "load_universal": KeyRule(flag, "no effect: every checkpoint loads at any world size, stage and tier"),
-    "tag_validation": KeyRule(text, "no effect: a checkpoint is complete or absent"),
-    "parallel_write": KeyRule(any_value, "no effect: every rank writes its own shard"),
-    "writer": KeyRule(any_value, "no effect: there is one writer"),
-    "checkpoint_serialization": KeyRule(flag, "no effect: there is one format"),
+TOP: Rules = {
+    "gradient_clipping": KeyRule(clip_norm, "clips the exact global norm under any placement", "gradients.clip_norm"),
+    "steps_per_print": KeyRule(steps, "steps between printed lines", "runtime.steps_per_print"),
+    "wall_clock_breakdown": KeyRule(flag, "times every phase", "runtime.timers"),
+    "communication_data_type": KeyRule(dtype, "dtype of gradients on the wire", "precision.reduce_dtype"),
+    "train_batch_size": KeyRule(whole, "samples per step over all ranks", "batch.global_batch_size"),
+    "train_micro_batch_size_per_gpu": KeyRule(whole, "samples per rank and micro-batch", "batch.micro_batch_size"),
+    "gradient_accumulation_steps": KeyRule(whole, "micro-batches per step (K)", "batch.accumulation"),
+    "zero_allow_untested_optimizer": KeyRule(flag, "no effect: every element-wise optimizer is supported"),
+    "zero_force_ds_cpu_optimizer": KeyRule(
+        flag, "no effect: states off the device are updated by the device's own kernel"
+    ),
+    "prescale_gradients": KeyRule(flag, "no effect: the sum is divided once, after it is reduced"),
+    "gradient_predivide_factor": KeyRule(real, "no effect: the sum is divided once, after it is reduced"),
+    "disable_allgather": KeyRule(flag, "no effect: updated weights are always gathered, during the next forward"),
+    "dataloader_drop_last": KeyRule(flag, "no effect: the data loader is the caller's"),
+    "seq_parallel_communication_data_type": KeyRule(dtype, "no effect: there is no sequence parallelism"),
+    "dump_state": KeyRule(flag, "no effect: explain() shows the configuration, engine.report() the state"),
+    "memory_breakdown": KeyRule(flag, "no effect: engine.report() always includes it"),
+    "use_data_before_expert_parallelism": KeyRule(flag, "no effect: there is no expert parallelism"),
+    **dict.fromkeys(SECTIONS, BY_CODE),
+    **dict.fromkeys(("bf16", "fp16", "optimizer", "scheduler", "torch_autocast", "zero_optimization"), BY_CODE),
+    # These log and do not change the weights, so a warning is enough.
+    **dict.fromkeys(
+        ("comet", "comms_logger", "csv_monitor", "flops_profiler", "tensorboard", "timers", "wandb"),
+        KeyRule(any_value, "no effect: shardwise writes no such logs; see engine.report()", warns=True),
+    ),
+    "bfloat16": Alias("bf16", deprecated=True),
+    "train_micro_batch_size": Alias("train_micro_batch_size_per_gpu", deprecated=True),
+    "amp": Refused("NVIDIA Apex's mixed precision (use fp16, bf16 or torch_autocast)"),
+    "autotuning": Refused("DeepSpeed's autotuner"),
+    "compression_training": Refused("compression (quantisation, pruning, layer reduction)"),
+    "curriculum_learning": Refused("curriculum learning"),
+    "data_efficiency": Refused("data efficiency (random-LTD, curriculum sampling)"),
+    "eigenvalue": Refused("eigenvalues for quantisation"),
+    "elasticity": Refused("DeepSpeed's elastic batch sizes"),
+    "expert_parallel": Refused("expert parallelism"),
+    "fp8": Refused("fp8"),
+    "graph_harvesting": Refused("harvesting of CUDA graphs"),
+    "hybrid_engine": Refused("the hybrid engine of DeepSpeed-Chat"),
+    "nebula": Refused("checkpoints in Azure Nebula"),
+    "pipeline": Refused("pipeline parallelism"),
+    "progressive_layer_drop": Refused("progressive layer drop"),
+    "quantize_training": Refused("quantised training (MoQ)"),
+    "sequence_parallel_size": Refused("sequence parallelism (Ulysses)"),
+    "sparse_attention": Refused("sparse attention"),
+    "sparse_gradients": Refused("sparse gradients of embeddings"),
+    "tensor_parallel": Refused("tensor parallelism (AutoTP)"),
+    "weight_quantization": Refused("quantised weights"),
 }
 
-# Other names that DeepSpeed reads, with the current ones. True: deprecated, with a warning in DeepSpeed as well.
-TOP_ALIASES = {"bfloat16": ("bf16", True), "train_micro_batch_size": ("train_micro_batch_size_per_gpu", True)}
-ZERO_ALIASES = {
-    "prefetch_bucket_size": ("stage3_prefetch_bucket_size", False),
-    "param_persistence_threshold": ("stage3_param_persistence_threshold", False),
-    "model_persistence_threshold": ("stage3_model_persistence_threshold", False),
-    "max_live_parameters": ("stage3_max_live_parameters", False),
-    "max_reuse_distance": ("stage3_max_reuse_distance", False),
-    "gather_16bit_weights_on_model_save": ("stage3_gather_16bit_weights_on_model_save", False),
-    "use_all_reduce_for_fetch_params": ("stage3_use_all_reduce_for_fetch_params", False),
-    "module_granularity_threshold": ("stage3_module_granularity_threshold", False),
-    "allgather_sequential": ("stage3_allgather_sequential", False),
-    "stage3_gather_fp16_weights_on_model_save": ("stage3_gather_16bit_weights_on_model_save", True),
-    "gather_fp16_weights_on_model_save": ("stage3_gather_16bit_weights_on_model_save", True),
-    "allgather_size": ("allgather_bucket_size", True),
-    "stage3_leaf_module": ("leaf_module", False),
-}
-
-# Features outside ZeRO: refused by name when switched on.
-FEATURES = {
-    "amp": "NVIDIA Apex's mixed precision (use fp16, bf16 or torch_autocast)",
-    "autotuning": "DeepSpeed's autotuner",
-    "compression_training": "compression (quantisation, pruning, layer reduction)",
-    "curriculum_learning": "curriculum learning",
-    "data_efficiency": "data efficiency (random-LTD, curriculum sampling)",
-    "eigenvalue": "eigenvalues for quantisation",
-    "elasticity": "DeepSpeed's elastic batch sizes",
-    "expert_parallel": "expert parallelism",
-    "fp8": "fp8",
-    "graph_harvesting": "harvesting of CUDA graphs",
-    "hybrid_engine": "the hybrid engine of DeepSpeed-Chat",
-    "nebula": "checkpoints in Azure Nebula",
-    "pipeline": "pipeline parallelism",
-    "progressive_layer_drop": "progressive layer drop",
-    "quantize_training": "quantised training (MoQ)",
-    "sequence_parallel_size": "sequence parallelism (Ulysses)",
-    "sparse_attention": "sparse attention",
-    "sparse_gradients": "sparse gradients of embeddings",
-    "tensor_parallel": "tensor parallelism (AutoTP)",
-    "weight_quantization": "quantised weights",
-}
-ZERO_FEATURES = {
-    "mics_shard_size": "MiCS (shards inside sub-groups of ranks)",
-    "zenflow": "ZenFlow (stale updates of unimportant gradients)",
-    "zero_hpz_partition_size": "ZeRO++ (a second partition inside each node)",
-    "zero_quantized_gradients": "ZeRO++ (quantised gradients)",
-    "zero_quantized_nontrainable_weights": "ZeRO++ (quantised weights)",
-    "zero_quantized_weights": "ZeRO++ (quantised weights)",
-    "zeropp_loco_param": "ZeRO++ LoCo",
-}
-FP16_FEATURES = {"fp16_master_weights_and_grads": "16-bit master weights (the master copy is fp32 here)"}
-BF16_FEATURES = {
-    "bf16_master_weights_and_grads": "16-bit master weights (the master copy is fp32 here)",
-    "bf16_optimizer_states": "16-bit optimizer states (they are fp32 here)",
-}
-COMPILE_FEATURES = {
-    "deepcompile": "DeepCompile",
-    "enabled": "compilation by DeepSpeed (call torch.compile on the model instead)",
-    "passes": "DeepCompile's passes",
-}
-AIO_FEATURES = {"use_gds": "GPUDirect Storage"}
-OFFLOAD_FEATURES = {"super_offload": "SuperOffload"}
-
-# Optimizers: the names in torch.optim, the refused ones, and params without effect.
-OPTIMIZER_NAMES = {"adam": "Adam", "adamw": "AdamW", "sgd": "SGD", "lion": "Lion", "adagrad": "Adagrad", "muon": "Muon"}
 OPTIMIZER_FEATURES = {
     "onebitadam": "compressed communication (1-bit Adam)",
     "zerooneadam": "compressed communication (0/1 Adam)",
     "onebitlamb": "compressed communication (1-bit LAMB)",
-    "lamb": "LAMB, which is not element-wise",
-    "fusedlamb": "LAMB, which is not element-wise",
-    "muadam": "µP scaling",
-    "muadamw": "µP scaling",
-    "musgd": "µP scaling",
+    **dict.fromkeys(("lamb", "fusedlamb"), "LAMB, which is not element-wise"),
+    **dict.fromkeys(("muadam", "muadamw", "musgd"), "µP scaling"),
 }
 OPTIMIZER_NO_EFFECT = {
     "torch_adam": "no effect: the kernel is always torch's",
@@ -274,54 +255,3 @@ OPTIMIZER_NO_EFFECT = {
     "set_grad_none": "no effect: gradients are views of flat buffers",
     "fp32_optimizer_states": "no effect: states are fp32",
 }
-
-# These log and do not change the weights, so a warning is enough.
-MONITORS = ("comet", "comms_logger", "csv_monitor", "flops_profiler", "tensorboard", "timers", "wandb")
-
-SECTIONS = (
-    "activation_checkpointing",
-    "aio",
-    "bf16",
-    "checkpoint",
-    "compile",
-    "data_types",
-    "fp16",
-    "optimizer",
-    "scheduler",
-    "shardwise",
-    "torch_autocast",
-    "zero_optimization",
-)
-
-# Keys that `deepspeed.py` reads without a rule, by section: valid names to suggest for an unknown key.
-READ_BY_CODE = {
-    "zero_optimization": ("stage", "offload_param", "offload_optimizer", "aio", *ZERO_ALIASES, *ZERO_FEATURES),
-    "zero_optimization.offload_param": ("device", "nvme_path"),
-    "zero_optimization.offload_optimizer": ("device", "nvme_path"),
-    "fp16": ("enabled", "loss_scale", *FP16_FEATURES),
-    "bf16": ("enabled", *BF16_FEATURES),
-    "torch_autocast": ("enabled", "dtype"),
-    "checkpoint": ("use_node_local_storage",),
-}
-
-
-def switched_on(value: object, depth: int = 0) -> bool:
-    """Whether a block switches its feature on: by `enabled` where present, else by any value that is not off."""
-    if isinstance(value, dict):
-        flags = list(_enabled_flags(value, depth))
-        return any(flags) if flags else depth < 8 and any(switched_on(child, depth + 1) for child in value.values())
-    if isinstance(value, bool) or value is None:
-        return bool(value)
-    if isinstance(value, int | float):
-        return value > 1 or (0 < value < 1) or math.isnan(value)
-    if isinstance(value, str):
-        return value.strip().lower() not in ("", "auto", "none", "false", "no", "0", "1", "-1")
-    return bool(value)
-
-
-def _enabled_flags(block: dict[Any, Any], depth: int) -> "list[bool]":
-    if "enabled" in block and not switched_on(block["enabled"], depth + 1):
-        return [False]
-    own = [True] if "enabled" in block else []
-    children = [child for child in block.values() if isinstance(child, dict)] if depth < 8 else []
-    return own + [found for child in children for found in _enabled_flags(child, depth + 1)]

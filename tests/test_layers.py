@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import re
 import tomllib
 from collections import Counter
 from pathlib import Path
@@ -78,3 +79,8 @@ def test_the_readme_names_every_package(name):
 @pytest.mark.parametrize("name", ["observe.storage", "observe.wire"])
 def test_the_observers_import_nothing_of_what_they_judge(name):
     assert list(imports_of(name)) == []
+
+
+def test_the_architecture_page_names_files_that_exist():
+    named = re.findall(r"`([\w/]+\.py)`", (ROOT / "docs" / "architecture.md").read_text())
+    assert [name for name in named if not ((SOURCE / name).is_file() or (ROOT / name).is_file())] == []

@@ -12,8 +12,7 @@ from torch import nn
 
 _OPAQUE = (nn.Module, type, FunctionType, MethodType, ModuleType, str, bytes, int, float, complex, torch.dtype)
 _KEPT: frozenset[Any] = frozenset((torch.Tensor, list, tuple, dict))
-_KEPT_COUNT = 64
-"""Longer lists on a module are tables, not losses."""
+_KEPT_COUNT = 64  # longer lists on a module are tables, not losses
 _OWN = frozenset(vars(nn.Module()))
 
 

@@ -114,12 +114,9 @@ def _on(tier: Tier | None, kinds: Iterable[RestingKind]) -> list[RestingKind]:
 class WireTimes(NamedTuple):
     """How many times one step sends each element, by what is sent: contract C3."""
 
-    gathers: int
-    """Weights, before forward and backward. Frozen weights are sent for these alone."""
-    reductions: int
-    """Gradients."""
-    updates: int
-    """Updated weights that are replicated; under a replicated optimizer, the reduced gradients instead."""
+    gathers: int  # weights, before forward and backward; frozen weights are sent for these alone
+    reductions: int  # gradients
+    updates: int  # updated weights that are replicated; under a replicated optimizer, the reduced gradients instead
 
 
 def wire_times(placement: Placement, accumulation: int) -> WireTimes:

@@ -20,8 +20,7 @@ _TIERS: tuple[Tier, ...] = ("device", "host", "disk")
 def explain(config: ConfigSections, provenance: Provenance) -> str:
     """See `Config.explain`."""
     blocks = [_heading(config, provenance.source), _costs(config), _placement(config, provenance)]
-    names = [name for name in ConfigSections.model_fields if name != "placement"]
-    blocks += [_section(config, name, provenance) for name in names]
+    blocks += [_section(config, name, provenance) for name in ConfigSections.model_fields if name != "placement"]
     blocks += [_notes(provenance.notes)] if provenance.notes else []
     return "\n\n".join("\n".join(block) for block in blocks)
 

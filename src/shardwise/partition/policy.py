@@ -19,23 +19,15 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Policy:
-    """Placement and precision of a unit.
-
-    placement         where each kind rests; a frozen unit's optim is placed like its weights, which are its master
-    weight_dtype      the copy that computes: the parameters that the model sees
-    master_dtype      the copy that rests and is updated; where it equals weight_dtype, one storage serves both
-    grad_dtype        the full flat gradients that autograd adds into
-    accumulate_dtype  reduced gradients until the update
-    reduce_dtype      gradients on the wire
-    """
+    """Placement and precision of a unit."""
 
     trainable: bool
-    placement: Placement
-    weight_dtype: torch.dtype
-    master_dtype: torch.dtype
-    grad_dtype: torch.dtype
-    accumulate_dtype: torch.dtype
-    reduce_dtype: torch.dtype
+    placement: Placement  # a frozen unit's optim is placed like its weights, which are its master
+    weight_dtype: torch.dtype  # the copy that computes: the parameters that the model sees
+    master_dtype: torch.dtype  # the copy that rests and is updated; if it equals weight_dtype, one storage serves both
+    grad_dtype: torch.dtype  # the full flat gradients that autograd adds into
+    accumulate_dtype: torch.dtype  # reduced gradients until the update
+    reduce_dtype: torch.dtype  # gradients on the wire
 
     # Cached, because every gather and reduction of the unit reads some of these.
     @cached_property

@@ -21,6 +21,7 @@ from shardwise.engine.assembly import build_units, plan_units
 from shardwise.engine.module_guard import ModuleGuard
 from shardwise.engine.report import Report, explain_out_of_memory
 from shardwise.engine.residency import Budget, moments_each, open_offload
+from shardwise.errors import Notices
 from shardwise.memory import Entry, Ledger
 from shardwise.offload.pinned import HostMemory
 from shardwise.offload.unit_states import OffloadedStates, prefetch
@@ -70,6 +71,7 @@ class Engine(nn.Module):
         self._is_destroyed = False
         self._saving: checkpoint.AsyncSave | None = None
         self._comm = comm
+        self._notices = Notices(speaks=comm.rank == 0)
         self._scaling = LossScaling(config.precision, comm.device)
         self._ledger = Ledger.from_environment()
         self._expected_bytes: int | None = None

@@ -30,12 +30,12 @@ PARTS = {
     "offload": [
         "gpu_offload.py --row deepspeed_zero2_offload",
         "gpu_offload.py --row zero2_offload",
+        "gpu_offload.py --row zero3_offload",
+        'gpu_offload.py --row zero3_offload --name zero3_offload-split --offload {"update":"split"}',
         'gpu_offload.py --row zero2_offload --name zero2_offload-split --offload {"update":"split"}',
         'gpu_offload.py --row zero2_offload --name zero2_offload-24GiB --warm 5 --offload {"device_memory":"24GiB"}',
         "gpu_offload.py --row zero2_offload --name zero2_offload-24GiB-split --warm 5"
         ' --offload {"device_memory":"24GiB","update":"split"}',
-        "gpu_offload.py --row zero3_offload",
-        'gpu_offload.py --row zero3_offload --name zero3_offload-split --offload {"update":"split"}',
         "gpu_offload.py --row fsdp2_offload",
     ],
     "offload-zero3": ["gpu_offload.py --row deepspeed_zero3_offload", "gpu_offload.py --row zero3_offload"],
@@ -49,6 +49,10 @@ PARTS = {
     "offload-largest-disk": [
         "gpu_offload.py --row zero3_nvme --size 20b --batch 4 --warm 1 --steps 1 --probe-gib 4"
         ' --offload {"host_memory":"108GiB","ratio":0.61}',
+    ],
+    "reserved": [
+        "gpu_reserved.py --nproc 2 --limit 1.1",
+        "gpu_reserved.py --size 2.7b --batch 8 --length 1024 --presets plain,zero3_offload --limit 1.1",
     ],
     "host": ["host_cost.py --device cuda --precision bf16 --steps 20"],
     "stages": [

@@ -21,6 +21,7 @@ from shardwise.engine.assembly import build_units, plan_units
 from shardwise.engine.module_guard import ModuleGuard
 from shardwise.engine.report import Report, explain_out_of_memory
 from shardwise.engine.residency import Budget, moments_each, open_offload
+from shardwise.engine.root_call import RootCall
 from shardwise.errors import Notices
 from shardwise.memory import Entry, Ledger
 from shardwise.offload.pinned import HostMemory
@@ -34,7 +35,6 @@ from shardwise.profiling import Clock
 from shardwise.schedule import Schedule
 from shardwise.schedule.order import Prefetch
 from shardwise.schedule.schedule import ScheduleEvents
-from shardwise.tensors import map_tensors
 from shardwise.unit import Unit
 
 _LOG = logging.getLogger("shardwise")
@@ -99,22 +99,15 @@ class Engine(nn.Module):
         self.averages: list[Average] = []
         self._access = access.Access(model, self._units)
         self._guard = ModuleGuard(model)
+        self._root_call = RootCall(
+            model, config.precision, comm.device, self._schedule, partial(self._reporting, "forward")
+        )
 
     # The loop
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward, in the configured precision."""
-        precision = self.config.precision
-        dtype = DTYPES[precision.compute]
-        if precision.cast_inputs and not precision.autocast:
-            args, kwargs = map_tensors((args, kwargs), lambda t: t.to(dtype) if t.is_floating_point() else t)
-        try:
-            autocast = torch.autocast(self._comm.device.type, dtype, enabled=precision.autocast)
-            with self._reporting("forward"), self._schedule.saved_tensors.watching(), autocast:
-                return self.module(*args, **kwargs)
-        except BaseException:
-            self._schedule.rest()
-            raise
+        """The model's forward, in the configured precision: the same as `engine.module(...)`."""
+        return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, scale: bool = True) -> None:
         """Gradients of `loss`, divided by the number of micro-batches (unless `scale` is False), and reduced.
@@ -352,6 +345,7 @@ class Engine(nn.Module):
         self._schedule.remove()
         self._recompute.remove()
         self._access.remove()
+        self._root_call.remove()
         self._guard.remove()
         for unit in self._units:
             unit.free()

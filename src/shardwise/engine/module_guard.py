@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.engine.root_call import CALLS
 from shardwise.schedule.hooks import is_ours
 
 
@@ -45,7 +46,7 @@ def _reduce_ex(module: nn.Module, protocol: Any) -> Any:
 
 
 def _strip(attributes: dict[str, Any]) -> dict[str, Any]:
-    for name in ("__reduce_ex__", "_apply", "flatten_parameters"):
+    for name in ("__reduce_ex__", "_apply", "flatten_parameters", *CALLS):
         if isinstance(attributes.get(name), partial):
             del attributes[name]
     return attributes

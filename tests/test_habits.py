@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import shardwise
-from shardwise.errors import HabitWarning
+from shardwise.errors import HabitWarning, ModelChangedError
 from support import ranks
 from support.training import make_batch, make_sgd, start, train_step
 
@@ -167,3 +167,92 @@ def test_a_model_compiled_as_a_whole_keeps_its_precision(how, preset):
     torch.testing.assert_close(engine.full_param("first.weight"), plain.full_param("first.weight"))
     engine.destroy()
     plain.destroy()
+
+
+# A model that changes under its engine
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("preset", PRESETS)
+def test_new_trainable_parameters_are_named(rank, world_size, preset):
+    engine = on_probe({}, preset)
+    engine.module.extra = nn.ReLU()
+    engine.module.register_parameter("frozen", nn.Parameter(torch.zeros(8), requires_grad=False))
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))
+    engine.backward(engine(x).square().mean())
+    engine.step()
+    engine.module.second = nn.Linear(8, 8)
+    engine.backward(engine(x).square().mean())
+    for _ in range(2):
+        with pytest.raises(ModelChangedError, match=r"'second.weight' and 1 more parameters are .* before shardwise"):
+            engine.step()
+    engine.destroy()
+
+
+@ranks(2)
+@pytest.mark.parametrize("preset", PRESETS)
+def test_rebound_parameters_are_refused_or_kept(rank, world_size, preset):
+    engine = on_probe({"compute": "bf16"}, preset)
+    x, weight = torch.randn(4, 8), engine.module.first.weight
+    with shardwise.gathered(weight, write=True):
+        weight.data = torch.full_like(weight, 0.5)
+    assert engine.full_param("first.weight").eq(0.5).all()
+    with pytest.raises(ModelChangedError, match="resize before"), shardwise.gathered(weight, write=True):
+        weight.data = torch.zeros(9, 8, dtype=torch.bfloat16)
+    engine.destroy()
+    engine = on_probe({}, preset)
+    engine.backward(engine(x).square().mean())
+    attempt = engine.step
+    if preset == "zero1":
+        engine.module.first.weight.data = torch.zeros(8, 8)
+    else:
+        attempt = partial(setattr, engine.module.first.weight, "data", torch.zeros(8, 8))
+    with pytest.raises(RuntimeError, match=r"inside `with shardwise.gathered\(params, write=True\):`"):
+        attempt()
+    engine.destroy()
+
+
+def adapted():
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(Probe(), peft.LoraConfig(target_modules=["first", "second"], init_lora_weights=False))
+    return model, torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.1)
+
+
+@ranks(2)
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("safe", [False, True])
+def test_adapters_merge_under_an_engine(rank, world_size, preset, safe):
+    model, optimizer = adapted()
+    engine = shardwise.initialize(model, optimizer, preset)
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))
+    engine.backward(engine(x).square().mean())
+    engine.step()
+    plain = copy.deepcopy(model)
+    before = engine(x)
+    model.merge_adapter(safe_merge=safe)
+    torch.testing.assert_close(engine(x), before)
+    plain.merge_adapter()
+    name = "base_model.model.first.base_layer.weight"
+    assert torch.equal(engine.full_param(name), plain.get_parameter(name).detach())
+    model.unmerge_adapter()
+    torch.testing.assert_close(engine(x), before)
+    engine.backward(engine(x).square().mean())
+    engine.step()
+    with pytest.raises(ModelChangedError, match=r"copy.deepcopy\(engine.module\).merge_and_unload\(\)"):
+        model.merge_and_unload()
+    merged = copy.deepcopy(model).merge_and_unload()
+    torch.testing.assert_close(merged(x), engine(x))
+    engine.destroy()
+    assert "merge_adapter" not in vars(model.base_model)
+
+
+@ranks(2)
+@pytest.mark.parametrize("preset", PRESETS)
+def test_adapters_added_afterwards_are_named(rank, world_size, preset):
+    peft = pytest.importorskip("peft")
+    engine = on_probe({}, preset)
+    model = peft.get_peft_model(engine.module, peft.LoraConfig(target_modules=["first"]))
+    engine.backward(model(torch.randn(4, 8)).square().mean())
+    with pytest.raises(ModelChangedError, match=r"'first.lora_A.default.weight' and 1 more"):
+        engine.step()
+    engine.destroy()

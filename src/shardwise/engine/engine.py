@@ -18,6 +18,7 @@ from shardwise.config import Config
 from shardwise.engine import access
 from shardwise.engine.activations import Recompute
 from shardwise.engine.assembly import build_units, plan_units
+from shardwise.engine.model_watch import ModelWatch
 from shardwise.engine.module_guard import ModuleGuard
 from shardwise.engine.report import Report, explain_out_of_memory
 from shardwise.engine.residency import Budget, moments_each, open_offload
@@ -99,6 +100,7 @@ class Engine(nn.Module):
         self.averages: list[Average] = []
         self._access = access.Access(model, self._units)
         self._guard = ModuleGuard(model)
+        self._watch = ModelWatch(model, self._units)
         self._root_call = RootCall(
             model, config.precision, comm.device, self._schedule, partial(self._reporting, "forward")
         )
@@ -439,6 +441,7 @@ class Engine(nn.Module):
 
     def _update(self, updater: Updater) -> None:
         check_none_thawed(self._units)
+        self._watch.check()
         trainable = [unit for unit in self._schedule.forward_order() if unit.is_trainable]
         if not any(unit.grads.has_gradients for unit in trainable):
             return

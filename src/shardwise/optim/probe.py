@@ -92,7 +92,7 @@ def _probe(
 @contextlib.contextmanager
 def _without_hooks() -> Iterator[None]:
     """Within it, hooks on all optimizers are not called: a class whose step calls that of its base would do so."""
-    tables = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
+    tables: tuple[dict[int, Any], ...] = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
     saved = [dict(table) for table in tables]
     for table in tables:
         table.clear()

@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from torch import nn
 import shardwise
 from shardwise.errors import HabitWarning, ModelChangedError
 from support import ranks
-from support.training import make_batch, make_sgd, start, train_step
+from support.training import make_batch, make_model, make_sgd, start, train_step
 
 PRESETS = ["zero1", "zero3"]
 
@@ -256,3 +258,218 @@ def test_adapters_added_afterwards_are_named(rank, world_size, preset):
     with pytest.raises(ModelChangedError, match=r"'first.lora_A.default.weight' and 1 more"):
         engine.step()
     engine.destroy()
+
+
+# What is said once
+
+
+def test_a_scheduler_that_the_loop_steps_too_is_noticed():
+    for habit in (False, True):
+        model = make_model("mlp")
+        optimizer = make_sgd(model)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+        engine = shardwise.initialize(model, optimizer, "zero1", lr_scheduler=scheduler)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for step in range(5):
+                train_step(engine, 0, step)
+                if habit:
+                    scheduler.step()
+                if step == 1:
+                    scheduler.load_state_dict(scheduler.state_dict() | {"_step_count": 20, "last_epoch": 19})
+        assert len(notices(caught)) == habit
+        assert not habit or "remove scheduler.step() from the loop" in notices(caught)[0]
+        engine.destroy()
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_scheduler_that_needs_a_metric_is_refused(preset):
+    model = make_model("mlp")
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
+    for given in (plateau(make_sgd(model)), plateau):
+        with pytest.raises(shardwise.ConfigError, match="ReduceLROnPlateau: its step needs metrics"):
+            shardwise.initialize(model, make_sgd(model), preset, lr_scheduler=given)
+    engine = shardwise.initialize(model, make_sgd(model), preset)
+    own = plateau(engine.optimizer, patience=0, factor=0.5)
+    for step in range(3):
+        train_step(engine, 0, step)
+        own.step(1.0)
+    assert engine.optimizer.param_groups[0]["lr"] < 0.05
+    engine.destroy()
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda out, count: out.square().mean() / count, True),
+        (lambda out, count: torch.nn.functional.mse_loss(out, torch.zeros_like(out)) / float(count), True),
+        (lambda out, count: out.square().mean(), False),
+        (lambda out, count: out.square().mean() / (count + 1), False),
+        (lambda out, count: out.square().sum() / count, False),  # a mean over samples
+        (lambda out, count: (out.mean() + out.square().mean()) / count, False),  # a mean of terms
+        (lambda out, count: torch.nn.functional.mse_loss(out, torch.zeros_like(out), reduction="sum") / count, False),
+        (lambda out, count: out.square().mean() / torch.tensor(float(count)), False),
+    ],
+)
+@pytest.mark.parametrize("scale", [True, False])
+def test_a_loss_that_is_divided_twice_is_noticed(make, said, scale):
+    model = Probe()
+    engine = shardwise.initialize(model, make_sgd(model), {"preset": "zero1", "batch": {"accumulation": 2}})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            engine.backward(make(engine(torch.randn(4, 8)), 2), scale=scale)
+            engine.step()
+    assert len(notices(caught)) == (said and scale)
+    assert not notices(caught) or "engine.backward(loss, scale=False)" in notices(caught)[0]
+    engine.destroy()
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_16_bit_model_is_widened_with_a_word_or_kept(preset):
+    expected = {None: torch.float32, "fp32": torch.float32, "model": torch.bfloat16, "bf16": torch.bfloat16}
+    for compute, dtype in expected.items():
+        model = Probe().bfloat16()
+        config = {"preset": preset, "precision": {"compute": compute} if compute else {}}
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            engine = shardwise.initialize(model, make_sgd(model), config)
+        assert len(notices(caught)) == (compute is None)
+        assert not notices(caught) or "set precision.compute: model" in notices(caught)[0]
+        assert engine.units[0].weights.policy.weight_dtype == dtype
+        assert engine.units[0].weights.policy.master_dtype == torch.float32
+        assert engine(torch.randn(4, 8)).dtype == dtype
+        engine.destroy()
+
+
+@ranks(2)
+def test_a_mixed_model_keeps_its_dtypes(rank, world_size):
+    finals = []
+    for preset in ("zero0", "zero1", "zero2", "zero3"):
+        model = Probe()
+        model.first.bfloat16()
+        config = {"preset": preset, "precision": {"compute": "model"}, "gradients": {"order": "sharded"}}
+        engine = shardwise.initialize(model, make_sgd(model), config)
+        kept = {unit.weights.policy.weight_dtype: unit.weights.policy for unit in engine.units}
+        assert kept.keys() == {torch.float32, torch.bfloat16}
+        assert kept[torch.float32].accumulate_dtype == kept[torch.float32].reduce_dtype == torch.float32
+        model.second.register_forward_pre_hook(lambda _, args: args[0].float())
+        for _ in range(2):
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank)).bfloat16()
+            engine.backward(engine(x).square().mean())
+            engine.step()
+        finals.append(torch.cat([engine.full_param(name).flatten() for name, _ in model.named_parameters()]))
+        engine.destroy()
+    assert all(torch.equal(final, finals[0]) for final in finals)
+
+
+def test_dtypes_that_a_model_cannot_keep_are_refused():
+    config = {"precision": {"compute": "model"}}
+    model = Probe()
+    model.first.half()
+    with pytest.raises(shardwise.ConfigError, match="fp16 needs one loss scale"):
+        shardwise.initialize(model, make_sgd(model), config)
+    model = Probe().double()
+    with pytest.raises(shardwise.ConfigError, match="convert them to fp32"):
+        shardwise.initialize(model, make_sgd(model), config)
+    with pytest.raises(shardwise.ConfigError, match="autocast needs a 16-bit dtype"):
+        shardwise.Config.load({"precision": {"compute": "model", "autocast": True}})
+    model = Probe().half()
+    engine = shardwise.initialize(model, make_sgd(model), config)
+    assert engine.config.precision.compute == "fp16"
+    assert engine.loss_scale > 1
+    engine.destroy()
+
+
+# Ranks that were started differently, or train on the same data
+
+
+@ranks(2)
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("lr", r"optimizer group 0, lr: 0\.1 on rank 0; 0\.2 on rank 1"),
+        ("option", r"optimizer group 0, momentum: 0 on rank 0; 0\.5 on rank 1"),
+        ("optimizer", "optimizer: SGD on rank 0; AdamW on rank 1"),
+        ("clip", r"configuration gradients\.clip_norm: None on rank 0; 1\.0 on rank 1"),
+        ("shape", r"parameter first\.weight: \(8, 8\), torch.float32, in group 0 on rank 0; \(9, 8\)"),
+        ("frozen", r"parameter first\.weight: .* in group 0 on rank 0; .* frozen on rank 1"),
+        ("missing", r"parameter extra\.bias: missing on rank 0; \(2,\)"),
+        ("scheduler", "lr_scheduler: NoneType on rank 0; StepLR on rank 1"),
+    ],
+)
+def test_ranks_that_were_started_differently_stop(rank, world_size, preset, what, words):
+    differs = {what} if rank == 1 else set()
+    model = Probe()
+    if "shape" in differs:
+        model.first = nn.Linear(8, 9)
+    if "missing" in differs:
+        model.extra = nn.Linear(2, 2)
+    model.first.requires_grad_("frozen" not in differs)
+    params = [param for param in model.parameters() if param.requires_grad]
+    optimizer = torch.optim.SGD(params, lr=0.2 if "lr" in differs else 0.1, momentum=0.5 if "option" in differs else 0)
+    if "optimizer" in differs:
+        optimizer = torch.optim.AdamW(params)
+    config = {"preset": preset, "gradients": {"clip_norm": 1.0 if "clip" in differs else None}}
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5) if "scheduler" in differs else None
+    with pytest.raises(shardwise.DisagreementError, match=words):
+        shardwise.initialize(model, optimizer, config, lr_scheduler=scheduler)
+
+
+@ranks(2, fresh=True)
+def test_learning_rates_that_drift_apart_stop_all_ranks(rank, world_size):
+    engine = start("mlp", {"preset": "zero1"}, make_sgd)
+    train_step(engine, rank, 0)
+    engine.optimizer.param_groups[0]["lr"] = 0.25 if rank else 0.5
+    with pytest.raises(shardwise.DisagreementError, match=r"options \(lr 0\.5;.*\n.*options \(lr 0\.25;"):
+        train_step(engine, rank, 1)
+
+
+@ranks(2)
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("data", ["same", "own", "constant"])
+def test_ranks_that_train_on_the_same_data_are_told(rank, world_size, preset, data):
+    engine = start("mlp", {"preset": preset}, make_sgd)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(5):
+            train_step(engine, rank if data == "own" else 0, 0 if data == "constant" else step)
+    assert len(notices(caught)) == (data == "same" and rank == 0)
+    assert not notices(caught) or "DistributedSampler" in notices(caught)[0]
+    engine.destroy()
+
+
+# The report
+
+
+@ranks(2)
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_report_counts_this_processs_steps_and_no_evaluation(rank, world_size, preset, tmp_path):
+    engine = start("mlp", {"preset": preset}, make_sgd)
+    for step in range(4):
+        train_step(engine, rank, step)
+    sent = per_step(engine.report())
+    with torch.no_grad():
+        for step in range(3):
+            engine(make_batch(engine.module, rank, step))
+    report = engine.report()
+    assert per_step(report) == sent
+    assert ("gather, sent" in str(report)) == (preset == "zero3")
+    engine.save(tmp_path)
+    engine.destroy()
+    engine = start("mlp", {"preset": preset}, make_sgd)
+    engine.load(tmp_path)
+    for step in range(2):
+        train_step(engine, rank, step)
+    report = engine.report()
+    assert (report.steps, report.steps_here) == (6, 2)
+    assert "after 6 step(s), 2 of them in this process" in str(report)
+    assert per_step(report) == sent
+    engine.destroy()
+
+
+def per_step(report):
+    """The bytes of weights and gradients that the printed table has."""
+    rows = [line.split() for line in str(report).partition("sent per step")[2].partition("host time")[0].splitlines()]
+    return {row[0]: row[1] for row in rows if row and row[0] in ("gather", "reduce", "update")}

@@ -17,18 +17,18 @@ from torch import nn
 
 from shardwise.config.sections import Precision
 from shardwise.errors import ConfigError
-from shardwise.partition.policy import DTYPES
+from shardwise.partition.policy import DTYPE_NAMES, DTYPES
 from shardwise.schedule import Schedule
 from shardwise.schedule.autograd import inside_backward
 from shardwise.schedule.hooks import ours
 from shardwise.tensors import map_tensors
 
 CALLS = ("_call_impl", "_compiled_call_impl")
-_Around = Callable[[], contextlib.AbstractContextManager[Any]]
+_Around = Callable[..., contextlib.AbstractContextManager[Any]]
 
 
 class RootCall:
-    """Wraps the calls of a model until removed. `around` is entered for each call, outside of everything else."""
+    """Wraps the calls of a model until removed. `around(args, kwargs)` is entered for each, outside of all else."""
 
     def __init__(
         self, model: nn.Module, precision: Precision, device: torch.device, schedule: Schedule, around: _Around
@@ -59,7 +59,7 @@ class RootCall:
             return self._mode.run(inner, args, kwargs)
         self._is_running = True
         try:
-            with self._around(), self._watching():
+            with self._around(args, kwargs), self._watching():
                 return self._mode.run(inner, args, kwargs)
         except BaseException:
             self._schedule.rest()
@@ -103,8 +103,7 @@ class ComputeMode:
         return map_tensors(values, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
     def _check(self, outer: torch.dtype) -> None:
-        name = next((name for name, dtype in DTYPES.items() if dtype == outer), str(outer))
-        compute = self._precision.compute
+        name, compute = DTYPE_NAMES.get(outer, str(outer)), self._precision.compute
         if self._dtype in (torch.bfloat16, torch.float16) and outer != self._dtype:
             raise ConfigError(
                 f"torch.autocast around the model says {name}, and precision.compute says {compute}: "

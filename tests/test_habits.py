@@ -423,7 +423,7 @@ def test_learning_rates_that_drift_apart_stop_all_ranks(rank, world_size):
     train_step(engine, rank, 0)
     engine.optimizer.param_groups[0]["lr"] = 0.25 if rank else 0.5
     with pytest.raises(shardwise.DisagreementError, match=r"options \(lr 0\.5;.*\n.*options \(lr 0\.25;"):
-        train_step(engine, rank, 1)
+        list(map(partial(train_step, engine, rank), range(1, 12)))
 
 
 @ranks(2)
@@ -433,7 +433,7 @@ def test_ranks_that_train_on_the_same_data_are_told(rank, world_size, preset, da
     engine = start("mlp", {"preset": preset}, make_sgd)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for step in range(5):
+        for step in range(12):
             train_step(engine, rank if data == "own" else 0, 0 if data == "constant" else step)
     assert len(notices(caught)) == (data == "same" and rank == 0)
     assert not notices(caught) or "DistributedSampler" in notices(caught)[0]

@@ -3,7 +3,7 @@
 Ranks that differ would train on, each shard by its own rule. `initialize` compares a digest of everything; if digests
 differ, the ranks exchange the facts behind them and all raise an error that names what differs. Options of the
 optimizer that change later (learning rates) are compared now and then: they are part of the name of a small operation,
-and the agreement of ranks stops operations with different names.
+and the agreement of ranks stops operations with different names. The same operation carries checksums of the inputs.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from shardwise.comm import Comm
 from shardwise.comm.judge import _ranks as name_ranks
 from shardwise.config import Config
 from shardwise.config.draft import leaves
+from shardwise.engine.habits import InputWatch
 from shardwise.errors import DisagreementError
 from shardwise.optim.optimizers import members
 
-_EVERY = 100
-"""Steps between two comparisons of the optimizer's options."""
+_FIRST, _EVERY = 10, 100  # the updates before which options are compared: the first of them, and all multiples
 _SHOWN = 6
 _TEXT = 200
 
@@ -58,16 +58,22 @@ def check_alike(
 
 
 class OptionsCheck:
-    """Compares the options of the optimizer's groups with those of the other ranks, now and then."""
+    """Compares the options of the optimizer's groups with those of the other ranks, now and then; once the inputs."""
 
-    def __init__(self, comm: Comm) -> None:
+    def __init__(self, comm: Comm, inputs: InputWatch) -> None:
         self._comm = comm
+        self._inputs = inputs
+        self._updates = 0
 
-    def check(self, optimizer: torch.optim.Optimizer, steps: int) -> None:
-        """Before the update number `steps`, counted from 0. A collective in some steps."""
-        if self._comm.is_checked and (steps == 1 or steps % _EVERY == _EVERY - 1):
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Before each update. A collective in some of them."""
+        if not self._comm.is_checked:
+            return
+        self._updates += 1
+        self._inputs.is_open = self._updates >= _FIRST - InputWatch.STEPS
+        if self._updates == _FIRST or self._updates % _EVERY == 0:
             name = f"the optimizer's options ({describe_options(optimizer)})"
-            self._comm.share(torch.zeros(1, device=self._comm.device), name)
+            self._inputs.compare(self._comm.share(self._inputs.checksums(), name))
 
 
 def describe_options(optimizer: torch.optim.Optimizer) -> str:

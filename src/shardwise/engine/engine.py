@@ -77,8 +77,8 @@ class Engine(nn.Module):
         self._saving: checkpoint.AsyncSave | None = None
         self._comm = comm
         self._lr_steps = SchedulerSteps(self._notices)
-        self._options = OptionsCheck(comm)
         self._inputs = InputWatch(comm, self._notices)
+        self._options = OptionsCheck(comm, self._inputs)
         self._scaling = LossScaling(config.precision, comm.device)
         self._ledger = Ledger.from_environment()
         self._expected_bytes: int | None = None
@@ -464,7 +464,7 @@ class Engine(nn.Module):
             return
         self._learn_outcome()
         self._check_not_exhausted()
-        self._options.check(updater.optimizer, self.steps)
+        self._options.check(updater.optimizer)
         clip = self._reduce_and_clip(trainable)
         self._apply_update(updater, trainable, clip)
         self.steps += 1
@@ -475,7 +475,6 @@ class Engine(nn.Module):
             self._scaling.note(clip.overflow)
         elif self.lr_scheduler is not None:
             self._lr_steps.step(self.lr_scheduler)
-        self._inputs.step()
         self._log_step(updater)
 
     def _check_not_exhausted(self) -> None:

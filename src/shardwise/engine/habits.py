@@ -59,50 +59,50 @@ def _is_quotient(loss: torch.Tensor, count: int) -> bool:
 
 
 class InputWatch:
-    """Compares the inputs of all ranks in the first steps: ranks that all train on the same data gain nothing.
+    """Compares the inputs of all ranks once: ranks that all train on the same data learn no more than one.
 
-    A checksum of one forward in each of the first steps is kept on the device and compared once. Inputs that are the
-    same in every step are taken for those of a test.
+    A checksum of one forward in each of a few steps is kept on the device. Inputs that are the same in every step are
+    taken for those of a test.
     """
 
     STEPS = 3
     _LEAST_NUMEL = 16  # less is a counter or a flag, not data
 
     def __init__(self, comm: Comm, notices: Notices) -> None:
-        self._comm = comm
+        self._device = comm.device
         self._notices = notices
         self._sums: list[torch.Tensor] = []
-        self._steps = 0
         self._is_over = not comm.is_checked
+        self.is_open = False
+        """Whether the next forward is one to look at."""
 
     def note(self, *inputs: Any) -> None:
         """Before a forward that trains."""
-        if self._is_over or len(self._sums) > self._steps:
+        if not self.is_open or self._is_over:
             return
-        tensors = [
-            tensor for tensor in tensors_in(*inputs) if tensor.layout == torch.strided and not tensor.is_complex()
-        ]
-        total = torch.full((), float("nan"), dtype=torch.float64, device=self._comm.device)
+        self.is_open = False
+        dense = (tensor for tensor in tensors_in(*inputs) if tensor.layout == torch.strided)
+        tensors = [tensor for tensor in dense if not tensor.is_complex()]
         if sum(tensor.numel() for tensor in tensors) >= self._LEAST_NUMEL:
-            sums = [tensor.detach().sum(dtype=torch.float64) for tensor in tensors]
-            total = sum((each.to(total.device) * place for place, each in enumerate(sums, 1)), torch.zeros_like(total))
-        self._sums.append(total)
+            sums = [tensor.detach().sum(dtype=torch.float64).to(self._device) for tensor in tensors]
+            self._sums.append(torch.stack([each * place for place, each in enumerate(sums, 1)]).sum())
 
-    def step(self) -> None:
-        """After an update. A collective after the last of the first steps."""
+    def checksums(self) -> torch.Tensor:
+        """One for each of the steps that were looked at, NaN where there was nothing to see."""
+        blank = torch.full((), float("nan"), dtype=torch.float64, device=self._device)
+        return torch.stack((self._sums + [blank] * self.STEPS)[: self.STEPS])
+
+    def compare(self, everyone: torch.Tensor) -> None:
+        """Say so if the checksums of all ranks, the rows, are equal. Waits for the device, once."""
         if self._is_over:
             return
-        self._steps += 1
-        blank = torch.full((), float("nan"), dtype=torch.float64, device=self._comm.device)
-        self._sums = (self._sums + [blank] * self.STEPS)[: self._steps]
-        if self._steps < self.STEPS:
-            return
         self._is_over = True
-        rows = self._comm.share(torch.stack(self._sums), "inputs").tolist()
+        self._sums = []
+        rows = everyone.tolist()
         if all(row == rows[0] for row in rows) and len(set(rows[0])) == self.STEPS:
             self._notices.say(
                 "same data",
-                f"all {len(rows)} ranks were given the same inputs in their first {self.STEPS} steps, so together they "
-                "learn no more than one: give each rank its own part of the data, with "
-                "torch.utils.data.DistributedSampler (and sampler.set_epoch), or by its rank",
+                f"all {len(rows)} ranks were given the same inputs, so together they learn no more than one: give each "
+                "rank its own part of the data, with torch.utils.data.DistributedSampler (and sampler.set_epoch), or "
+                "by its rank",
             )

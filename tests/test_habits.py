@@ -473,3 +473,21 @@ def per_step(report):
     """The bytes of weights and gradients that the printed table has."""
     rows = [line.split() for line in str(report).partition("sent per step")[2].partition("host time")[0].splitlines()]
     return {row[0]: row[1] for row in rows if row and row[0] in ("gather", "reduce", "update")}
+
+
+def test_compute_model_in_explain_and_in_a_plan():
+    config = shardwise.Config.load({"preset": "zero2", "precision": {"compute": "model"}})
+    assert "the dtype of the model's parameters" in " ".join(config.explain().split())
+
+    class Scalar(Probe):
+        def forward(self, x):
+            return super().forward(x).float().square().mean()
+
+    def build():
+        return Scalar().bfloat16(), lambda rank, step: {"x": torch.ones(4, 8)}
+
+    peaks = {
+        compute: shardwise.foresee(build, {"preset": "zero2", "precision": {"compute": compute}}, 2, "cpu").peak_bytes
+        for compute in ("model", "bf16", "fp32")
+    }
+    assert peaks["model"] == peaks["bf16"] != peaks["fp32"]

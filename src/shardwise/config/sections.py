@@ -273,7 +273,7 @@ class Runtime(Section):
     prefetch_bytes: Bytes | None = setting(None, "upper bound gathered ahead of use")
     max_gathered_bytes: Bytes | None = setting(None, "above this, no unit is gathered ahead")
     gather_bucket_bytes: Bytes | None = setting(None, "small blocks are merged up to this (none: 32MiB)")
-    whole_tensors: StrictBool = setting(False, "optimizers get whole tensors (Muon and Adafactor always do)")
+    whole_tensors: StrictBool = setting(False, "optimizers get whole tensors (by default those that need them)")
     use_cpu: StrictBool = setting(False, "use the CPU even where there is a GPU")
     steps_per_print: Positive | None = setting(None, "steps between printed lines (none: silent)")
     timers: StrictBool = setting(False, "time every phase (waits for the device)")

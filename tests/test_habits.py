@@ -214,6 +214,16 @@ def test_rebound_parameters_are_refused_or_kept(rank, world_size, preset):
     engine.destroy()
 
 
+def test_resized_embeddings_are_named_by_the_backward():
+    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 1))
+    engine = shardwise.initialize(model, make_sgd(model), "zero1")
+    model[0].weight.data = torch.randn(9, 4)
+    loss = engine(torch.tensor([[0, 8]])).sum()
+    with pytest.raises(ModelChangedError, match=r"'0.weight' was given other storage .* resize before shardwise"):
+        engine.backward(loss)
+    engine.destroy()
+
+
 def adapted():
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(Probe(), peft.LoraConfig(target_modules=["first", "second"], init_lora_weights=False))

@@ -129,8 +129,9 @@ def _differences(everyone: Sequence[Mapping[str, str]]) -> list[str]:
 def _plain(value: Any) -> str:
     """A value as a text that is the same in every process."""
     if isinstance(value, torch.Tensor):
-        # The value of a tensor on a device would have to be waited for.
-        return repr(value.item()) if value.numel() == 1 and value.device.type == "cpu" else f"tensor on {value.device}"
+        # The value of a tensor on a device would have to be waited for, and the device's number differs by rank.
+        is_here = value.numel() == 1 and value.device.type == "cpu"
+        return repr(value.item()) if is_here else f"tensor on {value.device.type}"
     if isinstance(value, (list, tuple)):
         return f"({', '.join(map(_plain, value))})"
     if isinstance(value, Mapping):

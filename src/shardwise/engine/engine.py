@@ -136,6 +136,7 @@ class Engine(nn.Module):
                 self._schedule.end_backward()
         except BaseException:
             self.zero_grad()
+            self._watch.examine()  # a better reason than torch's, if a parameter was resized
             raise
 
     def step(self, closure: None = None) -> None:

@@ -37,10 +37,11 @@ class ModelWatch:
     def check(self) -> None:
         """Refuse trainable parameters that the engine does not own, and parameters with storage of their own."""
         if self._checks < _FIRST or self._checks % _EVERY == 0:
-            self._check()
+            self.examine()
         self._checks += 1  # not if it raised: the next step checks again
 
-    def _check(self) -> None:
+    def examine(self) -> None:
+        """As `check`, in any step."""
         now = chain.from_iterable(map(dict.values, self._tables))
         if not all(map(operator.is_, now, self._seen)) or sum(map(len, self._tables)) != len(self._seen):
             self._check_owned()

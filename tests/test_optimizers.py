@@ -6,9 +6,12 @@ import logging
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import shardwise
+from shardwise.errors import ConfigWarning
 from shardwise.optim.optimizers import Joint
+from shardwise.optim.probe import Scope, scope_of
 from support import matrix, ranks
 from support.training import digest, make_batch, make_model, start, train_step
 
@@ -232,3 +235,149 @@ def test_optimizers_that_cannot_work_together_are_refused():
         shardwise.initialize(model, [torch.optim.Muon([model.weight])], "zero1")
     with pytest.raises(shardwise.ConfigError, match="a list of such optimizers"):
         shardwise.initialize(model, [], "zero1")
+
+
+# Optimizers that shardwise does not know are tried on small tensors
+
+
+class Lamb(torch.optim.Optimizer):
+    """Adam's step, scaled by the ratio of two norms of the whole tensor."""
+
+    def __init__(self, params, lr=0.01, betas=(0.9, 0.99)):
+        super().__init__(params, {"lr": lr, "betas": betas})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.update(param, param.grad, self.state[param], group)
+
+    def update(self, param, grad, state, group):
+        if not state:
+            state["mean"], state["square"] = torch.zeros_like(param), torch.zeros_like(param)
+        state["mean"].lerp_(grad, 1 - group["betas"][0])
+        state["square"].lerp_(grad.square(), 1 - group["betas"][1])
+        change = state["mean"] / (state["square"].sqrt() + 1e-6)
+        ratio = param.norm() / change.norm()
+        param.sub_(change * torch.where(ratio > 0, ratio, 1.0), alpha=group["lr"])
+
+
+class Sign(Lamb):
+    """Element by element, under a name that shardwise does not know."""
+
+    def update(self, param, grad, state, group):
+        param.sub_(grad.sign(), alpha=group["lr"])
+
+
+class Counting(Lamb):
+    """Counts its calls in the group."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            for param in group["params"]:
+                param.data.sub_(param.grad, alpha=group["lr"] / group["count"])
+
+
+class Coupled(Lamb):
+    """Clips by the norm over all tensors."""
+
+    def step(self, closure=None):
+        params = [param for group in self.param_groups for param in group["params"]]
+        torch.nn.utils.clip_grad_norm_(params, 1.0)
+        super().step()
+
+
+class Noisy(Lamb):
+    def update(self, param, grad, state, group):
+        param.sub_(torch.randn_like(param), alpha=group["lr"])
+
+
+class Wrapping(Lamb):
+    """Cannot be built from its options alone."""
+
+    def __init__(self, params, inner):
+        super().__init__(params)
+        self.inner = inner
+
+
+def make_hf_adafactor(model):
+    transformers = pytest.importorskip("transformers")
+    return transformers.Adafactor(model.parameters(), lr=1e-2, relative_step=False, scale_parameter=True)
+
+
+def make_lamb(model):
+    return Lamb(model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("make", "scope"),
+    [
+        (Lamb, "TENSOR"),
+        (Sign, "ELEMENT"),
+        (Counting, "GROUP"),
+        (Coupled, "GROUP"),
+        (Noisy, "UNKNOWN"),
+        (lambda params: Wrapping(params, inner=object()), "UNKNOWN"),
+        (lambda params: make_hf_adafactor(nn.ParameterList(params)), "TENSOR"),
+        (lambda params: type("Own", (torch.optim.AdamW,), {})(params, lr=0.0), "ELEMENT"),
+        (lambda params: type("Own", (torch.optim.SGD,), {})(params, lr=torch.tensor(0.1), momentum=0.9), "ELEMENT"),
+        (torch.optim.Muon, "TENSOR"),
+        (torch.optim.NAdam, "ELEMENT"),
+    ],
+)
+def test_the_scope_of_an_optimizer_is_found_without_a_trace(make, scope):
+    params = [nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(5, 4))]
+    optimizer = make(params)
+    before, state = [param.detach().clone() for param in params], torch.get_rng_state()
+    options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    calls = []
+    hook = register_optimizer_step_pre_hook(lambda *_: calls.append(1))
+    assert scope_of(optimizer, optimizer.param_groups[0], torch.device("cpu")) is Scope[scope]
+    hook.remove()
+    assert not calls
+    assert not optimizer.state
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups] == (
+        options
+    )
+    for param, value in zip(params, before, strict=True):
+        assert torch.equal(param, value)
+        assert param.grad is None
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("preset", ["zero1", "zero3", "zero3_offload"])
+@pytest.mark.parametrize("make", [make_lamb, make_hf_adafactor])
+def test_unknown_optimizers_get_what_they_need(rank, world_size, preset, make):
+    engine = start("gpt", {"preset": preset}, make)
+    for step in range(2):
+        train_step(engine, rank, step)
+    expected = alone(make, world_size, 1, "local" if preset == "zero1" else "sharded", steps=2)
+    for name, param in expected.named_parameters():
+        assert torch.equal(engine.full_param(name), param.detach()), name
+    engine.destroy()
+
+
+@pytest.mark.parametrize("preset", ["zero1", "zero3"])
+def test_optimizers_that_no_cut_can_serve_are_refused(preset):
+    model = make_model("gpt")
+    for kind in (Counting, Coupled):
+        with pytest.raises(shardwise.ConfigError, match=f"{kind.__name__}: its update of a tensor depends on other"):
+            shardwise.initialize(model, kind(model.parameters()), preset)
+    with pytest.raises(shardwise.ConfigError, match="LBFGS is not supported: it evaluates the loss several times"):
+        shardwise.initialize(model, torch.optim.LBFGS(model.parameters()), preset)
+    with pytest.raises(shardwise.ConfigError, match="SparseAdam is not supported"):
+        shardwise.initialize(model, torch.optim.SparseAdam(model.parameters()), preset)
+    with pytest.warns(ConfigWarning, match="so it gets every tensor whole"):
+        engine = shardwise.initialize(model, Wrapping(model.parameters(), inner=object()), preset)
+    engine.destroy()
+
+
+@pytest.mark.parametrize("preset", ["zero1", "zero3"])
+def test_the_configuration_decides_without_a_probe(preset):
+    model = make_model("gpt")
+    config = {"preset": preset, "runtime": {"whole_tensors": False}}
+    engine = shardwise.initialize(model, Coupled(model.parameters()), config)
+    assert all(piece.ndim == 1 for group in engine.optimizer.param_groups for piece in group["params"])
+    engine.destroy()

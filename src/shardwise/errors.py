@@ -25,6 +25,10 @@ class DiskError(ShardwiseError, OSError):
     """State that is offloaded to disk cannot be written, or is not read back as it was written."""
 
 
+class ModelChangedError(ShardwiseError, RuntimeError):
+    """The model was changed under its engine in a way that the engine cannot follow."""
+
+
 class ShardwiseWarning(UserWarning):
     """Base of all warnings of shardwise."""
 

@@ -124,7 +124,7 @@ NVME = {"preset": "zero3", "placement": {"weights": {"tier": "disk"}}}
             {"placement": {"grads": {"tier": "hots"}}},
             r"placement\.grads\.tier = 'hots': expected 'device', 'host' or 'disk'",
         ),
-        ({"precision": {"compute": "fp8"}}, r"precision\.compute = 'fp8': expected 'fp32', 'bf16' or 'fp16'"),
+        ({"precision": {"compute": "fp8"}}, r"precision\.compute = 'fp8': expected 'fp32', 'bf16', 'fp16' or 'model'"),
         ({"precision": {"autocast": "maybe"}}, r"precision\.autocast = 'maybe': Input should be a valid boolean"),
         ({"runtime": {"prefetch": -1}}, r"runtime\.prefetch = -1: expected a whole number .*, not a negative one"),
         ({"runtime": {"prefetch": 1.5}}, r"runtime\.prefetch = 1\.5: expected a whole number .*, not a fraction"),

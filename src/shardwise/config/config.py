@@ -4,6 +4,7 @@ To load one, the module recognises the dialect, translates the keys into a draft
 """
 
 import os
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from shardwise.config.draft import ConfigDraft, Provenance, ValueOrigin, config_
 from shardwise.config.explain import explain
 from shardwise.config.files import YAML_SUFFIXES, read_file, read_text
 from shardwise.config.presets import NVME_FOLDER, PRESETS
-from shardwise.config.sections import Batch, ConfigSections, Section
+from shardwise.config.sections import Batch, ConfigSections, Precision, Section
 from shardwise.config.values import nearest, one_of
 from shardwise.errors import ConfigError
 
@@ -75,12 +76,39 @@ class Config(ConfigSections):
         2
         """
         batch = self.batch.resolve(world_size)
-        resolved = self.model_copy(update={"batch": batch})
         changed = [f"batch.{name}" for name in Batch.model_fields if getattr(batch, name) != getattr(self.batch, name)]
+        return self._derived({"batch": batch}, changed, f"W = {world_size}")
+
+    def for_dtypes(self, dtypes: Collection[str]) -> "Config":
+        """The same configuration for a model whose parameters are of `dtypes` (fp32, bf16, fp16).
+
+        `precision.compute: model` becomes the dtype of such a model. If it has both bf16 and fp32, it stays: then every
+        unit keeps its own dtype.
+
+        >>> Config.load({"precision": {"compute": "model"}}).for_dtypes(["bf16"]).precision.compute
+        'bf16'
+        """
+        if self.precision.compute != "model":
+            return self
+        if len(set(dtypes)) > 1 and "fp16" in dtypes:
+            raise ConfigError(
+                f"precision.compute is model, and the model's parameters are {', '.join(sorted(set(dtypes)))}: fp16 "
+                "needs one loss scale for all of them; set precision.compute: fp16, or convert the model to one dtype"
+            )
+        if len(set(dtypes)) > 1:
+            return self
+        compute = next(iter(dtypes), "fp32")
+        fields = {**dict(self.precision), "compute": compute}
+        if compute != "fp16":
+            fields.pop("loss_scale")  # for the case that the model had been fp16
+        return self._derived({"precision": Precision(**fields)}, ["precision.compute"], "the model's dtype")
+
+    def _derived(self, sections: dict[str, Section], changed: Iterable[str], reason: str) -> "Config":
+        derived = self.model_copy(update=sections)
         given = self._provenance
-        origins = {**given.origins, **dict.fromkeys(changed, ValueOrigin("derived", f"W = {world_size}"))}
-        resolved._provenance = Provenance(given.source, origins, given.notes)
-        return resolved
+        origins = {**given.origins, **dict.fromkeys(changed, ValueOrigin("derived", reason))}
+        derived._provenance = Provenance(given.source, origins, given.notes)
+        return derived
 
     def origin(self, path: str) -> ValueOrigin:
         """Where the value at a path such as "precision.compute" came from."""

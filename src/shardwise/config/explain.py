@@ -94,7 +94,7 @@ def _section(config: ConfigSections, name: str, provenance: Provenance) -> list[
 def _unused_groups(config: ConfigSections, section: str, provenance: Provenance) -> Iterator[tuple[str, str]]:
     """Groups of settings of a section that have no effect under this configuration, with the reason."""
     tiers = {own.tier for _, own in config.placement}
-    if section == "precision" and config.precision.compute != "fp16":
+    if section == "precision" and config.precision.compute not in ("fp16", "model"):
         yield "loss_scale", "only fp16 needs a loss scale"
     if section == "offload" and tiers == {"device"} and not provenance.has_any("offload"):
         yield "all settings", "everything rests on the device"
@@ -130,6 +130,8 @@ def _effects(config: ConfigSections) -> dict[str, str]:
         "gradients.order": f"in effect: {config.order}, as grads are placed",
         "runtime.prefetch": prefetch,
     }
+    if precision.compute == "model":
+        effects["precision.compute"] = "the dtype of the model's parameters; the figures above are for 16 bits"
     if precision.loss_scale.dynamic:
         effects["precision.loss_scale.dynamic"] = "grows, and shrinks after overflows"
     if config.gradients.order is not None:

@@ -10,7 +10,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from shardwise.config.values import any_value, at_least_zero, flag, nearest, read_params, real
 from shardwise.errors import ConfigError
 
-_REFUSED = {
+REFUSED = {
     "LBFGS": "it evaluates the loss several times a step",
     "SparseAdam": "it needs sparse gradients",
     "Optimizer": "it is the base class",
@@ -33,8 +33,8 @@ def check(name: str, params: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         names = [other.__name__ for other in known.values()]
         raise ValueError(f"name {name!r}: neither Lion nor a name of torch.optim{nearest(name, names)}")
     found = kind.__name__
-    if found in _REFUSED:
-        raise ValueError(f"name {name!r}: {found} is not supported: {_REFUSED[found]}")
+    if found in REFUSED:
+        raise ValueError(f"name {name!r}: {found} is not supported: {REFUSED[found]}")
     arguments = inspect.signature(kind).parameters.values()
     readers = {argument.name: _reader(argument) for argument in arguments if argument.name != "params"}
     if found in ("Adam", "AdamW"):

@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # torch loads when an optimizer is checked or built, not with
 Sharding = Literal["replicated", "sharded"]
 Tier = Literal["device", "host", "disk"]
 DType = Literal["fp32", "bf16", "fp16"]
+Compute = Literal["fp32", "bf16", "fp16", "model"]
 Order = Literal["local", "sharded"]
 
 
@@ -101,7 +102,7 @@ class LossScale(Section):
 class Precision(Section):
     """The dtypes of computation, of accumulation and on the wire."""
 
-    compute: DType = setting("fp32", "dtype of forward and backward")
+    compute: Compute = setting("fp32", "dtype of forward and backward; model: that of the model's parameters")
     autocast: StrictBool = setting(False, "fp32 weights; torch.autocast chooses per operation")
     cast_inputs: StrictBool = setting(True, "cast floating-point inputs to `compute`")
     reduce_dtype: DType | None = setting(None, "dtype of gradients on the wire (none: not cast)")
@@ -112,16 +113,17 @@ class Precision(Section):
 
     @model_validator(mode="after")
     def _loss_scale_is_for_fp16(self) -> Self:
-        if self.compute != "fp16" and self.loss_scale != LossScale():
+        if self.compute not in ("fp16", "model") and self.loss_scale != LossScale():
             raise ValueError(f"loss_scale applies to compute: fp16 only, and compute is {self.compute}")
-        if self.autocast and self.compute == "fp32":
+        if self.autocast and self.compute in ("fp32", "model"):
             raise ValueError("autocast needs a 16-bit dtype; set compute: bf16 or fp16")
         return self
 
     @property
     def weights_dtype(self) -> DType:
-        """The dtype of the weights: `compute`, or fp32 under autocast."""
-        return "fp32" if self.autocast else self.compute
+        """The dtype of the weights: `compute`, or fp32 under autocast; 16 bits where only the model says it."""
+        compute: DType = "bf16" if self.compute == "model" else self.compute
+        return "fp32" if self.autocast else compute
 
 
 class Gradients(Section):
@@ -271,7 +273,7 @@ class Runtime(Section):
     prefetch_bytes: Bytes | None = setting(None, "upper bound gathered ahead of use")
     max_gathered_bytes: Bytes | None = setting(None, "above this, no unit is gathered ahead")
     gather_bucket_bytes: Bytes | None = setting(None, "small blocks are merged up to this (none: 32MiB)")
-    whole_tensors: StrictBool = setting(False, "optimizers get whole tensors (Muon and Adafactor always do)")
+    whole_tensors: StrictBool = setting(False, "optimizers get whole tensors (by default those that need them)")
     use_cpu: StrictBool = setting(False, "use the CPU even where there is a GPU")
     steps_per_print: Positive | None = setting(None, "steps between printed lines (none: silent)")
     timers: StrictBool = setting(False, "time every phase (waits for the device)")

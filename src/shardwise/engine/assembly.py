@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,10 +14,12 @@ from torch import nn
 from shardwise.comm import Comm
 from shardwise.config import Config
 from shardwise.engine.residency import Budget, moments_each
+from shardwise.errors import ConfigError, ConfigWarning
 from shardwise.memory.ledger import PAGE_BYTES
 from shardwise.memory.reduce_plan import choose_reduce_plan
 from shardwise.offload.context import OffloadContext
-from shardwise.optim.optimizers import groups_of
+from shardwise.optim.optimizers import GroupRule, groups_of
+from shardwise.optim.probe import Scope, is_by_tensor, scope_of
 from shardwise.partition import Layout
 from shardwise.partition.policy import policy_for
 from shardwise.partition.units import UnitSpec, divide
@@ -60,7 +63,7 @@ def build_units(
 
 def _plans(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, comm: Comm) -> list[UnitPlan]:
     params = dict(model.named_parameters())
-    groups = groups_of(optimizer, params, config.runtime.whole_tensors) if optimizer is not None else {}
+    groups = groups_of(optimizer, params, _rule(config, comm)) if optimizer is not None else {}
     largest = max((params[name].nbytes for name, group in groups.items() if group.whole), default=0)
     plans = []
     for spec in divide(model, **_division(model, config, comm.world_size, largest)):
@@ -69,6 +72,31 @@ def _plans(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Co
         _warn_of_padding(spec, layout, comm.world_size)
         plans.append(UnitPlan(spec, layout, policy))
     return plans
+
+
+def _rule(config: Config, comm: Comm) -> GroupRule:
+    """What the configuration says about whole tensors, or else what the optimizer's class needs."""
+    if "whole_tensors" in config.runtime.model_fields_set:
+        return lambda optimizer, group: config.runtime.whole_tensors or is_by_tensor(optimizer)
+
+    def needs_whole(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
+        kind, scope = type(optimizer).__name__, scope_of(optimizer, group, comm.device)
+        if scope is Scope.GROUP:
+            raise ConfigError(
+                f"optimizer {kind}: its update of a tensor depends on other tensors, or on how often step() is called "
+                "(tried on small ones), and ranks update different tensors in several calls: use an optimizer that "
+                "updates each tensor by itself, such as AdamW, Muon or LAMB; if it does, set runtime.whole_tensors"
+            )
+        if scope is Scope.UNKNOWN and comm.rank == 0:
+            warnings.warn(
+                f"optimizer {kind} could not be tried on small tensors, so it gets every tensor whole, on one rank: if "
+                "it updates each element by itself, set runtime.whole_tensors: false, which saves memory",
+                ConfigWarning,
+                stacklevel=2,
+            )
+        return scope is not Scope.ELEMENT
+
+    return needs_whole
 
 
 def _with_reduce_plan(plans: Sequence[UnitPlan], config: Config, comm: Comm) -> list[UnitPlan]:

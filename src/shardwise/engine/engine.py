@@ -17,10 +17,14 @@ from shardwise.comm import Comm
 from shardwise.config import Config
 from shardwise.engine import access
 from shardwise.engine.activations import Recompute
+from shardwise.engine.alike import OptionsCheck
 from shardwise.engine.assembly import build_units, plan_units
+from shardwise.engine.habits import InputWatch, in_model_dtype, notice_division
+from shardwise.engine.model_watch import ModelWatch
 from shardwise.engine.module_guard import ModuleGuard
-from shardwise.engine.report import Report, explain_out_of_memory
+from shardwise.engine.report import Report, StepAccount, explain_out_of_memory
 from shardwise.engine.residency import Budget, moments_each, open_offload
+from shardwise.engine.root_call import RootCall
 from shardwise.errors import Notices
 from shardwise.memory import Entry, Ledger
 from shardwise.offload.pinned import HostMemory
@@ -29,12 +33,12 @@ from shardwise.optim import Updater, clipping
 from shardwise.optim.clipping import Clip
 from shardwise.optim.frozen import check_none_thawed
 from shardwise.optim.loss_scale import LossScaling
+from shardwise.optim.lr_schedule import SchedulerSteps
 from shardwise.partition.policy import DTYPES
 from shardwise.profiling import Clock
 from shardwise.schedule import Schedule
 from shardwise.schedule.order import Prefetch
 from shardwise.schedule.schedule import ScheduleEvents
-from shardwise.tensors import map_tensors
 from shardwise.unit import Unit
 
 _LOG = logging.getLogger("shardwise")
@@ -59,8 +63,9 @@ class Engine(nn.Module):
         host: HostMemory | None = None,
     ) -> None:
         super().__init__()
+        self._notices = Notices(speaks=comm.rank == 0)
         self.module = model
-        self.config = config
+        self.config = config = in_model_dtype(config, model, self._notices)
         self.optimizer = optimizer
         self.lr_scheduler: Any = None
         self.grad_norm: torch.Tensor | None = None
@@ -71,7 +76,9 @@ class Engine(nn.Module):
         self._is_destroyed = False
         self._saving: checkpoint.AsyncSave | None = None
         self._comm = comm
-        self._notices = Notices(speaks=comm.rank == 0)
+        self._lr_steps = SchedulerSteps(self._notices)
+        self._inputs = InputWatch(comm, self._notices)
+        self._options = OptionsCheck(comm, self._inputs)
         self._scaling = LossScaling(config.precision, comm.device)
         self._ledger = Ledger.from_environment()
         self._expected_bytes: int | None = None
@@ -79,6 +86,7 @@ class Engine(nn.Module):
         self._clock = Clock(comm.device if config.runtime.timers else None)
         plans = plan_units(model, optimizer, config, comm, self._budget)
         self._offload = open_offload(plans, moments_each(optimizer), config.offload, comm, self._ledger, host)
+        self._account = StepAccount(comm, self._offload.streams, self._clock)
         self._units = build_units(plans, model, comm, self._offload, self._on_read)
         trainable = [unit for unit in self._units if unit.is_trainable]
         self._updater = Updater(optimizer, trainable, self._ledger) if optimizer is not None else None
@@ -99,22 +107,14 @@ class Engine(nn.Module):
         self.averages: list[Average] = []
         self._access = access.Access(model, self._units)
         self._guard = ModuleGuard(model)
+        self._watch = ModelWatch(model, self._units)
+        self._root_call = RootCall(model, config.precision, comm.device, self._schedule, self._forwarding)
 
     # The loop
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward, in the configured precision."""
-        precision = self.config.precision
-        dtype = DTYPES[precision.compute]
-        if precision.cast_inputs and not precision.autocast:
-            args, kwargs = map_tensors((args, kwargs), lambda t: t.to(dtype) if t.is_floating_point() else t)
-        try:
-            autocast = torch.autocast(self._comm.device.type, dtype, enabled=precision.autocast)
-            with self._reporting("forward"), self._schedule.saved_tensors.watching(), autocast:
-                return self.module(*args, **kwargs)
-        except BaseException:
-            self._schedule.rest()
-            raise
+        """The model's forward, in the configured precision: the same as `engine.module(...)`."""
+        return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, scale: bool = True) -> None:
         """Gradients of `loss`, divided by the number of micro-batches (unless `scale` is False), and reduced.
@@ -123,6 +123,7 @@ class Engine(nn.Module):
         """
         count = self.config.batch.accumulation
         if scale and count > 1:
+            notice_division(loss, count, self._notices)
             loss = loss * (1.0 / count)
         if (loss_scale := self._scaling.scale) is not None:
             loss = loss.float() * loss_scale
@@ -135,6 +136,7 @@ class Engine(nn.Module):
                 self._schedule.end_backward()
         except BaseException:
             self.zero_grad()
+            self._watch.examine()  # a better reason than torch's, if a parameter was resized
             raise
 
     def step(self, closure: None = None) -> None:
@@ -242,7 +244,7 @@ class Engine(nn.Module):
 
     def report(self) -> Report:
         """Memory by kind and tier, bytes sent by kind, time by phase."""
-        return Report.of(self._ledger, self._comm, self._offload.streams, self._clock, self.steps, self._expected_bytes)
+        return Report.of(self._ledger, self._account, self._comm.device, self.steps, self._expected_bytes)
 
     def expect(self, peak_bytes: int) -> None:
         """Have `report()` show what a plan, or `shardwise.foresee`, foresaw as this rank's peak."""
@@ -352,6 +354,7 @@ class Engine(nn.Module):
         self._schedule.remove()
         self._recompute.remove()
         self._access.remove()
+        self._root_call.remove()
         self._guard.remove()
         for unit in self._units:
             unit.free()
@@ -409,6 +412,17 @@ class Engine(nn.Module):
                 yield states
 
     @contextlib.contextmanager
+    def _forwarding(self, *inputs: Any) -> Iterator[None]:
+        """Around a forward of the model. Without gradients it is an evaluation."""
+        with self._reporting("forward"):
+            if torch.is_grad_enabled():
+                self._inputs.note(*inputs)
+                yield
+            else:
+                with self._account.evaluation():
+                    yield
+
+    @contextlib.contextmanager
     def _reporting(self, what: str) -> Iterator[None]:
         """Tell the other ranks of an exception: they would wait in this pass for ever.
 
@@ -441,24 +455,27 @@ class Engine(nn.Module):
     def _learn_outcome(self) -> None:
         """Once the host knows how the last step in fp16 ended: count it, and step the LR scheduler."""
         if self._scaling.learn() and self.lr_scheduler is not None:
-            self.lr_scheduler.step()
+            self._lr_steps.step(self.lr_scheduler)
 
     def _update(self, updater: Updater) -> None:
         check_none_thawed(self._units)
+        self._watch.check()
         trainable = [unit for unit in self._schedule.forward_order() if unit.is_trainable]
         if not any(unit.grads.has_gradients for unit in trainable):
             return
         self._learn_outcome()
         self._check_not_exhausted()
+        self._options.check(updater.optimizer)
         clip = self._reduce_and_clip(trainable)
         self._apply_update(updater, trainable, clip)
         self.steps += 1
+        self._account.steps += 1
         self._budget.spend(trainable, updater, self._offload.staging)
         self._is_offloaded = any(unit.states.is_offloaded for unit in self._units)
         if clip.overflow is not None:
             self._scaling.note(clip.overflow)
         elif self.lr_scheduler is not None:
-            self.lr_scheduler.step()
+            self._lr_steps.step(self.lr_scheduler)
         self._log_step(updater)
 
     def _check_not_exhausted(self) -> None:

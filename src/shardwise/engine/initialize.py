@@ -17,8 +17,10 @@ from shardwise.config.presets import offloaded
 from shardwise.config.sections import Tier
 from shardwise.deferred.deferred import DeferredSession, check_deferred, finish, prepare, session_behind
 from shardwise.engine.access import is_managed
+from shardwise.engine.alike import check_alike
 from shardwise.engine.engine import Engine
 from shardwise.errors import ConfigError
+from shardwise.optim.lr_schedule import check_scheduler
 from shardwise.optim.optimizers import OptimizerFactory, resolve_optimizer
 
 
@@ -56,10 +58,12 @@ def initialize(
     if session is not None:
         prepare(model, session, comm)
     chosen = _optimizer(optimizer, config, [param for param in model.parameters() if param.requires_grad])
+    scheduler = _scheduler(lr_scheduler, config, chosen)
+    check_alike(model, chosen, config, scheduler, comm)
     engine = Engine(model, chosen, config, comm)
     if session is not None:
         finish()
-    engine.lr_scheduler = _scheduler(lr_scheduler, config, chosen)
+    engine.lr_scheduler = scheduler
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the blocks that the model as it was built lay in
     return engine
@@ -76,7 +80,10 @@ def _scheduler(given: Any, config: Config, optimizer: torch.optim.Optimizer | No
         return None
     if given is None:
         return config.scheduler.build(optimizer) if config.scheduler is not None else None
-    return given if hasattr(given, "step") else given(optimizer)
+    is_instance = hasattr(given, "step") and not isinstance(given, type)
+    scheduler = given if is_instance else given(optimizer)
+    check_scheduler(scheduler)
+    return scheduler
 
 
 def _device(model: nn.Module, session: DeferredSession | None) -> torch.device:

@@ -4,6 +4,8 @@
   weights are sharded it is made from gathered values, so all ranks make it.
 - A conversion (`to`, `half`, `cuda`, ...) that changes nothing is done; any other is refused, because the parameters
   are views of the engine's buffers.
+- PEFT's `merge_adapter` and `unmerge_adapter` write into the weights, so they run on gathered ones and what they
+  wrote is kept; `merge_and_unload` and `unload`, which take modules out of the model, are refused.
 - cuDNN's recurrent networks would put their weights into one buffer of their own (`flatten_parameters`); ours serves.
 """
 
@@ -16,7 +18,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.engine.access import gathered
+from shardwise.engine.root_call import CALLS
+from shardwise.errors import ModelChangedError
 from shardwise.schedule.hooks import is_ours
+
+_WRITES_WEIGHTS = ("merge_adapter", "unmerge_adapter")
+_TAKES_APART = ("merge_and_unload", "unload")
+_REPLACED = ("__reduce_ex__", "_apply", "flatten_parameters", *_WRITES_WEIGHTS, *_TAKES_APART, *CALLS)
 
 
 class ModuleGuard:
@@ -28,6 +37,9 @@ class ModuleGuard:
             methods: dict[str, Callable[..., Any]] = {"__reduce_ex__": _reduce_ex, "_apply": _apply}
             if isinstance(module, nn.RNNBase):
                 methods["flatten_parameters"] = _do_nothing
+            if _is_tuner(module):
+                methods |= {name: partial(_written, name) for name in _WRITES_WEIGHTS}
+                methods |= {name: partial(_refused, name) for name in _TAKES_APART}
             vars(module).update({name: partial(method, module) for name, method in methods.items()})
 
     def remove(self) -> None:
@@ -45,7 +57,7 @@ def _reduce_ex(module: nn.Module, protocol: Any) -> Any:
 
 
 def _strip(attributes: dict[str, Any]) -> dict[str, Any]:
-    for name in ("__reduce_ex__", "_apply", "flatten_parameters"):
+    for name in _REPLACED:
         if isinstance(attributes.get(name), partial):
             del attributes[name]
     return attributes
@@ -85,6 +97,23 @@ def _check_unchanged(kind: str, name: str, param: torch.Tensor, fn: Callable[[to
             "shardwise.initialize, or choose precision.compute in the configuration; copy.deepcopy(engine.module) "
             "gives a plain model to convert"
         )
+
+
+def _is_tuner(module: nn.Module) -> bool:
+    """Whether a module is one of PEFT's tuners: known by its methods, so that PEFT need not be imported."""
+    return all(callable(getattr(type(module), name, None)) for name in (*_WRITES_WEIGHTS, *_TAKES_APART))
+
+
+def _written(name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    with gathered(module.parameters(), write=True), torch.no_grad():
+        return getattr(type(module), name)(module, *args, **kwargs)
+
+
+def _refused(name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    raise ModelChangedError(
+        f"{name}() would take the adapters out of a model under an engine: call it on a plain copy, "
+        f"copy.deepcopy(engine.module).{name}(), on all ranks; merge_adapter() merges in place"
+    )
 
 
 def _do_nothing(module: nn.Module) -> None:

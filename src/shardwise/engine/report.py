@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -23,6 +25,8 @@ from shardwise.unit import Unit
 class Report:
     """One rank's account. Printing it gives a short table.
 
+    `steps` counts those before a resume, `steps_here` those of this process, to which bytes and seconds belong. What
+    evaluation passes sent, moved and took is part of the totals and also stands alone.
     `peak_bytes` is the engine's own; `measured_peak_bytes` the allocator's, activations included, on CUDA; predicted
     is what `engine.expect` was told.
     """
@@ -36,6 +40,10 @@ class Report:
     sent_bytes: dict[str, int]
     moved_bytes: dict[str, int]
     phase_s: dict[str, float]
+    steps_here: int = 0
+    evaluation_sent_bytes: dict[str, int] = field(default_factory=dict)
+    evaluation_moved_bytes: dict[str, int] = field(default_factory=dict)
+    evaluation_phase_s: dict[str, float] = field(default_factory=dict)
     measured_peak_bytes: int | None = None
     predicted_peak_bytes: int | None = None
 
@@ -43,12 +51,13 @@ class Report:
     def of(
         cls,
         ledger: Ledger,
-        comm: Comm,
-        streams: Streams,
-        clock: Clock,
+        account: StepAccount,
+        device: torch.device,
         steps: int,
         predicted_bytes: int | None = None,
     ) -> Report:
+        sent, moved, seconds = account.totals
+        evaluation_sent, evaluation_moved, evaluation_s = account.in_evaluation
         return cls(
             steps=steps,
             memory_bytes=ledger.by_kind(),
@@ -56,16 +65,23 @@ class Report:
             tier_peak_bytes=ledger.by_tier(at_peak=True),
             peak_bytes=ledger.peak_bytes,
             peak_memory_bytes=ledger.by_kind(at_peak=True),
-            sent_bytes=dict(comm.sent_bytes),
-            moved_bytes=dict(streams.moved_bytes),
-            phase_s=dict(clock.seconds),
-            measured_peak_bytes=torch.cuda.max_memory_allocated(comm.device) if comm.device.type == "cuda" else None,
+            sent_bytes=dict(sent),
+            moved_bytes=dict(moved),
+            phase_s=dict(seconds),
+            steps_here=account.steps,
+            evaluation_sent_bytes=dict(evaluation_sent),
+            evaluation_moved_bytes=dict(evaluation_moved),
+            evaluation_phase_s=dict(evaluation_s),
+            measured_peak_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
             predicted_peak_bytes=predicted_bytes,
         )
 
     def __str__(self) -> str:
-        steps = max(1, self.steps)
-        lines = [f"shardwise, this rank, after {self.steps} step(s)", f"{'memory held':<26}{'now':>14}  {'peak':>14}"]
+        here = f", {self.steps_here} of them in this process" if self.steps_here != self.steps else ""
+        lines = [
+            f"shardwise, this rank, after {self.steps} step(s){here}",
+            f"{'memory held':<26}{'now':>14}  {'peak':>14}",
+        ]
         for kind in sorted(self.memory_bytes.keys() | self.peak_memory_bytes.keys()):
             now, peak = self.memory_bytes.get(kind, 0), self.peak_memory_bytes.get(kind, 0)
             lines.append(f"  {kind:<24}{_mib(now)}  {_mib(peak)}")
@@ -75,14 +91,44 @@ class Report:
         )
         if measured is not None:
             lines.append(f"  {'everything, measured':<24}{'':>14}  {_mib(measured)}")
-        lines += ["sent per step"]
-        lines += [f"  {kind:<24}{_mib(sent / steps)}" for kind, sent in sorted(self.sent_bytes.items())]
+        lines += ["sent per step", *self._per_step(self.sent_bytes, self.evaluation_sent_bytes, _mib)]
         if self.moved_bytes:
-            lines += ["moved per step"]
-            lines += [f"  {way:<24}{_mib(moved / steps)}" for way, moved in sorted(self.moved_bytes.items())]
-        lines += ["host time per step"]
-        lines += [f"  {name:<24}{seconds / steps * 1e3:>11.2f} ms" for name, seconds in sorted(self.phase_s.items())]
+            lines += ["moved per step", *self._per_step(self.moved_bytes, self.evaluation_moved_bytes, _mib)]
+        lines += ["host time per step", *self._per_step(self.phase_s, self.evaluation_phase_s, _ms)]
+        evaluated = {f"{kind}, sent": _mib(size) for kind, size in sorted(self.evaluation_sent_bytes.items())}
+        evaluated |= {f"{way}, moved": _mib(size) for way, size in sorted(self.evaluation_moved_bytes.items())}
+        evaluated |= {name: _ms(seconds) for name, seconds in sorted(self.evaluation_phase_s.items())}
+        if evaluated:
+            lines += ["in all evaluation passes", *(f"  {name:<24}{text}" for name, text in evaluated.items())]
         return "\n".join(lines)
+
+    def _per_step(
+        self, totals: Mapping[str, float], evaluation: Mapping[str, float], text: Callable[[float], str]
+    ) -> Iterator[str]:
+        """A line for each total of this process's steps, divided by their number."""
+        for name, total in sorted(totals.items()):
+            yield f"  {name:<24}{text((total - evaluation.get(name, 0)) / max(1, self.steps_here))}"
+
+
+class StepAccount:
+    """The steps of this process, what it sent, moved and waited for, and how much of that evaluation passes did."""
+
+    def __init__(self, comm: Comm, streams: Streams, clock: Clock) -> None:
+        self.steps = 0
+        self.totals: tuple[Mapping[str, Any], ...] = (comm.sent_bytes, streams.moved_bytes, clock.seconds)
+        self.in_evaluation: tuple[dict[str, Any], ...] = ({}, {}, {})
+
+    @contextlib.contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Around an evaluation pass."""
+        before = [dict(total) for total in self.totals]
+        try:
+            yield
+        finally:
+            for total, start, spent in zip(self.totals, before, self.in_evaluation, strict=True):
+                for name, now in total.items():
+                    if now != start.get(name, 0):
+                        spent[name] = spent.get(name, 0) + now - start.get(name, 0)
 
 
 _UNKNOWN = "unknown: call engine.expect(shardwise.foresee(build, config).peak_bytes)"
@@ -90,6 +136,10 @@ _UNKNOWN = "unknown: call engine.expect(shardwise.foresee(build, config).peak_by
 
 def _mib(size_bytes: float) -> str:
     return f"{size_bytes / 2**20:>10.2f} MiB"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:>11.2f} ms"
 
 
 _ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+ \w+)")

@@ -11,11 +11,13 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from shardwise.config.optimizers import REFUSED
 from shardwise.errors import ConfigError
 from shardwise.partition.policy import Group
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Any]
-_NEED_WHOLE_TENSORS = tuple(getattr(torch.optim, name) for name in ("Muon", "Adafactor") if hasattr(torch.optim, name))
+GroupRule = Callable[[torch.optim.Optimizer, dict[str, Any]], bool]
+"""Whether the tensors of a parameter group have to stay whole, given the optimizer that it belongs to."""
 
 
 class Joint(torch.optim.Optimizer):
@@ -83,6 +85,25 @@ def members(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ..
 
 def resolve_optimizer(given: Any, params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
     """One optimizer on the model's parameters, from an instance, several, or a callable that makes them."""
+    optimizer = _one(given, params)
+    for member in members(optimizer):
+        _check_usable(member)
+    return optimizer
+
+
+def _check_usable(optimizer: torch.optim.Optimizer) -> None:
+    kind = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise ConfigError(f"optimizer {kind} is not supported: {REFUSED['SparseAdam']}; use torch.optim.Adam")
+    arguments = inspect.signature(bare_step(optimizer)).parameters.values()
+    if any(each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD for each in arguments):
+        raise ConfigError(
+            f"optimizer {kind} is not supported: {REFUSED['LBFGS']}, in a closure, which an engine cannot call on "
+            "shards; use an optimizer whose step() needs no closure, such as torch.optim.AdamW"
+        )
+
+
+def _one(given: Any, params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
     if isinstance(given, torch.optim.Optimizer):
         return given
     if isinstance(given, (list, tuple)) and given and all(isinstance(one, torch.optim.Optimizer) for one in given):
@@ -105,12 +126,13 @@ def _join(optimizers: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer:
 
 
 def groups_of(
-    optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter], whole_tensors: bool = False
+    optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter], needs_whole: GroupRule
 ) -> dict[str, Group]:
-    """The optimizer group of each trainable parameter of the model; `whole_tensors`: all optimizers need them."""
+    """The optimizer group of each trainable parameter of the model."""
     by_id = {
-        id(param): Group(number, whole_tensors or isinstance(_owner(optimizer, group), _NEED_WHOLE_TENSORS))
+        id(param): Group(number, whole)
         for number, group in enumerate(optimizer.param_groups)
+        for whole in [needs_whole(_owner(optimizer, group), group)]
         for param in group["params"]
     }
     groups = {name: by_id.pop(id(param)) for name, param in params.items() if id(param) in by_id}

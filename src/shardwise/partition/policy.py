@@ -15,6 +15,7 @@ from shardwise.config.costs import RestingKind, resting_frozen, resting_kinds, w
 from shardwise.config.sections import KindPlacement, Placement, Tier
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -107,8 +108,11 @@ def policy_for(config: Config, trainable: bool, dtype: torch.dtype) -> Policy:
     placement, precision = config.placement, config.precision
     if not trainable:
         placement = Placement(weights=placement.weights, grads=placement.grads, optim=placement.weights)
-    weight_dtype = DTYPES[precision.weights_dtype] if dtype.is_floating_point else dtype
+    keeps_dtype = precision.compute == "model" or not dtype.is_floating_point
+    weight_dtype = dtype if keeps_dtype else DTYPES[precision.weights_dtype]
     accumulate_dtype = DTYPES[config.accumulate_dtype]
+    if precision.compute == "model" and config.batch.accumulation == 1 and precision.accumulate_dtype is None:
+        accumulate_dtype = weight_dtype
     grad_dtype = weight_dtype if placement.grads.sharding == "sharded" else accumulate_dtype
     return Policy(
         trainable=trainable,

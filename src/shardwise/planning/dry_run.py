@@ -139,7 +139,7 @@ def dry_run(scenario: Scenario) -> Foreseen:
             model, make_batch = scenario.build()
             _check_fake(model)
             engine = _engine(model, scenario, observer.host)
-            labelling.attach_model(observer, engine, scenario.config)
+            labelling.attach_model(observer, engine)
             batches = _batches(make_batch, mode, scenario.rank)
             count = scenario.config.batch.accumulation
             # Later steps are all alike: the first creates the states, and with offload the pool of device buffers
@@ -275,9 +275,9 @@ class _LogitsLabelling(Labelling):
         super().__init__(names=False)
         self._vocabulary: int | None = None
 
-    def attach_model(self, observer: StorageObserver, engine: Engine, config: Config) -> None:
+    def attach_model(self, observer: StorageObserver, engine: Engine) -> None:
         """Label what the engine's model and optimizer hold from here on."""
-        model = engine.module
+        model, config = engine.module, engine.config
         self._vocabulary = max((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), default=None)
         self.attach(observer, model, engine.optimizer, master=config.precision.weights_dtype != "fp32")
         if config.placement.grads.tier == "device":  # a hook would bring others back to the device

@@ -46,6 +46,7 @@ _METADATA = {
     *(torch.Tensor.is_floating_point, torch.Tensor.register_hook, torch.Tensor.is_contiguous),
     torch.Tensor.requires_grad_,
 }
+_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # a descriptor
 _OPERATORS = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"}
 
 
@@ -53,7 +54,7 @@ def writes(func: Callable[..., Any]) -> bool:
     """Whether a torch function writes in place."""
     name = getattr(func, "__name__", "")
     in_place = name.endswith("_") and not name.endswith("__")
-    return in_place or name in _OPERATORS
+    return in_place or name in _OPERATORS or func == _DATA
 
 
 class ParamGuard:

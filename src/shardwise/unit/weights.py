@@ -27,6 +27,7 @@ import torch
 from torch import nn
 
 from shardwise.comm import DONE, Comm, Handle
+from shardwise.errors import ModelChangedError
 from shardwise.memory import Buffer, Entry, Kind, Ledger, Tier
 from shardwise.offload.unit_states import HERE, Arrival, UnitStates
 from shardwise.partition import Span
@@ -50,6 +51,7 @@ class WeightsState(enum.Enum):
 
 
 _RELEASED, _GATHERING, _GATHERED, _FREED = WeightsState
+_ADDRESS = torch.Tensor.data_ptr
 _NEXT = {
     _RELEASED: {_GATHERING, _GATHERED, _FREED},
     _GATHERING: {_GATHERED, _FREED},
@@ -93,6 +95,7 @@ class Weights:
         self._segment = self._full.view(self.owned)
         blank = _blank(policy.weight_dtype, comm.device)
         self._stand_ins = [blank.expand(slot.spec.shape) for slot in layout.slots]
+        self._bound: Sequence[torch.Tensor] = self._views
         runs = layout.updates(comm.rank if policy.optim_sharded else None) if policy.trainable else ()
         self._master = make_master(plan, pieces_of(states.split(runs)), self._segment, states, ledger)
 
@@ -258,10 +261,40 @@ class Weights:
         self.wait_gather()
         if self.state is not _GATHERED:
             raise RuntimeError(f"the weights of {self.name} are {self.state.value}: what was written into them is lost")
+        self._reclaim()
         if source is not None:
             self._comm.broadcast(self._full.tensor, source, self.name)
         self._master.write_back()
         self.generation += 1
+
+    def check_bound(self) -> None:
+        """Refuse a parameter to which the user has given other storage."""
+        for name, _, _ in self._rebound():
+            raise ModelChangedError(
+                f"{name!r} was given other storage (`param.data = ...`), which the engine neither updates nor saves: "
+                "assign inside `with shardwise.gathered(params, write=True):`, and resize before shardwise.initialize"
+            )
+
+    def _reclaim(self) -> None:
+        """Copy what the user has put into storage of its own into `full`, and bind the parameters to that again."""
+        for name, param, tensor in self._rebound():
+            if param.shape != tensor.shape:
+                raise ModelChangedError(
+                    f"{name!r} has the shape {tuple(param.shape)} now and had {tuple(tensor.shape)}: resize before "
+                    "shardwise.initialize; copy.deepcopy(engine.module) gives a plain model to resize"
+                )
+            tensor.copy_(param.detach())
+            param.data = tensor
+
+    def _rebound(self) -> list[tuple[str, nn.Parameter, torch.Tensor]]:
+        """The parameters that are not where the engine has put them: name, parameter, and that place."""
+        if type(self._full.tensor) is not torch.Tensor:
+            return []  # the fake tensors of a dry run have no address
+        with PLAINLY():
+            if list(map(_ADDRESS, self.params)) == list(map(_ADDRESS, self._bound)):
+                return []
+            bound = zip(self._plan.layout.slots, self.params, self._bound, strict=True)
+            return [(slot.spec.name, param, at) for slot, param, at in bound if _ADDRESS(param) != _ADDRESS(at)]
 
     def free(self) -> None:
         """Drop every buffer; the parameters become stand-ins."""
@@ -324,6 +357,7 @@ class Weights:
         self.state = state
 
     def _bind(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._bound = tensors
         with PLAINLY():  # guarded parameters would ask first
             for param, tensor in zip(self.params, tensors, strict=True):
                 param.data = tensor

@@ -1,0 +1,108 @@
+"""Habits from plain torch and other libraries that have another effect here: what an engine says about each, once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.comm import Comm
+from shardwise.config import Config
+from shardwise.errors import ConfigError, Notices
+from shardwise.partition.policy import DTYPE_NAMES
+from shardwise.tensors import tensors_in
+
+
+def in_model_dtype(config: Config, model: nn.Module, notices: Notices) -> Config:
+    """The configuration with `precision.compute: model` resolved; says so if a 16-bit model is widened by default."""
+    dtypes = {param.dtype for param in model.parameters() if param.is_floating_point()}
+    narrow = [DTYPE_NAMES[dtype] for dtype in dtypes if dtype in (torch.bfloat16, torch.float16)]
+    if narrow and config.precision.compute == "fp32" and config.origin("precision.compute").kind == "default":
+        notices.say(
+            "widened",
+            f"the model has {' and '.join(sorted(narrow))} parameters, and they are widened to fp32, because the "
+            "configuration does not give a precision: set precision.compute: model to keep their dtype (with fp32 "
+            "master copies), or precision.compute: fp32 if this is meant",
+        )
+    if config.precision.compute == "model" and (unknown := dtypes - DTYPE_NAMES.keys()):
+        raise ConfigError(
+            f"precision.compute is model, and the model has parameters of {unknown.pop()}: convert them to fp32, bf16 "
+            "or fp16, or set precision.compute to one of these"
+        )
+    return config.for_dtypes([DTYPE_NAMES[dtype] for dtype in dtypes if dtype in DTYPE_NAMES])
+
+
+def notice_division(loss: torch.Tensor, count: int, notices: Notices) -> None:
+    """Say that the loss was divided by the number of micro-batches before `engine.backward` divides it."""
+    if _is_quotient(loss, count):
+        notices.say(
+            "loss divided",
+            f"the loss was divided by {count}, and engine.backward divides it by batch.accumulation, which is {count} "
+            "too: if yours is the division for accumulation, leave it out, or call engine.backward(loss, scale=False)",
+        )
+
+
+def _is_quotient(loss: torch.Tensor, count: int) -> bool:
+    """Whether the loss is `something / count`, where that is not plainly the mean of `count` terms or samples."""
+    made = loss.grad_fn
+    if made is None or made.name() != "DivBackward0":
+        return False
+    divisor: Any = made._saved_other  # type: ignore[attr-defined]  # of this node
+    # A Python number; the value of any other tensor may still be on its way on the device.
+    is_number = divisor.ndim == 0 and divisor.device.type == "cpu" and divisor.dtype in (torch.int64, torch.float64)
+    if not is_number or divisor.item() != count:
+        return False
+    inside = made.next_functions[0][0]
+    is_sum = inside is None or inside.name().startswith(("Sum", "Add")) or getattr(inside, "_saved_reduction", 0) == 2
+    return not is_sum
+
+
+class InputWatch:
+    """Compares the inputs of all ranks once: ranks that all train on the same data learn no more than one.
+
+    A checksum of one forward in each of a few steps is kept on the device. Inputs that are the same in every step are
+    taken for those of a test.
+    """
+
+    STEPS = 3
+    _LEAST_NUMEL = 16  # less is a counter or a flag, not data
+
+    def __init__(self, comm: Comm, notices: Notices) -> None:
+        self._device = comm.device
+        self._notices = notices
+        self._sums: list[torch.Tensor] = []
+        self._is_over = not comm.is_checked
+        self.is_open = False
+        """Whether the next forward is one to look at."""
+
+    def note(self, *inputs: Any) -> None:
+        """Before a forward that trains."""
+        if not self.is_open or self._is_over:
+            return
+        self.is_open = False
+        dense = (tensor for tensor in tensors_in(*inputs) if tensor.layout == torch.strided)
+        tensors = [tensor for tensor in dense if not tensor.is_complex()]
+        if sum(tensor.numel() for tensor in tensors) >= self._LEAST_NUMEL:
+            sums = [tensor.detach().sum(dtype=torch.float64).to(self._device) for tensor in tensors]
+            self._sums.append(torch.stack([each * place for place, each in enumerate(sums, 1)]).sum())
+
+    def checksums(self) -> torch.Tensor:
+        """One for each of the steps that were looked at, NaN where there was nothing to see."""
+        blank = torch.full((), float("nan"), dtype=torch.float64, device=self._device)
+        return torch.stack((self._sums + [blank] * self.STEPS)[: self.STEPS])
+
+    def compare(self, everyone: torch.Tensor) -> None:
+        """Say so if the checksums of all ranks, the rows, are equal. Waits for the device, once."""
+        if self._is_over:
+            return
+        self._is_over = True
+        self._sums = []
+        rows = everyone.tolist()
+        if all(row == rows[0] for row in rows) and len(set(rows[0])) == self.STEPS:
+            self._notices.say(
+                "same data",
+                f"all {len(rows)} ranks were given the same inputs, so together they learn no more than one: give each "
+                "rank its own part of the data, with torch.utils.data.DistributedSampler (and sampler.set_epoch), or "
+                "by its rank",
+            )

@@ -13,6 +13,7 @@ from torch._C._distributed_c10d import HashStore
 
 from shardwise.comm.comm import ProcessGroupComm
 from shardwise.config import Config
+from shardwise.config.auto import UserObjects
 from shardwise.config.presets import offloaded
 from shardwise.config.sections import Tier
 from shardwise.deferred.deferred import DeferredSession, check_deferred, finish, prepare, session_behind
@@ -56,6 +57,8 @@ def initialize(
     if session is not None:
         prepare(model, session, comm)
     chosen = _optimizer(optimizer, config, [param for param in model.parameters() if param.requires_grad])
+    objects = UserObjects(model, chosen, optimizer is not None, lr_scheduler is not None)
+    config = config.for_objects(objects, warns=comm.rank == 0)
     engine = Engine(model, chosen, config, comm)
     if session is not None:
         finish()

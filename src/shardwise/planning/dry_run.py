@@ -12,7 +12,7 @@ import itertools
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from shardwise.comm.comm import DONE, Comm, Handle
 from shardwise.config import Config
+from shardwise.config.auto import UserObjects
 from shardwise.engine.engine import Engine
 from shardwise.errors import ConfigError
 from shardwise.models.built_in import Batch, Build, MakeBatch, ModelAndData
@@ -55,6 +56,10 @@ class Scenario:
     def rank(self) -> int:
         """The rank that represents all: ranks from the third on do not add in place, and so hold the most."""
         return min(2, self.world_size - 1)
+
+    def with_dtype_of(self, model: nn.Module) -> Scenario:
+        """The same with the precision that the configuration leaves to the model."""
+        return replace(self, config=self.config.for_objects(UserObjects(model), warns=False))
 
 
 @dataclass(frozen=True)
@@ -138,6 +143,7 @@ def dry_run(scenario: Scenario) -> Foreseen:
         with observer, replacing(kernels.replaced):
             model, make_batch = scenario.build()
             _check_fake(model)
+            scenario = scenario.with_dtype_of(model)
             engine = _engine(model, scenario, observer.host)
             labelling.attach_model(observer, engine, scenario.config)
             batches = _batches(make_batch, mode, scenario.rank)

@@ -169,7 +169,7 @@ def prepare(options: TrainOptions, world_size: int) -> TrainJob:
 def _config(options: TrainOptions, world_size: int) -> Config:
     placing = options.placing
     loaded = Config.load(placing.config)
-    sections = {name: getattr(loaded, name) for name in Config.model_fields}
+    sections: dict[str, Section] = {}
     if placing.precision is not None:
         sections["precision"] = Precision(compute=placing.precision)
     clip = DEFAULT_CLIP if placing.clip is None and loaded.gradients.clip_norm is None else placing.clip
@@ -180,7 +180,7 @@ def _config(options: TrainOptions, world_size: int) -> Config:
         params = loaded.optimizer.params | {"lr": options.updates.lr}
         sections["optimizer"] = OptimizerSection(name=loaded.optimizer.name, params=params)
     sections["batch"] = _batch(options, loaded, world_size)
-    return Config(**sections)
+    return loaded.with_sections(**sections)
 
 
 def _batch(options: TrainOptions, config: Config, world_size: int) -> Batch:

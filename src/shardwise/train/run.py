@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import shutil
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -16,8 +17,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import shardwise
 from shardwise.comm.comm import Comm
+from shardwise.config.auto import UserObjects
 from shardwise.engine.engine import Engine
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, ShardwiseWarning
 from shardwise.train.data import SampleLoader
 from shardwise.train.folder import MetricsFiles, RunFolder, StepMetrics, check_identity
 from shardwise.train.job import TrainJob, rate_factor
@@ -40,7 +42,8 @@ def run(job: TrainJob, process: RankProcess, comm: Comm) -> None:
     screen = make_screen(comm.rank)
     _introduce(job, process, screen)
     foreseen_bytes = _foresee(job, process, screen) if job.options.placing.foresee and comm.rank == 0 else None
-    engine = build_engine(job, process)
+    with _warnings_on(screen):
+        engine = build_engine(job, process)
     if foreseen_bytes is not None:
         engine.expect(foreseen_bytes)
     with _warnings_on(screen):
@@ -80,7 +83,9 @@ def _optimizer(params: Iterable[Any], rate: float) -> torch.optim.Optimizer:
 def _scheduler(job: TrainJob, optimizer: torch.optim.Optimizer) -> Any:
     asked = job.options.updates.schedule
     if job.config.scheduler is not None and asked is None:
-        return job.config.scheduler.build(optimizer, total_steps=job.steps)
+        resolved = job.config.for_objects(UserObjects(optimizer=optimizer), warns=False)
+        assert resolved.scheduler is not None
+        return resolved.scheduler.build(optimizer, total_steps=job.steps)
     shape = {"steps": job.steps, "warmup": job.warmup, "schedule": asked or "cosine"}
     return LambdaLR(optimizer, lambda step: rate_factor(step, **shape))  # type: ignore[arg-type]  # by name
 
@@ -105,15 +110,22 @@ def _open(folder: RunFolder, job: TrainJob, comm: Comm) -> None:
 
 @contextlib.contextmanager
 def _warnings_on(screen: Screen) -> Iterator[None]:
-    """Show logged warnings, such as one about a damaged checkpoint, on the screen: stderr goes to a file."""
+    """Show warnings, such as one about a damaged checkpoint, on the screen: stderr goes to a file."""
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: screen.say("warning", record.getMessage())  # type: ignore[method-assign]  # one use
     logger = logging.getLogger("shardwise")
     logger.addHandler(handler)
     try:
-        yield
+        with warnings.catch_warnings(record=True) as raised:
+            warnings.simplefilter("always", ShardwiseWarning)
+            yield
     finally:
         logger.removeHandler(handler)
+        for each in raised:
+            if issubclass(each.category, ShardwiseWarning):
+                screen.say("warning", str(each.message))
+            else:
+                warnings.showwarning(each.message, each.category, each.filename, each.lineno)
 
 
 def _load(folder: RunFolder, job: TrainJob, engine: Engine) -> dict[str, Any] | None:

@@ -7,19 +7,19 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from shardwise.checks import check_output_file
 from shardwise.compare import table
 from shardwise.compare.job import Settings, parse_rows
 from shardwise.compare.plot import plot as draw
 from shardwise.compare.session import compare
-from shardwise.errors import ConfigError
 from shardwise.plotting import check_path
 
 
 def run(settings: Settings, presets: str, peers: str, json: Path | None, plot: Path | None) -> None:
     """Compare, print, and write the requested files. Bad input raises a ConfigError before any process starts."""
     rows = parse_rows(presets, peers)
-    if json is not None and not json.absolute().parent.is_dir():
-        raise ConfigError(f"--json {json}: there is no folder {json.absolute().parent}")
+    if json is not None:
+        check_output_file("--json", json)
     if plot is not None:
         check_path(plot)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

@@ -38,6 +38,9 @@ from shardwise.planning.kernels import CPU, Kernels, cuda, replacing
 from shardwise.planning.workload import ModelSpec, Workload
 from shardwise.tensors import map_tensors
 
+MOST_MICRO_BATCHES = 3
+"""How many micro-batches of a step the dry run of a plan runs."""
+
 
 class Untraceable(Exception):
     """The model cannot run without values, or its states would be on a disk; the message says where or which."""
@@ -104,7 +107,9 @@ def foresee(build: Build, config: Any = "zero3", world_size: int | None = None, 
 
 def foresee_workload(model: ModelSpec, workload: Workload, preset: str, world_size: int) -> Foreseen | str:
     """One preset of a plan on CUDA, or a text that says why a dry run is not possible."""
-    config = workload.config(preset).for_world_size(world_size)
+    # Further micro-batches hold what the second and third do.
+    short = replace(workload, accumulation=min(workload.accumulation, MOST_MICRO_BATCHES))
+    config = short.config(preset).for_world_size(world_size)
     build = model.build or partial(_build_decoder, model, workload)
     try:
         return dry_run(Scenario(build, config, world_size, cuda()))

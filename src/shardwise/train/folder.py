@@ -7,11 +7,11 @@ import dataclasses
 import json
 import os
 import shutil
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardwise.checks import check_output_folder
 from shardwise.errors import ConfigError
 
 
@@ -33,12 +33,7 @@ class RunFolder:
 
     def open(self) -> None:
         """Create the folder and check that it is writable."""
-        try:
-            self.root.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=self.root):
-                pass
-        except OSError as error:
-            raise ConfigError(f"--out {self.root}: cannot be written to: {error.strerror}") from None
+        check_output_folder("--out", self.root)
 
     def clear(self) -> None:
         """Remove the files of earlier runs, and no others."""
@@ -86,6 +81,12 @@ class RunFolder:
         except (OSError, ValueError) as error:
             raise ConfigError(f"{self.record}: cannot be read ({error}); --fresh starts over") from None
         return found if isinstance(found, dict) else {}
+
+
+def check_resume(source: Path | None) -> None:
+    """Raise a ConfigError if there is no checkpoint to resume from."""
+    if source is not None and not any((*source.glob("manifest.json"), *source.glob("[!.]*/manifest.json"))):
+        raise ConfigError(f"--resume {source}: there is no checkpoint: name the folder `checkpoints` of another run")
 
 
 def _absolute(path: Path) -> str:

@@ -122,12 +122,11 @@ class StepMetrics:
 
 
 class MetricsFiles:
-    """The metrics of a run so far, and their files. Continuing after `step` drops later rows."""
+    """The files of a run's metrics. Continuing after `step` drops later rows. Nothing of a step stays in memory."""
 
     def __init__(self, folder: Path, step: int, tensorboard: bool = False) -> None:
         self._lines, self._table = folder / "metrics.jsonl", folder / "metrics.csv"
         self._board = None
-        self.rows: list[StepMetrics] = []
         kept = [row for row in read(self._lines) if row.step <= step]
         self._lines.write_text("")
         self._table.write_text(",".join(field.name for field in dataclasses.fields(StepMetrics)) + "\n")
@@ -135,8 +134,12 @@ class MetricsFiles:
         if tensorboard:
             self._board = check_tensorboard()(str(folder / "tensorboard"), purge_step=step + 1)
 
+    @property
+    def rows(self) -> list[StepMetrics]:
+        """All rows so far, read from the file."""
+        return read(self._lines)
+
     def add(self, rows: list[StepMetrics]) -> None:
-        self.rows += rows
         with self._lines.open("a") as lines, self._table.open("a", newline="") as table:
             lines.writelines(json.dumps(dataclasses.asdict(row)) + "\n" for row in rows)
             csv.writer(table, lineterminator="\n").writerows(map(dataclasses.astuple, rows))

@@ -194,12 +194,12 @@ def finish(loop: TrainLoop, folder: RunFolder, foreseen_bytes: int | None) -> No
         folder.sample.write_text(text + "\n")
         screen.text("sample", "\n".join(text.splitlines()[:SHOWN_LINES]))
     screen.text("report of rank 0", report)
-    if loop.metrics.rows:
-        _summarise(loop, loop.metrics.rows)
+    if rows := loop.metrics.rows:
+        _summarise(loop, rows)
         if job.options.outputs.plot:
             plotted = f"{job.shape}; {job.options.placing.config} on {job.world_size} rank(s)"
             try:
-                draw(loop.metrics.rows, loop.trace, plotted, folder.plot)
+                draw(rows, loop.trace, plotted, folder.plot)
             except ConfigError as error:
                 screen.say("plot", f"left out: {error}")
     _list_files(folder, screen)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from pathlib import Path
 
 from rich.console import Console
@@ -27,8 +29,13 @@ def run(settings: Settings, presets: str, peers: str, json: Path | None, plot: P
     with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
         task = progress.add_task("starting", total=None)
 
+        started_s = time.monotonic()
+
         def show(text: str, done: int, total: int) -> None:
             progress.update(task, description=text, completed=done, total=total)
+            if not errors.is_terminal:  # a pipe or a file, which shows no bar
+                seconds = time.monotonic() - started_s
+                print(f"{seconds:>5.0f} s  {done + 1}/{total}  {text}", file=sys.stderr, flush=True)
 
         comparison = compare(settings, rows, show)
     if json is not None:

@@ -19,6 +19,7 @@ from shardwise.config.sections import Tier
 from shardwise.deferred.deferred import DeferredSession, check_deferred, finish, prepare, session_behind
 from shardwise.engine.access import is_managed
 from shardwise.engine.engine import Engine
+from shardwise.engine.own_group import end_group_at_exit
 from shardwise.errors import ConfigError
 from shardwise.optim.optimizers import OptimizerFactory, resolve_optimizer
 
@@ -122,6 +123,7 @@ def _group(mesh: Any, device: torch.device) -> dist.ProcessGroup | None:
         return group
     if not dist.is_initialized():
         _start_process_group(device.type == "cuda")
+        end_group_at_exit()
     return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import math
@@ -19,6 +20,7 @@ import shardwise
 from shardwise.comm.comm import Comm
 from shardwise.config.auto import UserObjects
 from shardwise.engine.engine import Engine
+from shardwise.engine.report import Report
 from shardwise.errors import ConfigError, ShardwiseWarning
 from shardwise.train.data import SampleLoader
 from shardwise.train.folder import MetricsFiles, RunFolder, StepMetrics, check_identity
@@ -181,7 +183,7 @@ def finish(loop: TrainLoop, folder: RunFolder, foreseen_bytes: int | None) -> No
     """Write sample, report, export and plot of a finished run. All ranks call it, since it gathers weights."""
     screen, job = loop.screen, loop.job
     # Before sampling, whose gathers would count in the report.
-    report = f"{loop.engine.report()}\n{_observed(loop.trace, foreseen_bytes)}".rstrip()
+    report = f"{_report(loop.engine.report(), loop.trace)}\n{_observed(loop.trace, foreseen_bytes)}".rstrip()
     text = _sample(loop)
     if loop.metrics is not None:
         shutil.rmtree(folder.export, ignore_errors=True)  # the export of an earlier, shorter run
@@ -231,6 +233,16 @@ def _sample(loop: TrainLoop) -> str:
         tokens.append(int(torch.multinomial(probabilities, 1, generator=generator)))
     engine.train()
     return as_text(tokens, corpus.is_text)
+
+
+def _report(found: Report, trace: MemoryTrace | None) -> Report:
+    """The engine's report, with the measured peak of one step where it has one: that is what a dry run predicts.
+
+    The allocator's own peak is of the time since it was last reset, and measuring steps resets it.
+    """
+    if trace is None or found.measured_peak_bytes is None:
+        return found
+    return dataclasses.replace(found, measured_peak_bytes=trace.peak_bytes)
 
 
 def _observed(trace: MemoryTrace | None, foreseen_bytes: int | None) -> str:

@@ -79,7 +79,7 @@ def test_each_row_says_whether_it_fits_and_with_how_much_to_spare():
     assert "tight" not in text
     assert "<15% spare" in text
     assert "fits with less than 15% to spare" in text
-    assert "the fastest preset that fits, with" in found.advice.reason
+    assert "the fastest that fits, with" in found.advice.reason
     assert re.search(r"zero\d needs \d+GB of 150GB, which leaves \d+% to spare", found.advice.reason)
     assert "arithmetic may be off by 15%; a dry run (--detailed) can tell" in found.advice.reason
 

@@ -199,7 +199,7 @@ def advise(rows: Sequence[PlanRow], model: ModelSpec, workload: Workload, hardwa
 
 
 def _reason(row: PlanRow, tried: Sequence[PlanRow], rows: Mapping[str, PlanRow], hardware: Hardware) -> str:
-    reason = f"the fastest preset that fits, with {row.margin:.0%} of each GPU's memory to spare"
+    reason = f"the fastest that fits, with {row.margin:.0%} of each GPU's memory to spare"
     if tried:
         reason += f"; {_why_not(tried[-1], hardware)}"
     elif hardware.gpus == 1:

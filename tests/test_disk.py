@@ -27,6 +27,7 @@ from shardwise.offload.staging import Staging, staging_bytes
 from shardwise.offload.staging_buffers import RequestDone, StagingBuffers
 from shardwise.offload.streams import PAST
 from shardwise.partition.layout import Span
+from shardwise.sizes import format_bytes
 from support import matrix, ranks
 from support.training import digest, make_batch, start, train_step, trained
 
@@ -603,3 +604,20 @@ def test_a_rank_without_room_stops_all_before_the_first_step(rank, world_size, t
         start("gpt", config("zero3_nvme", tmp_path))
     if rank == 1:
         disk_file._free_bytes = real
+
+
+@ranks(2)
+def test_ranks_of_one_disk_count_its_room_together(rank, world_size, tmp_path):
+    """One rank's files would fit, both do not: found before anything is reserved, with figures that add up."""
+    engine = start("gpt", config("zero3_nvme", tmp_path))
+    needed = engine._offload.staging.file(is_weights=False).size_bytes
+    engine.destroy()
+    disk_file._free_bytes, real = lambda _: needed * 3 // 2, disk_file._free_bytes
+    try:
+        with pytest.raises(DiskError) as found:
+            start("gpt", config("zero3_nvme", tmp_path))
+    finally:
+        disk_file._free_bytes = real
+    each, together, free = (format_bytes(size) for size in (needed, 2 * needed, needed * 3 // 2))
+    words = f"this rank needs {each}, the 2 ranks that use this disk need {together} together, and {free} are free"
+    assert words in str(found.value)

@@ -3,7 +3,7 @@
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from inspect import Parameter, Signature
 from pathlib import Path
 from types import UnionType
@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import typer
 
 from shardwise._version import __version__
+from shardwise.checks import MOST_SAMPLES, check_range
 from shardwise.errors import ShardwiseError
 from shardwise.train.options import SECTIONS, options_from
 
@@ -22,6 +23,32 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+MOST_THREADS = 4096
+
+
+def _path(text: str | Path) -> Path:
+    """A path. An empty one would be the working directory, which an empty variable of a script does not mean."""
+    if not str(text).strip():  # a default is a path already
+        raise typer.BadParameter("the path is empty")
+    return Path(text)
+
+
+PATH: dict[str, Any] = {"parser": _path, "metavar": "PATH"}
+
+
+def _within(least: float | None, most: float) -> Callable[[typer.CallbackParam, Any], Any]:
+    """A callback of an option that checks its range. `least` is None where the command itself checks it."""
+
+    def check(param: typer.CallbackParam, value: Any) -> Any:
+        if value is not None:
+            check_range(param.opts[-1], value, least, most)
+        return value
+
+    return check
+
+
+COUNT = {"callback": _within(1, MOST_SAMPLES)}
 
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
@@ -58,14 +85,16 @@ def compare(
     nproc: Annotated[int, typer.Option(help="Ranks; several may share one GPU.")] = 2,
     presets: Annotated[str, typer.Option(help="Presets of shardwise.")] = "zero0,zero1,zero2,zero3",
     peers: Annotated[str, typer.Option(help="Other systems: ddp, fsdp2, deepspeed, deepspeed-zero3.")] = "",
-    steps: Annotated[int, typer.Option(help="Timed steps per row.")] = 20,
-    accumulate: Annotated[int, typer.Option(help="Micro-batches per step.")] = 1,
+    steps: Annotated[int, typer.Option(help="Timed steps per row.", callback=_within(1, 10**6))] = 20,
+    accumulate: Annotated[int, typer.Option(help="Micro-batches per step.", callback=_within(1, 10**6))] = 1,
     precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    clip: Annotated[float, typer.Option(help="Largest gradient norm; 0 disables clipping.")] = 1.0,
+    clip: Annotated[
+        float, typer.Option(help="Largest gradient norm; 0 disables clipping.", callback=_within(0, 1e30))
+    ] = 1.0,
     deterministic: Annotated[bool, typer.Option("--deterministic", help="Same bits for every unit size.")] = False,
-    json: Annotated[Path | None, typer.Option(help="Write the figures to this file.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Plot the figures to this file (.png, .svg, .pdf).")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write the figures to this file.", **PATH)] = None,
+    plot: Annotated[Path | None, typer.Option(help="Plot the figures to this file (.png, .svg, .pdf).", **PATH)] = None,
     list_models: Annotated[bool, typer.Option("--list", help="List the built-in models and exit.")] = False,
     debug: Debug = False,
 ) -> None:
@@ -86,25 +115,29 @@ def plan(
         str | None, typer.Argument(help="A known model (llama3-8b), config.json, model folder or file.py:function.")
     ] = None,
     params: Annotated[str | None, typer.Option(help="Number of parameters instead of a model: 8e9, 8B.")] = None,
-    gpus: Annotated[int | None, typer.Option(help="Number of GPUs in all (8).")] = None,
+    gpus: Annotated[int | None, typer.Option(help="Number of GPUs in all (8).", callback=_within(None, 10**6))] = None,
     gpu_memory: Annotated[str | None, typer.Option(help="Memory of each GPU: 44GB (80GB).")] = None,
     host_memory: Annotated[str | None, typer.Option(help="Host memory of each node.")] = None,
     disk: Annotated[str | None, typer.Option(help="Disk space of each node, for NVMe offload.")] = None,
-    nodes: Annotated[int, typer.Option(help="Nodes that the GPUs are spread over.")] = 1,
+    nodes: Annotated[int, typer.Option(help="Nodes that the GPUs are spread over.", callback=_within(None, 10**6))] = 1,
     here: Annotated[bool, typer.Option("--here", help="Use the GPUs, memory, disk and links of this machine.")] = False,
-    tflops: Annotated[float | None, typer.Option(help="TFLOP/s that a GPU reaches in training.")] = None,
+    tflops: Annotated[
+        float | None, typer.Option(help="TFLOP/s that a GPU reaches in training.", callback=_within(None, 1e9))
+    ] = None,
     gpu_link: Annotated[str | None, typer.Option(help="Rate from a GPU to the others: 450GB/s, 400Gb/s.")] = None,
     node_link: Annotated[str | None, typer.Option(help="Rate from a node to the others.")] = None,
     host_link: Annotated[str | None, typer.Option(help="Rate between a GPU and its host, each way.")] = None,
     disk_rate: Annotated[str | None, typer.Option(help="Rate of a node's disk.")] = None,
-    seq: Annotated[int, typer.Option(help="Tokens per sample.")] = 2048,
-    micro_batch: Annotated[int, typer.Option(help="Samples per rank and micro-batch.")] = 1,
-    accumulate: Annotated[int, typer.Option(help="Micro-batches per step.")] = 1,
-    global_batch: Annotated[int | None, typer.Option(help="Samples per step; sets --accumulate.")] = None,
+    seq: Annotated[int, typer.Option(help="Tokens per sample.", **COUNT)] = 2048,
+    micro_batch: Annotated[int, typer.Option(help="Samples per rank and micro-batch.", **COUNT)] = 1,
+    accumulate: Annotated[int, typer.Option(help="Micro-batches per step.", **COUNT)] = 1,
+    global_batch: Annotated[int | None, typer.Option(help="Samples per step; sets --accumulate.", **COUNT)] = None,
     precision: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
     optimizer: Annotated[str, typer.Option(help="A torch optimizer: AdamW, SGD, ...")] = "AdamW",
     checkpointing: Annotated[bool, typer.Option(help="Recompute activations in the backward.")] = True,
-    lora: Annotated[int | None, typer.Option(help="Train adapters of this rank on frozen weights.")] = None,
+    lora: Annotated[
+        int | None, typer.Option(help="Train adapters of this rank on frozen weights.", callback=_within(1, 10**6))
+    ] = None,
     lora_targets: Annotated[str | None, typer.Option(help="Matrices with adapters (q_proj,v_proj).")] = None,
     presets: Annotated[str | None, typer.Option(help="Only these presets.")] = None,
     detailed: Annotated[
@@ -116,8 +149,12 @@ def plan(
     explain: Annotated[bool, typer.Option("--explain", help="Show the arithmetic.")] = False,
     accounting: Annotated[str | None, typer.Option(help="Model states alone: full, no-master or fp32.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    emit: Annotated[Path | None, typer.Option(help="Write the chosen configuration (for DeepSpeed too).")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the presets into this file (.png, .svg, .pdf).")] = None,
+    emit: Annotated[
+        Path | None, typer.Option(help="Write the chosen configuration (for DeepSpeed too).", **PATH)
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw the presets into this file (.png, .svg, .pdf).", **PATH)
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Predict what every rank will hold, whether it fits, and which preset to take."""
@@ -129,7 +166,9 @@ def plan(
 
 @app.command()
 def env(
-    disk: Annotated[Path | None, typer.Option(help="Also measure the disk of this folder (writes 1 GiB).")] = None,
+    disk: Annotated[
+        Path | None, typer.Option(help="Also measure the disk of this folder (writes 1 GiB).", **PATH)
+    ] = None,
     measure: Annotated[bool, typer.Option(help="Measure bandwidths.")] = True,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     debug: Debug = False,
@@ -147,7 +186,10 @@ def env(
 def run(
     context: typer.Context,
     nproc: Annotated[int, typer.Option("-n", "--nproc", help="Processes on this machine.")] = 1,
-    threads: Annotated[int | None, typer.Option(help="Threads per process (default: its share of the cores).")] = None,
+    threads: Annotated[
+        int | None,
+        typer.Option(help="Threads per process (default: its share of the cores).", callback=_within(1, MOST_THREADS)),
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Run a script on several processes: torchrun, with the cores divided among them.
@@ -182,6 +224,8 @@ def _train_parameters() -> Iterator[Parameter]:
             is_switch = field.default is False  # without --no-...
             info = special.get(name) or (typer.Option(f"--{name}") if is_switch else typer.Option())
             info.help = field.description
+            if Path in (field.annotation, *get_args(field.annotation)):
+                info.parser, info.metavar = PATH["parser"], PATH["metavar"]
             info.rich_help_panel = None if name == "paths" else section.model_config["title"]
             parsed: Any = _parsed_type(field.annotation)
             yield Parameter(name, by_name, default=field.default, annotation=Annotated[parsed, info])
@@ -203,7 +247,7 @@ app.command()(train)
 
 @app.command()
 def inspect(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or a folder of checkpoints.")],
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or a folder of checkpoints.", parser=_path)],
     verify: Annotated[bool, typer.Option("--verify", help="Read every byte and compare checksums.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON (of one checkpoint).")] = False,
     debug: Debug = False,
@@ -219,8 +263,8 @@ def inspect(
 
 @app.command()
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or a folder of checkpoints.")],
-    out: Annotated[Path, typer.Argument(help="A new folder.")],
+    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or a folder of checkpoints.", parser=_path)],
+    out: Annotated[Path, typer.Argument(help="A new folder.", parser=_path)],
     dtype: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16 (default: as trained).")] = None,
     tag: Annotated[str, typer.Option(help="Which checkpoint of the folder.")] = "latest",
     max_file: Annotated[str, typer.Option(help="Largest size of a file.")] = "5GB",
@@ -234,8 +278,8 @@ def export(
 
 @app.command("import-deepspeed")
 def import_deepspeed(
-    source: Annotated[Path, typer.Argument(help="The folder that DeepSpeed's save_checkpoint wrote.")],
-    out: Annotated[Path, typer.Argument(help="The folder of checkpoints to write to.")],
+    source: Annotated[Path, typer.Argument(help="The folder that DeepSpeed's save_checkpoint wrote.", parser=_path)],
+    out: Annotated[Path, typer.Argument(help="The folder of checkpoints to write to.", parser=_path)],
     tag: Annotated[str | None, typer.Option(help="Which checkpoint (default: the one that `latest` names).")] = None,
     debug: Debug = False,
 ) -> None:

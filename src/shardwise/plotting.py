@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from shardwise.checks import check_output_file
 from shardwise.errors import ConfigError
 
 KIND_COLORS = {
@@ -54,5 +55,4 @@ def check_path(path: str | Path) -> None:
     suffixes = sorted(f".{kind}" for kind in kinds)
     if Path(path).suffix.lower() not in suffixes:
         raise ConfigError(f"--plot {path}: the name must end in one of {', '.join(suffixes)}")
-    if not Path(path).absolute().parent.is_dir():
-        raise ConfigError(f"--plot {path}: there is no folder {Path(path).absolute().parent}")
+    check_output_file("--plot", path)

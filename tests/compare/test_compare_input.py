@@ -92,3 +92,16 @@ def test_help_is_quick_and_does_not_import_torch():
     shown = run_command([sys.executable, "-c", code + "    print('torch' in sys.modules)"]).stdout
     assert shown.endswith("False\n")
     assert "compare" in shown
+
+
+def test_in_a_pipe_progress_is_lines(cli, monkeypatch):
+    def compare(settings, rows, progress):
+        progress("zero0: memory and bytes sent", 0, 2)
+        progress("zero0: round 1 of 1", 1, 2)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr("shardwise.compare.command.compare", compare)
+    _, out, error = cli("compare")
+    assert out == ""
+    lines = [line.split(maxsplit=2)[2] for line in error.splitlines()[:2]]
+    assert lines == ["1/2  zero0: memory and bytes sent", "2/2  zero0: round 1 of 1"]

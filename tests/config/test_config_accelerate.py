@@ -108,10 +108,6 @@ def ds(section=None, **keys):
             r"deepspeed_config\.zero_stag = 3: unknown key of deepspeed_config; did you mean 'zero_stage'",
         ),
         (ds({"zero_stage": 7}), r"deepspeed_config\.zero_stage = 7: expected a stage from 0 to 3"),
-        (
-            ds({"zero_stage": 2, "offload_param_device": "cpu"}),
-            r"deepspeed_config\.offload_param_device = 'cpu': .*stage 3",
-        ),
         (ds({"zero_stage": 3, "offload_param_device": "nvme"}), r"nvme_path = null: device nvme needs the path"),
         (ds({"zero_stage": 3, "zero_optimization": {"stage": 2}}), r"contradicts zero_optimization\.stage = 3"),
         (

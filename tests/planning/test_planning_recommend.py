@@ -1,11 +1,14 @@
 """The recommendation: the order in which presets are tried, and its reason."""
 
+import os
 import re
+from types import SimpleNamespace
 
 import pytest
 
 import shardwise
 from shardwise.planning import Hardware, Workload
+from shardwise.planning.hardware import here
 
 GB = 10**9
 
@@ -64,3 +67,54 @@ def test_adapters_are_mentioned_where_states_would_leave_the_device_or_nothing_f
     adapted = advice("qwen3-30b-a3b", 5, 44 * GB, Workload(lora=(16, ("q_proj", "v_proj"))))
     assert adapted.preset == "zero3"
     assert "would fit" not in adapted.reason
+
+
+def test_each_row_says_whether_it_fits_and_with_how_much_to_spare():
+    """132 GB of 150 GB fit, with less to spare than arithmetic may be off; the reason is a sentence."""
+    found = shardwise.plan("llama3-8b", hardware=Hardware(1, 150 * GB))
+    close = [row for row in found.rows if row.is_close]
+    assert close
+    assert all(0 <= row.margin < row.spare == 0.15 for row in close)
+    text = str(found)
+    assert "tight" not in text
+    assert "<15% spare" in text
+    assert "fits with less than 15% to spare" in text
+    assert "the fastest that fits, with" in found.advice.reason
+    assert re.search(r"zero\d needs \d+GB of 150GB, which leaves \d+% to spare", found.advice.reason)
+    assert "arithmetic may be off by 15%; a dry run (--detailed) can tell" in found.advice.reason
+
+
+def test_a_preset_that_needs_too_much_says_by_how_much():
+    assert re.search(r"zero2 needs [\d.]+GB of 40GB, [\d.]+GB too much", advice("llama3-8b", 5, 40 * GB).reason)
+
+
+def test_a_host_that_is_too_small_says_what_all_ranks_need_together():
+    reason = advice("llama3-70b", 1, host_bytes=300 * GB, disk_bytes=10**13).reason
+    assert re.search(r"host memory too small: [\d.]+[GT]B for the ranks of a node together, and it has 300GB", reason)
+
+
+def test_dry_runs_are_not_forked_after_cuda_was_started(monkeypatch):
+    def fork(*_):
+        raise AssertionError("forked")
+
+    monkeypatch.setattr("shardwise.planning.planner.cores", lambda: 8)
+    monkeypatch.setattr("shardwise.planning.planner.ProcessPoolExecutor", fork)
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    found = shardwise.plan("mlp-100k", detailed=True, presets=["zero1", "zero2"])
+    assert found.mode == "detailed"
+    assert not [note for note in found.notes if "no dry run" in note]
+
+
+def test_this_machine_is_measured_in_another_process(monkeypatch):
+    """So that CUDA does not start in the one that forks the dry runs."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: SimpleNamespace(total_memory=80 * GB))
+    monkeypatch.setattr("shardwise.machine.env.hardware", lambda: {"memory_bytes": os.getpid()})
+    monkeypatch.setattr("shardwise.machine.env.device_links_gbs", dict)
+    monkeypatch.setattr("shardwise.machine.env.host_device_gbs", lambda: {"both at once": 50.0})
+    found = here()
+    assert (found.gpus, found.gpu_bytes) == (1, 80 * GB)
+    assert found.host_bytes != os.getpid()
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    assert here().host_bytes == os.getpid()

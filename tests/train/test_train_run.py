@@ -1,16 +1,21 @@
 """Runs on ranks: stopping and continuing changes no bit, at any placement and world size; files are complete."""
 
 import contextlib
+import gc
 import io
 import json
 import os
 import re
+import sys
+import tracemalloc
 from dataclasses import dataclass
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 
+import shardwise.train
 from shardwise.comm.comm import ProcessGroupComm
 from shardwise.errors import ConfigError
 from shardwise.train.folder import RunFolder, read
@@ -232,3 +237,38 @@ def test_a_damaged_checkpoint_that_is_passed_over_is_shown(rank, world_size, tmp
 def test_a_signal_before_the_first_step_saves_nothing(rank, world_size, tmp_path):
     train(write_text(tmp_path, rank), tmp_path / "run", process=Process(0))
     assert not RunFolder(tmp_path / "run").has_checkpoint
+
+
+class Weighed(Process):
+    """A process that counts the blocks of memory that the code of `train` holds, before certain steps."""
+
+    def __init__(self, *at):
+        super().__init__()
+        self.at = at
+        self.blocks = []
+
+    @property
+    def stop_requested(self):
+        self.looks += 1
+        if self.looks == self.at[0] - 10:
+            tracemalloc.start()
+        if self.looks - 1 in self.at:
+            gc.collect()
+            sys._clear_type_cache()  # it keeps up to 4096 names that C++ code looked up
+            own = tracemalloc.Filter(True, str(Path(shardwise.train.__file__).parent / "*"))
+            self.blocks.append(len(tracemalloc.take_snapshot().filter_traces([own]).traces))
+        return False
+
+
+@ranks(1)
+def test_a_longer_run_holds_no_more_memory(rank, world_size, tmp_path):
+    """Steps are logged to files, not kept: memory would grow by their rows for as long as a run lasts."""
+    process = Weighed(30, 90)
+    intervals = {"log_every": 10, "eval_every": 0}
+    try:
+        train(write_text(tmp_path, rank), tmp_path / "run", process=process, steps=100, intervals=intervals)
+    finally:
+        tracemalloc.stop()
+    before, after = process.blocks
+    assert after - before < 60  # less than one block a step
+    assert len(read(tmp_path / "run/metrics.jsonl")) == 100

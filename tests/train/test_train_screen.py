@@ -9,11 +9,14 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
+from shardwise.engine.report import Report
 from shardwise.errors import ConfigError
+from shardwise.observe.analyzer import MemoryPoint
 from shardwise.train import folder
 from shardwise.train.folder import MetricsFiles, StepMetrics, read
-from shardwise.train.loop import MemoryTrace
+from shardwise.train.loop import MemoryTrace, complete_kinds
 from shardwise.train.plot import draw
+from shardwise.train.run import _report
 from shardwise.train.screen import LiveScreen, PlainScreen, Screen, make_screen
 
 
@@ -109,3 +112,13 @@ def test_without_matplotlib_it_says_how_to_get_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ConfigError, match=r"pip install 'shardwise\[plot\]'"):
         draw([row(1)], None, "title", tmp_path / "plot.png")
+
+
+def test_what_no_tensor_holds_is_part_of_the_measured_peak():
+    """As in a dry run's figure: on a GPU, 64 MiB of cuBLAS workspaces were in one of the two only."""
+    point = MemoryPoint("", 0.0, 0, 0, 0, peak_bytes=100, peak_kinds={"weights": 50, "other": 3})
+    assert complete_kinds(point) == {"weights": 50, "other": 50}
+    trace = MemoryTrace([0.1], [complete_kinds(point)], [])
+    measured = Report(1, {}, {}, {}, 0, {}, {}, {}, {}, measured_peak_bytes=7, predicted_peak_bytes=100)
+    assert _report(measured, trace).measured_peak_bytes == 100
+    assert _report(measured, None).measured_peak_bytes == 7

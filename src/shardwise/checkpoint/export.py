@@ -29,6 +29,7 @@ from shardwise.checkpoint.files import CheckpointReader, TensorSlice, as_bytes, 
 from shardwise.checkpoint.folder import LATEST, candidates, sync_folder, writing
 from shardwise.checkpoint.manifest import read_manifest
 from shardwise.checkpoint.plain import dtype_named
+from shardwise.checks import check_range
 from shardwise.comm.comm import Comm
 from shardwise.errors import CheckpointError, ConfigError
 from shardwise.optim.states import MASTER
@@ -159,6 +160,7 @@ def export_command(source: Path, folder: Path, dtype: str | None, tag: str, max_
         max_bytes = parse_bytes(max_file)
     except ValueError as error:
         raise ConfigError(f"--max-file {max_file}: {error}") from None
+    check_range("--max-file", max_bytes, least=1)
     path = export_checkpoint(source, folder, DTYPES[dtype] if dtype is not None else None, max_bytes, tag)
     written = [file for file in folder.iterdir() if file.suffix == ".safetensors"]
     size = format_bytes(sum(file.stat().st_size for file in written))

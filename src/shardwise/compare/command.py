@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from shardwise.checks import check_output_file
 from shardwise.compare import table
 from shardwise.compare.job import Settings, parse_rows
 from shardwise.compare.plot import plot as draw
 from shardwise.compare.session import compare
-from shardwise.errors import ConfigError
 from shardwise.plotting import check_path
 
 
 def run(settings: Settings, presets: str, peers: str, json: Path | None, plot: Path | None) -> None:
     """Compare, print, and write the requested files. Bad input raises a ConfigError before any process starts."""
     rows = parse_rows(presets, peers)
-    if json is not None and not json.absolute().parent.is_dir():
-        raise ConfigError(f"--json {json}: there is no folder {json.absolute().parent}")
+    if json is not None:
+        check_output_file("--json", json)
     if plot is not None:
         check_path(plot)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -27,8 +29,13 @@ def run(settings: Settings, presets: str, peers: str, json: Path | None, plot: P
     with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
         task = progress.add_task("starting", total=None)
 
+        started_s = time.monotonic()
+
         def show(text: str, done: int, total: int) -> None:
             progress.update(task, description=text, completed=done, total=total)
+            if not errors.is_terminal:  # a pipe or a file, which shows no bar
+                seconds = time.monotonic() - started_s
+                print(f"{seconds:>5.0f} s  {done + 1}/{total}  {text}", file=sys.stderr, flush=True)
 
         comparison = compare(settings, rows, show)
     if json is not None:

@@ -4,12 +4,14 @@ To load one, the module recognises the dialect, translates the keys into a draft
 """
 
 import os
+import warnings
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
 from pydantic import PrivateAttr, ValidationError
 
+from shardwise.config import auto
 from shardwise.config.dialects import accelerate, deepspeed
 from shardwise.config.draft import ConfigDraft, Provenance, ValueOrigin, config_error, leaves, subsection
 from shardwise.config.explain import explain
@@ -17,7 +19,7 @@ from shardwise.config.files import YAML_SUFFIXES, read_file, read_text
 from shardwise.config.presets import NVME_FOLDER, PRESETS
 from shardwise.config.sections import Batch, ConfigSections, Precision, Section
 from shardwise.config.values import nearest, one_of
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, ConfigWarning
 
 _FILE_SUFFIXES = (".json", ".hjson", ".jsonc", *YAML_SUFFIXES)
 _SHARED_KEYS = ("optimizer", "scheduler")  # native sections have a `name`, DeepSpeed's a `type`
@@ -107,8 +109,32 @@ class Config(ConfigSections):
         derived = self.model_copy(update=sections)
         given = self._provenance
         origins = {**given.origins, **dict.fromkeys(changed, ValueOrigin("derived", reason))}
-        derived._provenance = Provenance(given.source, origins, given.notes)
+        derived._provenance = Provenance(given.source, origins, given.notes, given.autos)
         return derived
+
+    def with_sections(self, **sections: Section | None) -> "Config":
+        """The same configuration with other sections. Keys of a file that are "auto" no longer apply to these."""
+        changed = Config(**{name: getattr(self, name) for name in self.model_fields_set} | sections)
+        given = self._provenance
+        code = (path for path, _, _ in leaves(changed, given=True) if path.partition(".")[0] in sections)
+        origins = {**given.origins, **dict.fromkeys(code, ValueOrigin("code"))}
+        autos = tuple(each for each in given.autos if each.target.partition(".")[0] not in sections)
+        changed._provenance = Provenance(given.source, origins, given.notes, autos)
+        return changed
+
+    def for_objects(self, objects: auto.UserObjects, *, warns: bool = True) -> "Config":
+        """The same configuration with the values that the user's objects give to keys that the file leaves "auto".
+
+        `warns`: raise a `ConfigWarning` for each key that changes training and about which the objects say nothing.
+        """
+        given = self._provenance
+        if not given.autos:
+            return self
+        resolved, origins, sentences = auto.resolve(self, given, objects)
+        resolved._provenance = Provenance(given.source, {**given.origins, **origins}, given.notes)
+        for sentence in sentences if warns else ():
+            warnings.warn(f"{given.source}: {sentence}", ConfigWarning, stacklevel=3)
+        return resolved
 
     def origin(self, path: str) -> ValueOrigin:
         """Where the value at a path such as "precision.compute" came from."""

@@ -39,13 +39,26 @@ class KeyNote(NamedTuple):
     effect: str
 
 
+class AutoKey(NamedTuple):
+    """A key of the user's file that says "auto", and the native path that it would set.
+
+    `choices` is for a precision: the values, by native path, that each dtype brings, or why the file cannot have it.
+    """
+
+    key: str
+    target: str
+    choices: Mapping[str, Mapping[str, Any] | ConfigError] = {}
+
+
 @dataclass(frozen=True)
 class Provenance:
-    """What a configuration was read from: its source, the origin of each value by path, notes on the file's keys."""
+    """What a configuration was read from: its source, the origin of each value by path, notes on the file's keys, and
+    those of its keys that are "auto"."""
 
     source: str
     origins: Mapping[str, ValueOrigin] = field(default_factory=dict)
     notes: tuple[KeyNote, ...] = ()
+    autos: tuple[AutoKey, ...] = ()
 
     def origin(self, path: str) -> ValueOrigin:
         return self.origins.get(path, ValueOrigin("default"))
@@ -64,6 +77,8 @@ class ConfigDraft:
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, ValueOrigin] = field(default_factory=dict)
     notes: list[KeyNote] = field(default_factory=list)
+    autos: list[AutoKey] = field(default_factory=list)
+    warns: bool = True
     aliases: dict[str, str] = field(default_factory=dict)  # a translated key path -> the path in the user's file
     prefix: str = ""  # put before translated key paths that have no alias
 
@@ -110,7 +125,8 @@ class ConfigDraft:
     def warn(self, key: str, value: object, effect: str) -> None:
         """Note the key and raise a `ConfigWarning` about it."""
         self.note(key, value, effect)
-        warnings.warn(f"{self.source}: {self.own_path(key)}: {effect}", ConfigWarning, stacklevel=2)
+        if self.warns:
+            warnings.warn(f"{self.source}: {self.own_path(key)}: {effect}", ConfigWarning, stacklevel=2)
 
     def nested(self) -> dict[str, Any]:
         """The values as nested sections."""
@@ -125,7 +141,7 @@ class ConfigDraft:
 
     def provenance(self) -> Provenance:
         source = self.source if self.dialect == "native" else f"{self.source} ({self.dialect})"
-        return Provenance(source, dict(self.origins), tuple(self.notes))
+        return Provenance(source, dict(self.origins), tuple(self.notes), tuple(self.autos))
 
 
 def subsection(info: FieldInfo) -> type[Section] | None:

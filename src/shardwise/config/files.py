@@ -9,17 +9,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from shardwise.checks import read_limited
 from shardwise.errors import ConfigError
 
 YAML_SUFFIXES = (".yaml", ".yml")
+MOST_BYTES = 4 << 20
+"""The largest file that is read. Configurations have a few kB, those of models up to a few hundred."""
+MOST_VALUES = 100_000
+"""How many values a file may have, counting those that YAML aliases repeat."""
 
 
 def read_file(path: Path) -> dict[str, Any]:
     """The mapping in a JSON or YAML file, or a `ConfigError` that names the file."""
     try:
-        text = path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
+        text = read_limited(path, MOST_BYTES).decode("utf-8-sig")
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: is not UTF-8 text, so not a configuration") from None
     return read_text(text, str(path), yaml=path.suffix.lower() in YAML_SUFFIXES)
@@ -88,6 +91,25 @@ def _yaml(text: str, source: str) -> Any:
             return super().construct_mapping(node, deep)
 
     try:
-        return yaml.load(text, UniqueKeyLoader)
+        loader = UniqueKeyLoader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        # Before values are made: ten lines of nested aliases stand for more of them than any memory holds.
+        if _count(node, {}) > MOST_VALUES:
+            raise ConfigError(f"{source}: its aliases repeat more than {MOST_VALUES} values: write out what is meant")
+        return loader.construct_document(node)
+    except ConfigError:
+        raise
     except (yaml.YAMLError, ValueError, TypeError) as error:
         raise ConfigError(f"{source}: is not valid YAML: {' '.join(str(error).split())}") from None
+
+
+def _count(node: Any, counts: dict[int, int]) -> int:
+    """The values below a node of a YAML document, repeated ones each time. A node inside itself has endlessly many."""
+    if id(node) not in counts:
+        counts[id(node)] = MOST_VALUES + 1  # until its own count is known
+        children = node.value if isinstance(node.value, list) else []
+        parts = (part for child in children for part in (child if isinstance(child, tuple) else (child,)))
+        counts[id(node)] = 1 + sum(_count(part, counts) for part in parts)
+    return counts[id(node)]

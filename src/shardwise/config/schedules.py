@@ -175,6 +175,15 @@ def check(name: str, params: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     return found, read_params(params, _readers(_SCHEDULES[found]), found)
 
 
+def default(name: str, param: str) -> Any:
+    """The value of a schedule's parameter that is left open; None where it has no default.
+
+    >>> default("WarmupLR", "warmup_num_steps")
+    1000
+    """
+    return getattr(_SCHEDULES[name], param, None)
+
+
 def _readers(kind: type[RateSchedule]) -> dict[str, Any]:
     return {name: hint.__metadata__[0] for name, hint in get_type_hints(kind, include_extras=True).items()}
 

@@ -13,12 +13,14 @@ from torch._C._distributed_c10d import HashStore
 
 from shardwise.comm.comm import ProcessGroupComm
 from shardwise.config import Config
+from shardwise.config.auto import UserObjects
 from shardwise.config.presets import offloaded
 from shardwise.config.sections import Tier
 from shardwise.deferred.deferred import DeferredSession, check_deferred, finish, prepare, session_behind
 from shardwise.engine.access import is_managed
 from shardwise.engine.alike import check_alike
 from shardwise.engine.engine import Engine
+from shardwise.engine.own_group import end_group_at_exit
 from shardwise.errors import ConfigError
 from shardwise.optim.lr_schedule import check_scheduler
 from shardwise.optim.optimizers import OptimizerFactory, resolve_optimizer
@@ -58,6 +60,8 @@ def initialize(
     if session is not None:
         prepare(model, session, comm)
     chosen = _optimizer(optimizer, config, [param for param in model.parameters() if param.requires_grad])
+    objects = UserObjects(model, chosen, optimizer is not None, lr_scheduler is not None)
+    config = config.for_objects(objects, warns=comm.rank == 0)
     scheduler = _scheduler(lr_scheduler, config, chosen)
     check_alike(model, chosen, config, scheduler, comm)
     engine = Engine(model, chosen, config, comm)
@@ -126,6 +130,7 @@ def _group(mesh: Any, device: torch.device) -> dist.ProcessGroup | None:
         return group
     if not dist.is_initialized():
         _start_process_group(device.type == "cuda")
+        end_group_at_exit()
     return None
 
 

@@ -10,6 +10,7 @@ offloaded starts offloaded, two steps are measured, and what fits into the rest 
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,7 @@ from shardwise.errors import ConfigError, DiskError
 from shardwise.machine.memory import host_bytes
 from shardwise.memory import Ledger
 from shardwise.offload.context import OffloadContext, bucket_numel, host_memory
+from shardwise.offload.disk_room import shortage
 from shardwise.offload.pinned import HostMemory
 from shardwise.offload.staging import Staging, staging_bytes
 from shardwise.optim import Updater
@@ -140,8 +142,7 @@ class Budget:
 
     def _host_share_bytes(self) -> int:
         """This rank's share of what is free on its host, the same on all ranks."""
-        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        return int(min(self._comm.share_object(host_bytes("MemAvailable") // ranks_here, "the room on the host")))
+        return int(min(self._comm.share_object(_host_part_bytes(), "the room on the host")))
 
     def _start_measuring(self) -> None:
         if self._comm.device.type == "cuda":
@@ -155,7 +156,7 @@ class Budget:
             # Segments are not filled to the last byte.
             free = (torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)) * 19 // 20
         else:
-            peak, free = self._ledger.by_tier(at_peak=True).get("device", 0), host_bytes("MemAvailable")
+            peak, free = self._ledger.by_tier(at_peak=True).get("device", 0), _host_part_bytes()
         room = (free if budget == "auto" or budget is None else budget) - peak
         return int(min(self._comm.share_object(room, "the room on the device")))
 
@@ -167,6 +168,11 @@ def offloaded_bytes(plan: UnitPlan, moments: int) -> Counter[str]:
         if part.tier != "device":
             sizes[part.tier] += part.bytes_each * plan.layout.shard_numel
     return sizes
+
+
+def _host_part_bytes() -> int:
+    """What is free on this host, divided by the ranks that run here."""
+    return host_bytes("MemAvailable") // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def open_offload(
@@ -181,40 +187,45 @@ def open_offload(
     on_disk = [plan for plan in plans if plan.policy.uses_disk]
     if not on_disk:
         return OffloadContext(comm.device, ledger, settings, numel, host)
-    staging, failure = None, None
+    largest = max(4 * min(plan.layout.shard_numel, bucket_numel(settings, numel)) for plan in on_disk)
+    sizes = _file_bytes(on_disk, moments)
+    staging, failure, demands = None, None, []
     try:
-        most = bucket_numel(settings, numel)
-        staging = _reserved_staging(on_disk, moments, most, settings, comm, ledger, host)
+        staging = Staging(ledger, settings, comm.rank, host, largest, sum(sizes))
+        demands = staging.demands(*sizes)
     except (ConfigError, DiskError) as error:
         failure = error
-    shared = comm.share_object(None if failure is None else f"rank {comm.rank}: {failure}", "the room on the disk")
+    reason = shortage(comm.share_object(demands, "the room on the disk"), comm.rank)
+    if reason is not None and failure is None:
+        failure = DiskError(errno.ENOSPC, reason)
+    if staging is not None and failure is None:
+        try:
+            staging.reserve(*sizes)
+        except DiskError as error:
+            failure = error
+    _fail_together(failure, comm)
+    return OffloadContext(comm.device, ledger, settings, numel, host, staging)
+
+
+def _fail_together(failure: ConfigError | DiskError | None, comm: Comm) -> None:
+    """Raise this rank's failure, or a DiskError with those of other ranks. A collective."""
+    shared = comm.share_object(None if failure is None else f"rank {comm.rank}: {failure}", "the files on the disk")
     if failure is not None:
         raise failure
     if others := [text for text in shared if text is not None]:
         raise DiskError("; ".join(others))
-    return OffloadContext(comm.device, ledger, settings, numel, host, staging)
 
 
-def _reserved_staging(
-    plans: Sequence[UnitPlan],
-    moments: int,
-    bucket_numel: int,
-    settings: Offload,
-    comm: Comm,
-    ledger: Ledger,
-    host: HostMemory,
-) -> Staging:
-    largest = max(4 * min(plan.layout.shard_numel, bucket_numel) for plan in plans)
+def _file_bytes(plans: Sequence[UnitPlan], moments: int) -> tuple[int, int]:
+    """What weights, and all else, take on the disk."""
     disk_bytes = sum(offloaded_bytes(plan, moments)["disk"] for plan in plans)
-    staging = Staging(ledger, settings, comm.rank, host, largest, disk_bytes)
     weights_bytes = sum(
         part.bytes_each * plan.layout.shard_numel
         for plan in plans
         for part in plan.policy.resting(moments)
         if part.kind == "weights" and part.tier == "disk"
     )
-    staging.reserve(weights_bytes, disk_bytes - weights_bytes)
-    return staging
+    return weights_bytes, disk_bytes - weights_bytes
 
 
 def moments_each(optimizer: torch.optim.Optimizer | None) -> int:

@@ -8,6 +8,7 @@ import json
 import mmap
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -24,6 +25,7 @@ from typing import Any
 import torch
 
 from shardwise._version import __version__
+from shardwise.checks import check_output_folder
 from shardwise.errors import ConfigError
 from shardwise.machine.launch import SAFE_ISA, bf16_products_work, cores, cpu_field
 from shardwise.machine.memory import host_bytes
@@ -69,9 +71,9 @@ def inspect(
     disk: Path | None = None, measure: bool = True, copy_bytes: int = COPY_BYTES, disk_bytes: int = DISK_BYTES
 ) -> Environment:
     """Describe this machine. `measure` times its memory, its devices and, if `disk` is a folder, the disk below it."""
+    if disk is not None:
+        _check_disk(disk, disk_bytes if measure else 0)
     found = Environment(versions(), hardware(), notes=notes())
-    if disk is not None and not disk.is_dir():
-        raise ConfigError(f"--disk {disk}: there is no such folder")
     if measure:
         found.bandwidth_gbs = {"host memory copy": host_copy_gbs(copy_bytes)}
         found.bandwidth_gbs |= host_device_gbs(copy_bytes)
@@ -81,6 +83,16 @@ def inspect(
     if disk is None:
         found.notes.append("the disk was not measured: name a folder on it with --disk")
     return found
+
+
+def _check_disk(folder: Path, needed_bytes: int) -> None:
+    if not folder.is_dir():
+        raise ConfigError(f"--disk {folder}: there is no such folder: name one that exists")
+    check_output_folder("--disk", folder)
+    free = shutil.disk_usage(folder).free
+    if free < needed_bytes:
+        needed = format_bytes(needed_bytes)
+        raise ConfigError(f"--disk {folder}: {needed} are written there, and {format_bytes(free)} are free: free some")
 
 
 def versions() -> dict[str, str]:

@@ -15,9 +15,13 @@ from functools import cache
 from pathlib import Path
 from typing import NoReturn
 
+from shardwise.checks import check_range
 from shardwise.errors import ConfigError
 
 SAFE_ISA = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16"}
+LEAST_LIMIT = 128
+RANKS_PER_CORE = 8
+"""Processes that a machine may be asked to start: so many per core, but at least LEAST_LIMIT."""
 _BF16_PRODUCT = "import torch; x = torch.ones(64, 64, dtype=torch.bfloat16); print((x @ x).sum().item())"
 
 
@@ -70,13 +74,19 @@ def run_command(ranks: int, command: Sequence[str]) -> list[str]:
     >>> run_command(2, ["-m", "json.tool"])[-4:]
     ['--standalone', '--nproc-per-node=2', '-m', 'json.tool']
     """
-    if ranks < 1:
-        raise ConfigError(f"-n {ranks}: at least one process is needed")
+    check_ranks("-n", ranks)
     if not command:
         raise ConfigError("nothing to run: name a script, as in `shardwise run -n 2 train.py`")
     if command[0] != "-m" and not Path(command[0]).is_file():
         raise ConfigError(f"there is no script {command[0]!r}")
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *command]
+
+
+def check_ranks(option: str, ranks: int) -> None:
+    """Raise a ConfigError for a number of processes that this machine cannot mean."""
+    if ranks < 1:
+        raise ConfigError(f"{option} {ranks}: at least one process is needed")
+    check_range(option, ranks, most=max(LEAST_LIMIT, RANKS_PER_CORE * cores()))
 
 
 def run_environment(ranks: int, threads: int | None = None) -> dict[str, str]:

@@ -76,6 +76,10 @@ class DiskFile:
         """The reserved size of the file."""
         return self._reserved_bytes
 
+    def room(self) -> tuple[int, int]:
+        """The number of the file system, and the bytes that are free there."""
+        return os.fstat(self._handle).st_dev, _free_bytes(self._handle)
+
     def reserve(self, size_bytes: int) -> None:
         """Reserve disk space for a file of `size_bytes`. A `DiskError` says how much is needed and how much is free."""
         if size_bytes <= self._reserved_bytes:

@@ -6,6 +6,7 @@ buffers. So reading, updating and writing overlap.
 
 from __future__ import annotations
 
+import socket
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from shardwise.config.presets import NVME_FOLDER
 from shardwise.config.sections import Offload
 from shardwise.memory.ledger import Ledger
 from shardwise.offload.disk_file import DiskFile, aligned
+from shardwise.offload.disk_room import DiskDemand
 from shardwise.offload.pinned import HostMemory
 from shardwise.offload.read_ahead import DiskTransfer, ReadAhead
 from shardwise.offload.staging_buffers import Chunk, RequestDone, StagingBuffer, StagingBuffers
@@ -63,14 +65,26 @@ class Staging:
         ]
         return [Chunk(cut, file, file.allocate(cut.numel * dtype.itemsize)) for cut in cuts]
 
+    def demands(self, weights_bytes: int, optim_bytes: int) -> list[DiskDemand]:
+        """What the files need on each disk, and what is free there now."""
+        found = []
+        for file, size_bytes in self._needed(weights_bytes, optim_bytes).items():
+            number, free_bytes = file.room()
+            disk = (socket.gethostname(), number)
+            found.append(DiskDemand(disk, str(file.path.parent), size_bytes - file.size_bytes, free_bytes))
+        return found
+
     def reserve(self, weights_bytes: int, optim_bytes: int) -> None:
         """Reserve the disk space for everything, before anything is written."""
+        for file, size_bytes in self._needed(weights_bytes, optim_bytes).items():
+            file.reserve(size_bytes)
+
+    def _needed(self, weights_bytes: int, optim_bytes: int) -> Counter[DiskFile]:
         needed: Counter[DiskFile] = Counter()
         for is_weights, size_bytes in ((True, weights_bytes), (False, optim_bytes)):
             if size_bytes:
                 needed[self.file(is_weights)] += size_bytes
-        for file, size_bytes in needed.items():
-            file.reserve(size_bytes)
+        return needed
 
     def begin_step(self) -> None:
         """Begin a step's transfers."""

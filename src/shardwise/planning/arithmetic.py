@@ -15,9 +15,12 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import NamedTuple
 
+import torch
+
 from shardwise.config import Config, costs
 from shardwise.config.presets import PRESETS
 from shardwise.errors import ConfigError
+from shardwise.partition.policy import policy_for
 from shardwise.planning.hardware import Hardware
 from shardwise.planning.workload import ModelSpec, Workload
 
@@ -96,9 +99,13 @@ def operations(model: ModelSpec, workload: Workload) -> int:
 
 
 def sent_bytes(preset: str, model: ModelSpec, workload: Workload, world_size: int) -> int:
-    """By a rank in a step, at most."""
-    elements = wire_elements(preset, model.trainable, model.frozen, world_size, workload.accumulation)
-    return costs.DTYPE_BYTES[workload.precision] * elements
+    """By a rank in a step, at most, as the engine counts it: gradients that were added up in fp32 are sent in fp32."""
+    config = workload.config(preset)
+    trained, frozen = (
+        policy_for(config, is_trained, torch.float32).wire_bytes_each(workload.accumulation)
+        for is_trained in (True, False)
+    )
+    return costs.sent(trained * model.trainable + frozen * model.frozen, world_size)
 
 
 def moved_bytes(config: Config, trainable: int, frozen: int, world_size: int) -> Moved:

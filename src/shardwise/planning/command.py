@@ -13,6 +13,7 @@ from typing import Any
 import typer
 from rich.console import Console
 
+from shardwise.checks import check_output_file
 from shardwise.config import Config
 from shardwise.config.presets import NVME_FOLDER, PRESETS, STAGES, offloaded
 from shardwise.errors import ConfigError
@@ -22,6 +23,7 @@ from shardwise.planning.hardware import Hardware
 from shardwise.planning.planner import plan
 from shardwise.planning.report import Plan
 from shardwise.planning.workload import DEFAULT_TARGETS, ModelSpec, Workload, find_model
+from shardwise.plotting import check_path
 from shardwise.sizes import parse_bytes, parse_count
 
 _SIZES = {"gpu_memory": "gpu_bytes", "host_memory": "host_bytes", "disk": "disk_bytes"}
@@ -92,6 +94,10 @@ def _lora(rank: int | None, targets: str | None) -> tuple[int, tuple[str, ...]] 
 
 def run(options: Mapping[str, Any]) -> None:
     """Plan, print, and write the requested files. `options` has the arguments of the command by name."""
+    if options["emit"] is not None:
+        check_output_file("--emit", options["emit"])
+    if options["plot"] is not None:
+        check_path(options["plot"])
     on = _hardware(options)
     workload = _workload(options, on.gpus)
     model, params = options["model"], _read(options, {"params": "params"}, parse_count).get("params")
@@ -144,8 +150,7 @@ def emit(plan: Plan, path: Path, found: Sequence[search.Candidate] | None = None
 
     Returns what the plan assumes and the file alone does not bring about.
     """
-    if not path.absolute().parent.is_dir():
-        raise ConfigError(f"--emit {path}: there is no folder {path.absolute().parent}")
+    check_output_file("--emit", path)
     workload = plan.workload
     if found:
         workload = found[0].workload(workload)

@@ -12,7 +12,7 @@ import itertools
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from shardwise.comm.comm import DONE, Comm, Handle
 from shardwise.config import Config
+from shardwise.config.auto import UserObjects
 from shardwise.engine.engine import Engine
 from shardwise.errors import ConfigError
 from shardwise.models.built_in import Batch, Build, MakeBatch, ModelAndData
@@ -36,6 +37,9 @@ from shardwise.planning.fakes import Fakes
 from shardwise.planning.kernels import CPU, Kernels, cuda, replacing
 from shardwise.planning.workload import ModelSpec, Workload
 from shardwise.tensors import map_tensors
+
+MOST_MICRO_BATCHES = 3
+"""How many micro-batches of a step the dry run of a plan runs."""
 
 
 class Untraceable(Exception):
@@ -55,6 +59,10 @@ class Scenario:
     def rank(self) -> int:
         """The rank that represents all: ranks from the third on do not add in place, and so hold the most."""
         return min(2, self.world_size - 1)
+
+    def with_dtype_of(self, model: nn.Module) -> Scenario:
+        """The same with the precision that the configuration leaves to the model."""
+        return replace(self, config=self.config.for_objects(UserObjects(model), warns=False))
 
 
 @dataclass(frozen=True)
@@ -99,7 +107,9 @@ def foresee(build: Build, config: Any = "zero3", world_size: int | None = None, 
 
 def foresee_workload(model: ModelSpec, workload: Workload, preset: str, world_size: int) -> Foreseen | str:
     """One preset of a plan on CUDA, or a text that says why a dry run is not possible."""
-    config = workload.config(preset).for_world_size(world_size)
+    # Further micro-batches hold what the second and third do.
+    short = replace(workload, accumulation=min(workload.accumulation, MOST_MICRO_BATCHES))
+    config = short.config(preset).for_world_size(world_size)
     build = model.build or partial(_build_decoder, model, workload)
     try:
         return dry_run(Scenario(build, config, world_size, cuda()))
@@ -138,6 +148,7 @@ def dry_run(scenario: Scenario) -> Foreseen:
         with observer, replacing(kernels.replaced):
             model, make_batch = scenario.build()
             _check_fake(model)
+            scenario = scenario.with_dtype_of(model)
             engine = _engine(model, scenario, observer.host)
             labelling.attach_model(observer, engine)
             batches = _batches(make_batch, mode, scenario.rank)

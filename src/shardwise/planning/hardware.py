@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from multiprocessing import get_context
 
 import torch
 
@@ -93,7 +95,18 @@ class Hardware:
 
 
 def here() -> Hardware:
-    """This machine: its GPUs, its host memory, the free disk space of the working folder, and measured links."""
+    """This machine: its GPUs, its host memory, the free disk space of the working folder, and measured links.
+
+    Measured in a child process unless this one uses CUDA already: a process that does cannot fork any more, and dry
+    runs are forked.
+    """
+    if torch.cuda.is_initialized():
+        return _measured()
+    with ProcessPoolExecutor(1, get_context("fork")) as pool:
+        return pool.submit(_measured).result()
+
+
+def _measured() -> Hardware:
     if not torch.cuda.is_available():
         raise ConfigError("--here: torch finds no CUDA device on this machine; give --gpus and --gpu-memory instead")
     smallest = min(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count()))

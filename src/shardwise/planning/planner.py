@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
+import torch
+
 from shardwise.config import Config
 from shardwise.config.presets import PRESETS
 from shardwise.engine import initialize
@@ -130,7 +132,8 @@ def _dry_runs(
     model: ModelSpec, workload: Workload, world_size: int, presets: Sequence[str]
 ) -> tuple[dict[str, Foreseen], str | None]:
     """The dry run of each preset, in parallel if there are cores for it; and why one failed, if one did."""
-    if cores() < 2 or len(presets) < 2:
+    # A process that has started CUDA cannot fork: its children find CUDA uninitialized and fail.
+    if cores() < 2 or len(presets) < 2 or torch.cuda.is_initialized():
         found = [foresee_workload(model, workload, preset, world_size) for preset in presets]
     else:
         # Forked: a fresh interpreter would import torch again, which takes as long as a dry run.
@@ -171,10 +174,12 @@ def judge(config: Config, peak_bytes: int, tiers: Mapping[str, int], on: Hardwar
     known = on.tier_bytes
     for tier, size in needed.items():
         if size > known.get(tier, size):
-            return Fit(fits=False, note=f"{tier} memory too small")
+            each = f"{format_bytes(size)} for the ranks of a node together, and it has {format_bytes(known[tier])}"
+            return Fit(fits=False, note=f"{tier} memory too small: {each}")
     unknown = [f"the {tier} has {format_bytes(size)}" for tier, size in needed.items() if tier not in known]
     condition = f"if {' and '.join(unknown)}" if unknown else ""
-    return Fit(fits=peak_bytes <= (1 - headroom(is_dry_run)) * on.gpu_bytes, condition=condition)
+    spare = headroom(is_dry_run)
+    return Fit(fits=peak_bytes <= (1 - spare) * on.gpu_bytes, spare=spare, condition=condition)
 
 
 def advise(rows: Sequence[PlanRow], model: ModelSpec, workload: Workload, hardware: Hardware) -> Advice:
@@ -194,13 +199,11 @@ def advise(rows: Sequence[PlanRow], model: ModelSpec, workload: Workload, hardwa
 
 
 def _reason(row: PlanRow, tried: Sequence[PlanRow], rows: Mapping[str, PlanRow], hardware: Hardware) -> str:
-    reason = "the fastest that fits"
+    reason = f"the fastest that fits, with {row.margin:.0%} of each GPU's memory to spare"
     if tried:
-        last = tried[-1]
-        short = last.note or f"needs {format_bytes(last.peak_bytes)} of {format_bytes(hardware.gpu_bytes)}"
-        reason += f": {last.preset}{':' if last.note else ''} {short}"
+        reason += f"; {_why_not(tried[-1], hardware)}"
     elif hardware.gpus == 1:
-        reason += "; with one GPU there is nothing to shard"
+        reason += "; with one GPU there is nothing to shard, so zero1, zero2 and zero3 hold about the same"
     elif "zero3" in rows and row.preset != "zero3":
         more = rows["zero3"].wire_bytes / max(1, row.wire_bytes)
         saved = max(0, row.peak_bytes - rows["zero3"].peak_bytes)
@@ -209,10 +212,22 @@ def _reason(row: PlanRow, tried: Sequence[PlanRow], rows: Mapping[str, PlanRow],
     return reason + (f", {row.condition}" if row.condition else "")
 
 
+def _why_not(row: PlanRow, hardware: Hardware) -> str:
+    """Why a faster preset was not taken."""
+    if row.note:
+        return f"{row.preset}: {row.note}"
+    needs = f"{row.preset} needs {format_bytes(row.peak_bytes)} of {format_bytes(hardware.gpu_bytes)}"
+    if row.margin < 0:
+        return f"{needs}, {format_bytes(row.peak_bytes - hardware.gpu_bytes)} too much"
+    source = "a dry run" if row.is_dry_run else "arithmetic"
+    remedy = "" if row.is_dry_run else "; a dry run (--detailed) can tell"
+    return f"{needs}, which leaves {row.margin:.0%} to spare, and {source} may be off by {row.spare:.0%}{remedy}"
+
+
 def _shortage(row: PlanRow, hardware: Hardware) -> str:
     if row.margin >= 0:
         return (
-            f"only {row.margin:.0%} of each GPU would be free: {headroom(row.is_dry_run):.0%} must be, as the figures "
+            f"only {row.margin:.0%} of each GPU would be free: {row.spare:.0%} must be, as the figures "
             "may be off by that"
         )
     return f"each GPU has {format_bytes(row.peak_bytes - hardware.gpu_bytes)} too little memory"

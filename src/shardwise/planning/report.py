@@ -44,12 +44,14 @@ LONGEST = 3
 class Fit:
     """Whether a configuration fits.
 
+    spare         the fraction of a GPU that must stay free, because its figures may be off by as much
     condition     what must be true of parts of the machine whose size was not given
     note          why it does not fit, if not for lack of GPU memory
     is_supported  whether this version of the engine can train with it
     """
 
     fits: bool
+    spare: float = 0.0
     condition: str = ""
     note: str = ""
     is_supported: bool = True
@@ -68,6 +70,11 @@ class PlanRow(Fit, Estimate):
     margin: float
     wire_share: float | None
     startup_bytes: int | None
+
+    @property
+    def is_close(self) -> bool:
+        """Whether it fits with less to spare than its figures may be off."""
+        return not self.fits and self.is_supported and not self.note and self.margin >= 0
 
     @property
     def is_dry_run(self) -> bool:
@@ -117,13 +124,18 @@ def render(plan: Plan) -> RenderableType:
     how = "a dry run of the engine" if plan.mode == "detailed" else "arithmetic"
     if _is_mixed(plan):
         how += " (~ by arithmetic)"
+    notes = list(plan.notes)
     legend = f"Peak of a rank in GB, by {how}; sent by a rank in a step"
     if _has_shares(plan):
         legend += ",\nand share: the time of sending over that of computing, under which it can hide"
+    spares = sorted({row.spare for row in plan.rows if row.is_close})
+    notes += [
+        f"<{each:.0%} spare: fits with less than {each:.0%} to spare; its figure may be off by that" for each in spares
+    ]
     advice = f"→ {plan.advice.preset}: {plan.advice.reason}" if plan.advice.preset else plan.advice.reason
-    notes = [Text(f"note: {note}", style="dim") for note in plan.notes]
     title = Text(_title(plan), style="bold")
-    return Group(title, Text(legend + "\n"), _table(plan), Text(), Text(advice, style="bold"), *notes)
+    lines = [Text(f"note: {note}", style="dim") for note in notes]
+    return Group(title, Text(legend + "\n"), _table(plan), Text(), Text(advice, style="bold"), *lines)
 
 
 def _title(plan: Plan) -> str:
@@ -180,8 +192,9 @@ def _fits(row: PlanRow) -> str:
     if row.fits:
         return f"[green]yes {row.margin:.0%}[/]"
     short = f"{row.margin:+.0%}" if row.margin > -1 else f"{1 - row.margin:.0f}x"
-    why = escape(row.note.partition(" ")[0]) or ("tight" if row.margin >= 0 else short)
-    return f"[red]no {why}[/]"
+    if row.is_close:
+        return f"[yellow]<{row.spare:.0%} spare[/]"
+    return f"[red]no {escape(row.note.partition(' ')[0]) or short}[/]"
 
 
 def _gb(size_bytes: int) -> str:
@@ -304,4 +317,4 @@ def _verdict(row: PlanRow) -> str:
         return "not yet possible"
     if row.fits:
         return row.condition.partition(" has")[0] + " is large enough" if row.condition else ""
-    return row.note or ("too tight" if row.margin > 0 else "does not fit")
+    return row.note or (f"fits with less than {row.spare:.0%} to spare" if row.is_close else "does not fit")

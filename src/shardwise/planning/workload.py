@@ -104,6 +104,8 @@ def find_model(name: str | None, parameters: int | None, workload: Workload) -> 
             raise ConfigError("--lora needs a model whose dimensions are known: name one instead of --params")
         return from_parameters(parameters)
     assert name is not None
+    if not name.strip():
+        raise ConfigError("the name of the model is empty: name one, as in `shardwise plan llama3-8b`")
     if name in BUILT_IN or (":" in name and not Path(name).exists()):
         return _from_function(name, workload)
     return from_dimensions(_dimensions(name), workload.lora)

@@ -9,8 +9,8 @@ import sys
 
 from shardwise.machine import launch
 from shardwise.machine.local_ranks import LocalRanks
-from shardwise.train.folder import RunFolder, check_tensorboard
-from shardwise.train.job import prepare
+from shardwise.train.folder import RunFolder, check_resume, check_tensorboard
+from shardwise.train.job import check_memory, prepare
 from shardwise.train.options import TrainOptions
 
 
@@ -22,7 +22,7 @@ def run(options: TrainOptions) -> None:
         serve(options)
     gpus = 0 if options.placing.device == "cpu" else count_gpus()
     world_size = options.placing.nproc or gpus or 2
-    if not _check(options, world_size):
+    if not _check(options, world_size, on_cpu=not gpus):
         return
     code = run_ranks(options, world_size, on_cpu=not gpus)
     if code:
@@ -64,9 +64,12 @@ def report(ranks: LocalRanks) -> int:
     return code
 
 
-def _check(options: TrainOptions, world_size: int) -> bool:
+def _check(options: TrainOptions, world_size: int, on_cpu: bool) -> bool:
     """Raise a ConfigError for wrong options before processes start. False if the run is already finished."""
+    launch.check_ranks("--nproc", world_size)
     job = prepare(options, world_size)
+    check_memory(job, on_cpu, local_ranks=world_size)
+    check_resume(options.outputs.resume)
     folder = RunFolder(options.outputs.out)
     folder.open()
     if options.outputs.tensorboard:

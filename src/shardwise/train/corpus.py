@@ -125,6 +125,8 @@ def open_corpus(paths: Sequence[str], pattern: str = "*", vocabulary: int | None
     """The corpus of `paths`: a token file (.npy or .bin) or text; without paths, Python's standard library."""
     if not paths:
         return standard_library()
+    if any(not path.strip() for path in paths):
+        raise ConfigError("one of the paths of the data is empty: name text files or folders, or none at all")
     if any(Path(path).suffix in TOKEN_SUFFIXES for path in paths):
         return _tokens(paths, vocabulary)
     if vocabulary is not None:

@@ -7,11 +7,11 @@ import dataclasses
 import json
 import os
 import shutil
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardwise.checks import check_output_folder
 from shardwise.errors import ConfigError
 
 
@@ -33,12 +33,7 @@ class RunFolder:
 
     def open(self) -> None:
         """Create the folder and check that it is writable."""
-        try:
-            self.root.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=self.root):
-                pass
-        except OSError as error:
-            raise ConfigError(f"--out {self.root}: cannot be written to: {error.strerror}") from None
+        check_output_folder("--out", self.root)
 
     def clear(self) -> None:
         """Remove the files of earlier runs, and no others."""
@@ -88,6 +83,12 @@ class RunFolder:
         return found if isinstance(found, dict) else {}
 
 
+def check_resume(source: Path | None) -> None:
+    """Raise a ConfigError if there is no checkpoint to resume from."""
+    if source is not None and not any((*source.glob("manifest.json"), *source.glob("[!.]*/manifest.json"))):
+        raise ConfigError(f"--resume {source}: there is no checkpoint: name the folder `checkpoints` of another run")
+
+
 def _absolute(path: Path) -> str:
     return str(path.absolute())
 
@@ -121,12 +122,11 @@ class StepMetrics:
 
 
 class MetricsFiles:
-    """The metrics of a run so far, and their files. Continuing after `step` drops later rows."""
+    """The files of a run's metrics. Continuing after `step` drops later rows. Nothing of a step stays in memory."""
 
     def __init__(self, folder: Path, step: int, tensorboard: bool = False) -> None:
         self._lines, self._table = folder / "metrics.jsonl", folder / "metrics.csv"
         self._board = None
-        self.rows: list[StepMetrics] = []
         kept = [row for row in read(self._lines) if row.step <= step]
         self._lines.write_text("")
         self._table.write_text(",".join(field.name for field in dataclasses.fields(StepMetrics)) + "\n")
@@ -134,8 +134,12 @@ class MetricsFiles:
         if tensorboard:
             self._board = check_tensorboard()(str(folder / "tensorboard"), purge_step=step + 1)
 
+    @property
+    def rows(self) -> list[StepMetrics]:
+        """All rows so far, read from the file."""
+        return read(self._lines)
+
     def add(self, rows: list[StepMetrics]) -> None:
-        self.rows += rows
         with self._lines.open("a") as lines, self._table.open("a", newline="") as table:
             lines.writelines(json.dumps(dataclasses.asdict(row)) + "\n" for row in rows)
             csv.writer(table, lineterminator="\n").writerows(map(dataclasses.astuple, rows))

@@ -12,12 +12,13 @@ from typing import Any, Self, cast
 
 from pydantic import Field, ValidationError, model_validator
 
-from shardwise.config import Config
+from shardwise.config import Config, costs
 from shardwise.config.sections import Batch, Gradients, OptimizerSection, Precision, Section
 from shardwise.config.values import nearest, one_of
 from shardwise.errors import ConfigError
+from shardwise.machine.memory import host_bytes
 from shardwise.models.dimensions import Dimensions
-from shardwise.sizes import format_count
+from shardwise.sizes import format_bytes, format_count
 from shardwise.train.corpus import BYTES, Corpus, open_corpus
 from shardwise.train.data import BatchShare, Windows, split
 from shardwise.train.options import TrainOptions
@@ -27,6 +28,7 @@ DEFAULT_CLIP = 1.0
 DEFAULT_RATE = 4e-3
 """For hidden widths up to 128; it falls with the width of larger models."""
 RATE_WIDTH = 128
+TOKEN_BYTES = 8
 RATE_FLOOR = 0.1
 """Where the decay ends, as a part of the highest rate."""
 
@@ -166,10 +168,37 @@ def prepare(options: TrainOptions, world_size: int) -> TrainJob:
     return job
 
 
+def check_memory(job: TrainJob, on_cpu: bool, local_ranks: int) -> None:
+    """Raise a ConfigError if this machine has less memory than the run needs at the least.
+
+    The tokens of a micro-batch are on the host; on the CPU, states and logits are too. A dry run says more, but can be
+    switched off, and memory that the host lacks ends in a kill by the kernel.
+    """
+    config, shape, has = job.config, job.shape, host_bytes("MemTotal")
+    micro = job.share(0).micro_batch
+    batch_bytes = TOKEN_BYTES * micro * (shape.context + 1)
+    if on_cpu:
+        batch_bytes += micro * shape.context * shape.vocabulary * costs.weight_bytes(config)
+        kinds = [kind for kind in costs.resting(config) if kind.tier != "disk"]
+        state_bytes = local_ranks * costs.resting_bytes(kinds, shape.parameters, job.world_size)
+        if state_bytes > has:
+            raise ConfigError(
+                f"the states of {format_count(shape.parameters)} parameters need at least {format_bytes(state_bytes)} "
+                f"on {local_ranks} rank(s) together, and this machine has {format_bytes(has)}: take a smaller --size, "
+                "--config zero3_nvme, or more machines"
+            )
+    if local_ranks * batch_bytes > has:
+        raise ConfigError(
+            f"--batch {job.batch}: a micro-batch of {micro} sequences needs at least {format_bytes(batch_bytes)} on "
+            f"each of {local_ranks} rank(s), and this machine has {format_bytes(has)}: lower --batch, or raise "
+            "--accumulate"
+        )
+
+
 def _config(options: TrainOptions, world_size: int) -> Config:
     placing = options.placing
     loaded = Config.load(placing.config)
-    sections = {name: getattr(loaded, name) for name in Config.model_fields}
+    sections: dict[str, Section] = {}
     if placing.precision is not None:
         sections["precision"] = Precision(compute=placing.precision)
     clip = DEFAULT_CLIP if placing.clip is None and loaded.gradients.clip_norm is None else placing.clip
@@ -180,7 +209,7 @@ def _config(options: TrainOptions, world_size: int) -> Config:
         params = loaded.optimizer.params | {"lr": options.updates.lr}
         sections["optimizer"] = OptimizerSection(name=loaded.optimizer.name, params=params)
     sections["batch"] = _batch(options, loaded, world_size)
-    return Config(**sections)
+    return loaded.with_sections(**sections)
 
 
 def _batch(options: TrainOptions, config: Config, world_size: int) -> Batch:

@@ -16,7 +16,7 @@ import torch
 from shardwise.comm.comm import Comm
 from shardwise.engine.engine import Engine
 from shardwise.machine.memory import process_memory
-from shardwise.observe.analyzer import MemoryAnalyzer
+from shardwise.observe.analyzer import MemoryAnalyzer, MemoryPoint
 from shardwise.train.data import Indices, SampleLoader, validation_batches
 from shardwise.train.folder import MetricsFiles, RunFolder, StepMetrics
 from shardwise.train.job import TrainJob
@@ -81,10 +81,19 @@ class StepWatch(MemoryAnalyzer):
         first, *points = self.points
         times_s = [point.time_s - first.time_s for point in points]
         phases = [(name, start - first.time_s, end - first.time_s) for name, start, end in self.phases]
-        return MemoryTrace(times_s, [point.peak_kinds for point in points], phases)
+        return MemoryTrace(times_s, [complete_kinds(point) for point in points], phases)
 
     def _on_hook(self, *_: Any) -> None:
         self.record("")
+
+
+def complete_kinds(point: MemoryPoint) -> dict[str, int]:
+    """The bytes by kind at a point's peak, with all that no tensor holds as "other".
+
+    On CUDA that is what the allocator rounds up and what libraries keep (cuBLAS workspaces). A dry run counts both.
+    """
+    rest = point.peak_bytes - sum(point.peak_kinds.values())
+    return point.peak_kinds | {"other": point.peak_kinds.get("other", 0) + max(0, rest)}
 
 
 @dataclass

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import math
 import os
 import shutil
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -16,8 +18,10 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import shardwise
 from shardwise.comm.comm import Comm
+from shardwise.config.auto import UserObjects
 from shardwise.engine.engine import Engine
-from shardwise.errors import ConfigError
+from shardwise.engine.report import Report
+from shardwise.errors import ConfigError, ShardwiseWarning
 from shardwise.train.data import SampleLoader
 from shardwise.train.folder import MetricsFiles, RunFolder, StepMetrics, check_identity
 from shardwise.train.job import TrainJob, rate_factor
@@ -40,7 +44,8 @@ def run(job: TrainJob, process: RankProcess, comm: Comm) -> None:
     screen = make_screen(comm.rank)
     _introduce(job, process, screen)
     foreseen_bytes = _foresee(job, process, screen) if job.options.placing.foresee and comm.rank == 0 else None
-    engine = build_engine(job, process)
+    with _warnings_on(screen):
+        engine = build_engine(job, process)
     if foreseen_bytes is not None:
         engine.expect(foreseen_bytes)
     with _warnings_on(screen):
@@ -80,7 +85,9 @@ def _optimizer(params: Iterable[Any], rate: float) -> torch.optim.Optimizer:
 def _scheduler(job: TrainJob, optimizer: torch.optim.Optimizer) -> Any:
     asked = job.options.updates.schedule
     if job.config.scheduler is not None and asked is None:
-        return job.config.scheduler.build(optimizer, total_steps=job.steps)
+        resolved = job.config.for_objects(UserObjects(optimizer=optimizer), warns=False)
+        assert resolved.scheduler is not None
+        return resolved.scheduler.build(optimizer, total_steps=job.steps)
     shape = {"steps": job.steps, "warmup": job.warmup, "schedule": asked or "cosine"}
     return LambdaLR(optimizer, lambda step: rate_factor(step, **shape))  # type: ignore[arg-type]  # by name
 
@@ -105,15 +112,22 @@ def _open(folder: RunFolder, job: TrainJob, comm: Comm) -> None:
 
 @contextlib.contextmanager
 def _warnings_on(screen: Screen) -> Iterator[None]:
-    """Show logged warnings, such as one about a damaged checkpoint, on the screen: stderr goes to a file."""
+    """Show warnings, such as one about a damaged checkpoint, on the screen: stderr goes to a file."""
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: screen.say("warning", record.getMessage())  # type: ignore[method-assign]  # one use
     logger = logging.getLogger("shardwise")
     logger.addHandler(handler)
     try:
-        yield
+        with warnings.catch_warnings(record=True) as raised:
+            warnings.simplefilter("always", ShardwiseWarning)
+            yield
     finally:
         logger.removeHandler(handler)
+        for each in raised:
+            if issubclass(each.category, ShardwiseWarning):
+                screen.say("warning", str(each.message))
+            else:
+                warnings.showwarning(each.message, each.category, each.filename, each.lineno)
 
 
 def _load(folder: RunFolder, job: TrainJob, engine: Engine) -> dict[str, Any] | None:
@@ -169,7 +183,7 @@ def finish(loop: TrainLoop, folder: RunFolder, foreseen_bytes: int | None) -> No
     """Write sample, report, export and plot of a finished run. All ranks call it, since it gathers weights."""
     screen, job = loop.screen, loop.job
     # Before sampling, whose gathers would count in the report.
-    report = f"{loop.engine.report()}\n{_observed(loop.trace, foreseen_bytes)}".rstrip()
+    report = f"{_report(loop.engine.report(), loop.trace)}\n{_observed(loop.trace, foreseen_bytes)}".rstrip()
     text = _sample(loop)
     if loop.metrics is not None:
         shutil.rmtree(folder.export, ignore_errors=True)  # the export of an earlier, shorter run
@@ -182,12 +196,12 @@ def finish(loop: TrainLoop, folder: RunFolder, foreseen_bytes: int | None) -> No
         folder.sample.write_text(text + "\n")
         screen.text("sample", "\n".join(text.splitlines()[:SHOWN_LINES]))
     screen.text("report of rank 0", report)
-    if loop.metrics.rows:
-        _summarise(loop, loop.metrics.rows)
+    if rows := loop.metrics.rows:
+        _summarise(loop, rows)
         if job.options.outputs.plot:
             plotted = f"{job.shape}; {job.options.placing.config} on {job.world_size} rank(s)"
             try:
-                draw(loop.metrics.rows, loop.trace, plotted, folder.plot)
+                draw(rows, loop.trace, plotted, folder.plot)
             except ConfigError as error:
                 screen.say("plot", f"left out: {error}")
     _list_files(folder, screen)
@@ -219,6 +233,16 @@ def _sample(loop: TrainLoop) -> str:
         tokens.append(int(torch.multinomial(probabilities, 1, generator=generator)))
     engine.train()
     return as_text(tokens, corpus.is_text)
+
+
+def _report(found: Report, trace: MemoryTrace | None) -> Report:
+    """The engine's report, with the measured peak of one step where it has one: that is what a dry run predicts.
+
+    The allocator's own peak is of the time since it was last reset, and measuring steps resets it.
+    """
+    if trace is None or found.measured_peak_bytes is None:
+        return found
+    return dataclasses.replace(found, measured_peak_bytes=trace.peak_bytes)
 
 
 def _observed(trace: MemoryTrace | None, foreseen_bytes: int | None) -> str:

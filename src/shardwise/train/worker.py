@@ -25,7 +25,7 @@ from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.machine import local_ranks
 from shardwise.machine.local_ranks import FailureReport
 from shardwise.train.folder import RunFolder
-from shardwise.train.job import TrainJob, prepare
+from shardwise.train.job import TrainJob, check_memory, prepare
 from shardwise.train.loop import RankProcess
 from shardwise.train.options import TrainOptions
 from shardwise.train.run import run
@@ -69,7 +69,7 @@ def serve(options: TrainOptions) -> NoReturn:
             signal.signal(number, lambda *_: setattr(process, "stop_requested", True))
         store = join(rank, process.device)
         comm = ProcessGroupComm(None, torch.device("cpu"))
-        run(_agreed_job(options, comm), process, comm)
+        run(_agreed_job(options, comm, process.device.type == "cpu"), process, comm)
     except ShardwiseError as error:
         code = 2
         report_failure(store, options, rank, str(error))
@@ -82,11 +82,12 @@ def serve(options: TrainOptions) -> NoReturn:
     os._exit(code)  # destructors would wait for ranks that may have exited
 
 
-def _agreed_job(options: TrainOptions, comm: Comm) -> TrainJob:
+def _agreed_job(options: TrainOptions, comm: Comm, on_cpu: bool) -> TrainJob:
     """Prepare the job on every rank. If one rank finds an error, all ranks raise the same."""
     job, error = None, None
     try:
         job = prepare(options, comm.world_size)
+        check_memory(job, on_cpu, int(os.environ.get("LOCAL_WORLD_SIZE", comm.world_size)))
     except ConfigError as found:
         error = str(found)
     seen = comm.share_object((error, job and job.identity))

@@ -148,6 +148,10 @@ def _mixed_precision(top: FileSection, config: dict[str, Any]) -> None:
         raise top.error(key, "asks for fp8, which shardwise does not do; use bf16 or fp16")
     if chosen == "no":
         top.note("mixed_precision", "fp32, unless deepspeed_config sets a precision")
+        for name in ("fp16", "bf16"):
+            section = draft.section(name, config.get(name))
+            if section.get("enabled") == "auto":
+                config[name] = section | {"enabled": False}
         return
     for name in ("fp16", "bf16"):
         section = draft.section(name, config.get(name))

@@ -10,10 +10,11 @@ from typing import Any
 
 from shardwise.config.dialects import deepspeed_keys as ds
 from shardwise.config.dialects.rules import FileSection, KeyRule, Rules, without_effect
-from shardwise.config.draft import ConfigDraft, ValueOrigin
+from shardwise.config.draft import AutoKey, ConfigDraft, ValueOrigin
 from shardwise.config.presets import STAGES, offloaded
 from shardwise.config.sections import Tier
 from shardwise.config.values import any_value, choice, flag, is_open, nearest, real, text
+from shardwise.errors import ConfigError
 from shardwise.sizes import whole
 
 KEYS = frozenset(ds.TOP)
@@ -22,7 +23,37 @@ _TIERS: dict[str, Tier] = {"none": "device", "cpu": "host", "nvme": "disk"}
 
 
 def translate(data: dict[str, Any], draft: ConfigDraft) -> None:
-    """Write a DeepSpeed configuration into the draft."""
+    """Write a DeepSpeed configuration into the draft.
+
+    Where fp16 or bf16 is "auto", the draft also gets what each dtype would set.
+    """
+    _translate(data, draft)
+    open_keys = [auto.key for auto in draft.autos if auto.target == "precision.compute"]
+    draft.autos = [auto for auto in draft.autos if auto.target != "precision.compute"]
+    if open_keys and "precision.compute" not in draft.values:
+        current = FileSection(ConfigDraft(draft.source, warns=False), "", data).canonical(ds.TOP).data
+        choices = {name: _choice(current, draft, name) for name in ds.HALVES if _may_be_on(current, name)}
+        draft.autos += [AutoKey(key, "precision.compute", choices) for key in open_keys]
+
+
+def _may_be_on(data: dict[str, Any], name: str) -> bool:
+    """Whether the file does not switch fp16 or bf16 off."""
+    section = data.get(name)
+    return not isinstance(section, dict) or is_open(section.get("enabled"))
+
+
+def _choice(data: dict[str, Any], draft: ConfigDraft, name: str) -> dict[str, Any] | ConfigError:
+    """What changes, by native path, if the file enables `name` instead of leaving it open."""
+    other = {half: {**(data.get(half) or {}), "enabled": half == name} for half in ds.HALVES if half in data}
+    chosen = ConfigDraft(draft.source, draft.dialect, warns=False, aliases=dict(draft.aliases), prefix=draft.prefix)
+    try:
+        _translate({**data, name: {"enabled": True}, **other}, chosen)
+    except ConfigError as error:
+        return error
+    return {path: value for path, value in chosen.values.items() if draft.values.get(path) != value}
+
+
+def _translate(data: dict[str, Any], draft: ConfigDraft) -> None:
     top = FileSection(draft, "", data).canonical(ds.TOP)
     for key in [key for key in data if key not in KEYS]:
         top.warn(key, f"unknown key, ignored as DeepSpeed does{nearest(key, KEYS)}")
@@ -39,7 +70,7 @@ def translate(data: dict[str, Any], draft: ConfigDraft) -> None:
 
 def _precision(top: FileSection) -> int:
     """Read fp16, bf16 and torch_autocast. Returns the bytes of a weight."""
-    half = [name for name, rules in (("fp16", ds.FP16), ("bf16", ds.BF16)) if _half(top.inner(name), rules)]
+    half = [name for name, rules in ds.HALVES.items() if _half(top.inner(name), rules)]
     chosen = half + ["torch_autocast"] * _autocast(top.inner("torch_autocast"))
     if len(chosen) > 1:
         message = f"{chosen[0]}.enabled is true as well; switch one of the two off"
@@ -63,7 +94,7 @@ def _half(section: FileSection, rules: Rules) -> bool:
 def _enabled(section: FileSection) -> bool:
     if section.is_open("enabled"):
         if "enabled" in section.data:
-            section.leave_open("enabled", "precision.compute", " (off)")
+            section.leave_open("enabled", "precision.compute", " (off), or the model's dtype in initialize")
         return False
     enabled = section.read("enabled", flag)
     section.note("enabled", f"computes in {section.path}" if enabled else "off")
@@ -105,11 +136,14 @@ def _zero(top: FileSection, element_bytes: int) -> None:
     section = top.inner("zero_optimization").canonical(ds.ZERO)
     section.refuse(ds.ZERO)
     _rewrite_legacy_offload(section)
+    stage = 0 if section.is_open("stage") else section.read("stage", whole)
+    if stage >= len(STAGES):
+        raise section.error("stage", "expected a stage from 0 to 3")
     tiers = {
-        "offload_param": _offload(section.inner("offload_param"), ds.OFFLOAD_PARAM, element_bytes),
-        "offload_optimizer": _offload(section.inner("offload_optimizer"), ds.OFFLOAD_OPTIMIZER, element_bytes),
+        name: _offload(section.inner(name), rules, element_bytes, _why_not_offloaded(name, stage))
+        for name, rules in (("offload_param", ds.OFFLOAD_PARAM), ("offload_optimizer", ds.OFFLOAD_OPTIMIZER))
     }
-    _place(section, tiers)
+    _place(section, stage, tiers)
     section.inner("aio").apply(ds.SECTIONS["aio"])
     section.apply(ds.ZERO, element_bytes)
 
@@ -131,10 +165,21 @@ def _rewrite_legacy_offload(section: FileSection) -> None:
         section.data.pop(key, None)
 
 
-def _offload(section: FileSection, rules: Rules, element_bytes: int) -> Tier:
+def _why_not_offloaded(name: str, stage: int) -> str:
+    """Why an offload section has no effect under a stage; empty where it has one."""
+    kind, least = ("weights", 3) if name == "offload_param" else ("optim", 1)
+    if getattr(STAGES[stage], kind).sharding == "sharded":
+        return ""
+    return f"stage {stage} replicates these states, and only sharded ones can be offloaded (from stage {least} on)"
+
+
+def _offload(section: FileSection, rules: Rules, element_bytes: int, why_not: str) -> Tier:
     """Read one of the two offload sections. Returns its tier."""
     tier = _TIERS["none" if section.is_open("device") else section.read("device", choice(*_TIERS))]
-    if "device" in section.data:
+    if why_not and tier != "device":
+        section.warn("device", f"no effect, as in DeepSpeed: {why_not}")
+        tier = "device"
+    elif "device" in section.data:
         section.note("device", "rests on the device" if tier == "device" else f"rests on the {tier} tier")
     if tier == "device":
         rules = without_effect(rules, "nothing is offloaded")
@@ -146,18 +191,8 @@ def _offload(section: FileSection, rules: Rules, element_bytes: int) -> Tier:
     return tier
 
 
-def _place(section: FileSection, tiers: Mapping[str, Tier]) -> None:
-    draft, stage = section.draft, 0 if section.is_open("stage") else section.read("stage", whole)
-    if stage >= len(STAGES):
-        raise section.error("stage", "expected a stage from 0 to 3")
-    row = STAGES[stage]
-    for name, kind, remedy in (
-        ("offload_param", "weights", "offloaded weights need stage 3"),
-        ("offload_optimizer", "optim", "an offloaded optimizer needs stage 1"),
-    ):
-        if tiers[name] != "device" and getattr(row, kind).sharding == "replicated":
-            message = f"only sharded states can be offloaded, and stage {stage} replicates these; {remedy}"
-            raise section.inner(name).error("device", message)
+def _place(section: FileSection, stage: int, tiers: Mapping[str, Tier]) -> None:
+    draft, row = section.draft, STAGES[stage]
     stage_path = draft.own_path("zero_optimization.stage")
     origin = ValueOrigin("file", stage_path) if "stage" in section.data else ValueOrigin("default")
     draft.set_placement(offloaded(row, weights=tiers["offload_param"], optim=tiers["offload_optimizer"]), origin)
@@ -219,5 +254,5 @@ def _given_params(section: FileSection) -> dict[str, Any]:
     """The params of an optimizer or scheduler that are neither auto nor null."""
     params = section.inner("params")
     for key in filter(params.is_open, params.data):
-        params.note(key, "left open: an argument or the default decides")
+        params.leave_open(key, f"{section.path}.params.{key}", ", or what the optimizer says in initialize")
     return {key: value for key, value in params.data.items() if not is_open(value)}

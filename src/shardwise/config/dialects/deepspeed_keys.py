@@ -135,6 +135,8 @@ BF16: Rules = {
 }
 FP16["fp16_master_weights_and_grads"] = Refused(_MASTER)
 
+HALVES = {"fp16": FP16, "bf16": BF16}
+
 TORCH_AUTOCAST: Rules = {
     **dict.fromkeys(("enabled", "dtype"), BY_CODE),
     "lower_precision_safe_modules": KeyRule(any_value, "no effect: torch.autocast's own lists decide"),
@@ -158,7 +160,7 @@ SECTIONS: dict[str, Rules] = {
         "intra_op_parallelism": KeyRule(whole, "threads that issue them", "offload.aio.threads"),
         "single_submit": KeyRule(flag, "no effect: requests are submitted as they arrive"),
         "overlap_events": KeyRule(flag, _ALWAYS),
-        "use_gds": Refused("GPUDirect Storage"),
+        "use_gds": KeyRule(flag, "no effect: files are read and written through pinned host memory", warns=True),
     },
     "activation_checkpointing": {
         "cpu_checkpointing": KeyRule(flag, "keeps saved activations in host memory", "checkpointing.offload"),

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
-from shardwise.config.draft import ConfigDraft, ValueOrigin
+from shardwise.config.draft import AutoKey, ConfigDraft, ValueOrigin
 from shardwise.config.values import any_value, is_open, nearest, one_of
 from shardwise.errors import ConfigError
 
@@ -141,7 +141,9 @@ class FileSection:
         is_auto = self.data[key] == "auto"
         self.note(key, f"the library's own default{default}" if is_auto else "as if it were absent")
         if target and is_auto:
-            self.draft.origins.setdefault(target, ValueOrigin("auto", f"auto {self.draft.own_path(self.at(key))}"))
+            path = self.draft.own_path(self.at(key))
+            self.draft.origins.setdefault(target, ValueOrigin("auto", f"auto {path}"))
+            self.draft.autos.append(AutoKey(path, target))
 
 
 def switched_on(value: object, depth: int = 0) -> bool:

@@ -19,6 +19,7 @@ from shardwise.deferred.deferred import DeferredSession, check_deferred, finish,
 from shardwise.engine.access import is_managed
 from shardwise.engine.engine import Engine
 from shardwise.errors import ConfigError
+from shardwise.machine.process import end_with_launcher
 from shardwise.optim.optimizers import OptimizerFactory, resolve_optimizer
 
 
@@ -42,6 +43,7 @@ def initialize(
     >>> engine.backward(engine(torch.ones(4, 8)).mean())
     >>> engine.step()
     """
+    end_with_launcher()
     _check_model(model)
     session = session_behind(model)
     device = _device(model, session)

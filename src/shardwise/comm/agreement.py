@@ -34,6 +34,7 @@ import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -136,6 +137,7 @@ class Agreement:
         self.is_ending = False
         self.poll_s = poll_s
         self.frozen_s = min(float(os.environ.get(FROZEN_VARIABLE, FROZEN_S)), wire.timeout_s / 2)
+        self._send_limit = timedelta(seconds=self.frozen_s)
         self._wire = wire
         self._rank = rank
         self._world_size = world_size
@@ -145,11 +147,11 @@ class Agreement:
         self._next: dict[tuple[str, ...], str] = {}  # without tags: the operation that followed the last two
         self._last: dict[str, tuple[str, ...]] = {}
         self._outstanding: deque[tuple[Ticket, Any]] = deque()
-        self._board = Board(store, rank, world_size)
+        self._board = Board(store, rank, world_size, min(STORE_S, self.frozen_s))
         self._holder = describe_holder(store)
         self._silence = Silence(world_size)
         self._listened = self._called = time.monotonic()
-        self._cut_off: float | None = None  # since when this rank waits without the store
+        self._reached = time.monotonic()  # when this rank last reached the store, or moved
         self._state = RankState.RUNS
         self._posting = threading.Lock()
         self._seen: tuple[Any, Any] = (None, None)
@@ -187,14 +189,21 @@ class Agreement:
         with contextlib.suppress(RuntimeError):  # the store is gone: the user's own error is the one to show
             self._post(RankState.RUNS)
 
-    def wait(self, ticket: Ticket, works: list[Any]) -> None:
-        """Wait for the works of an operation, each once. A broken connection is raised as its reason."""
+    def wait(self, ticket: Ticket, works: list[Any], sends: list[Any]) -> None:
+        """Wait for the works of an operation, each once. A broken connection is raised as its reason.
+
+        Over Gloo, a send that has begun when its connection breaks never ends. Once everything has been received, all
+        ranks have issued the operation, so that its sends end soon even if a rank is slow: they get a limit.
+        """
         self._waits_for = ticket
         try:
             while works:
                 works.pop(0).wait()
+            while sends:
+                sends.pop(0).wait(self._send_limit)
         except RuntimeError as error:
             works.clear()
+            sends.clear()
             if not self.is_ending:
                 self.explain(ticket, error)
         finally:
@@ -222,7 +231,7 @@ class Agreement:
         """Post this rank's state, and stop it if the ranks cannot continue."""
         try:
             verdict = self._find_verdict()
-            self._cut_off = None
+            self._reached = time.monotonic()
         except RuntimeError as error:
             verdict = self._judge_without_store(error)
         if verdict is not None and self.failure is None:
@@ -297,13 +306,13 @@ class Agreement:
     def _judge_without_store(self, error: RuntimeError) -> str | None:
         """A verdict of this rank alone, if it waits and has not reached the store for a while."""
         ticket, _, has_moved = self._look()
-        if ticket is None or has_moved or self._cut_off is None:
-            self._cut_off = time.monotonic()
+        if ticket is None or has_moved:
+            self._reached = time.monotonic()
             return None
-        is_silent, cut_off_s = isinstance(error, StoreSilentError), time.monotonic() - self._cut_off
-        if cut_off_s < (self.frozen_s if is_silent else ANSWER_S):
+        is_silent, silent_s = isinstance(error, StoreSilentError), time.monotonic() - self._reached
+        if silent_s < (self.frozen_s if is_silent else ANSWER_S):
             return None
-        why = f"has not answered for {cut_off_s:.0f} s" if is_silent else "is gone"
+        why = f"has not answered for {silent_s:.0f} s" if is_silent else "is gone"
         return words.without_store(self._rank, ticket.text, self._holder, why)
 
     def _has_heard_all(self, posts: list[Post]) -> bool:
@@ -330,8 +339,8 @@ class Agreement:
     def _post(self, state: RankState, ticket: Ticket | None = None, detail: str = "") -> None:
         at = (ticket.channel, ticket.number) if ticket is not None else None
         with self._posting:
-            if self._state is RankState.GONE:
-                return  # final: the polling thread may still be inside a poll when the main thread closes
+            if self._state is RankState.GONE or (self._state is RankState.LOST and state is not RankState.GONE):
+                return  # final: the polling thread may be inside a poll when the main thread closes or meets an error
             self._state = state
             self._board.post(Post(state, at, self._log.recent(ticket), detail, self._polls))
 
@@ -360,7 +369,7 @@ class Agreement:
         """Raise the reason why a connection broke or an operation timed out: a verdict, or a rank that is gone."""
         self._waits_for = None
         try:
-            verdict = self._explain_loss(ticket, str(error))
+            verdict = self.failure or self._explain_loss(ticket, str(error))
         except RuntimeError as lost:
             why = "does not answer" if isinstance(lost, StoreSilentError) else "is gone as well"
             verdict = words.without_store(self._rank, ticket.text, self._holder, why)

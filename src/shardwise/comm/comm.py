@@ -65,14 +65,15 @@ class _Done:
 class _Checked:
     """An operation of one or several works. Each is waited for once: on a finished send Gloo would wait forever."""
 
-    def __init__(self, agreement: Agreement, ticket: Ticket, works: list[Any]) -> None:
+    def __init__(self, agreement: Agreement, ticket: Ticket, works: list[Any], sends: list[Any]) -> None:
         self._agreement = agreement
         self._ticket = ticket
         self._works = works
+        self._sends = sends
 
     def wait(self) -> None:
-        if self._works:
-            self._agreement.wait(self._ticket, self._works)
+        if self._works or self._sends:
+            self._agreement.wait(self._ticket, self._works, self._sends)
 
 
 DONE: Handle = _Done()
@@ -212,7 +213,7 @@ class ProcessGroupComm(Comm):
         group = self._groups[ticket.channel].up
         with self._explaining(ticket):
             work = getattr(dist, _ALL_GATHER)(full.view(-1), parts[self.rank], group=group, async_op=True)
-        return self._checked(ticket, work)
+        return self._checked(ticket, [work])
 
     @property
     def rows_received(self) -> int:
@@ -227,7 +228,7 @@ class ProcessGroupComm(Comm):
             group = self._groups[_REDUCE].up
             with self._explaining(ticket):
                 work = dist.all_to_all_single(received.view(-1), sent.view(-1), group=group, async_op=True)
-            return self._checked(ticket, work), list(received)
+            return self._checked(ticket, [work]), list(received)
         rows = [*received[: self.rank], sent[self.rank], *received[self.rank :]]
         return self._send_directly(dict(enumerate(sent)), dict(enumerate(rows)), ticket), rows
 
@@ -244,7 +245,7 @@ class ProcessGroupComm(Comm):
                 for rank in reversed(others)
             ]
             sends = [dist.isend(sent[rank], group=ways.between(mine, rank), group_dst=rank, tag=tag) for rank in others]
-        return self._checked(ticket, *receives, *sends)
+        return self._checked(ticket, receives, sends)
 
     def blocks(self, tensor: torch.Tensor, block_numel: int) -> Sequence[torch.Tensor]:
         return tensor.split(block_numel) if tensor.numel() else ()
@@ -308,13 +309,13 @@ class ProcessGroupComm(Comm):
             return Ticket(channel, 0, text, 0)
         return self._agreement.issue(channel, f"{text}{place}, {numel} elements", self._sends_directly)
 
-    def _checked(self, ticket: Ticket, *works: Any) -> Handle:
+    def _checked(self, ticket: Ticket, works: list[Any], sends: Sequence[Any] = ()) -> Handle:
         if self._agreement is None:
             return works[0] if works else DONE
         if self._waits_on_device:
             for work in works:
                 self._agreement.track(ticket, work)
-        return _Checked(self._agreement, ticket, [work for work in works if work is not None])
+        return _Checked(self._agreement, ticket, _present(works), _present(sends))
 
     @contextlib.contextmanager
     def _explaining(self, ticket: Ticket) -> Iterator[None]:
@@ -351,6 +352,11 @@ class ProcessGroupComm(Comm):
                     receive = dist.irecv(torch.empty(1), group=group, group_src=other, tag=_WAKING_TAG)
                     assert receive is not None
                     receive.wait(timedelta(milliseconds=1))
+
+
+def _present(works: Sequence[Any]) -> list[Any]:
+    """torch returns None for an operation in which this rank has no part."""
+    return [work for work in works if work is not None]
 
 
 def _backend(group: Any, device: torch.device) -> str:

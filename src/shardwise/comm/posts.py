@@ -77,9 +77,9 @@ class Board:
     A roll call is a number that any rank may write. Every rank that lives answers it at its next poll.
     """
 
-    def __init__(self, store: Any, rank: int, world_size: int) -> None:
+    def __init__(self, store: Any, rank: int, world_size: int, limit_s: float) -> None:
         # A connection of its own: a connection serves one call at a time, and a call of the user's may block in it.
-        self._link = StoreLink(store.clone())
+        self._link = StoreLink(store.clone(), limit_s)
         self._rank = rank
         self._world_size = world_size
         self._calling = threading.Lock()

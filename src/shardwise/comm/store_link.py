@@ -18,7 +18,7 @@ from shardwise.machine.process import start_thread
 
 T = TypeVar("T")
 STORE_S = 5.0
-"""How long a call to the store may take."""
+"""How long a call to the store may take at most."""
 _SLICE_S = 0.2
 
 
@@ -38,7 +38,7 @@ class _Request:
 class StoreLink:
     """Runs functions of a store, one at a time and in order, each within `limit_s`."""
 
-    def __init__(self, store: Any, limit_s: float = STORE_S) -> None:
+    def __init__(self, store: Any, limit_s: float) -> None:
         self._limit_s = limit_s
         self._requests: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
         self._thread = start_thread(_serve, store, self._requests, name="shardwise-store")

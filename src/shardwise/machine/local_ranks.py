@@ -87,7 +87,7 @@ class LocalRanks(contextlib.AbstractContextManager["LocalRanks"]):
     def wait(self) -> None:
         """Wait until every rank has exited. A failure or a second request to stop kills those that still run."""
         deadline = float("inf")
-        while any(process.poll() is None for process in self._processes) and self.stop_requests < 2:
+        while any([process.poll() is None for process in self._processes]) and self.stop_requests < 2:  # noqa: C419  (polls all)
             now = time.monotonic()
             self._record_exits()
             if any(process.returncode for process in self._processes):

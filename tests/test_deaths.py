@@ -175,7 +175,7 @@ import atexit, os, sys, threading
 def look():
     print([thread.name for thread in threading.enumerate() if thread.name.startswith("shardwise")], flush=True)
 atexit.register(look)  # first, so it runs last
-os.environ["SHARDWISE_AGREEMENT_POLL_S"] = "0.001"
+os.environ["SHARDWISE_AGREEMENT_POLL_S"] = "0.02"
 import torch, torch.distributed as dist, shardwise
 from shardwise.models.built_in import MLP
 rank = int(os.environ["RANK"])

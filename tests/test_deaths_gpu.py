@@ -9,6 +9,8 @@ import time
 import pytest
 import torch
 
+from support.nccl import nccl_environment
+
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 LIMIT_S = 180
 
@@ -38,13 +40,6 @@ except shardwise.DisagreementError as error:
     print("NAMED", error, flush=True)
     sys.exit(7)
 """
-
-
-def nccl_environment(rank):
-    """Each rank claims a host of its own, so that NCCL accepts several on one GPU and connects them by sockets."""
-    off = dict.fromkeys(("NCCL_NVLS_ENABLE", "NCCL_CUMEM_ENABLE"), "0")
-    on = dict.fromkeys(("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE"), "1")
-    return {"NCCL_HOSTID": f"host{rank}", "NCCL_SOCKET_IFNAME": "lo", **off, **on}
 
 
 @pytest.mark.parametrize("preset", ["zero1", "zero3"])

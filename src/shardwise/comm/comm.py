@@ -332,9 +332,9 @@ class ProcessGroupComm(Comm):
         if not self._waits_on_device:
             return None
         for group in self._own:
-            error = group._get_backend(self.device).get_error()
-            if error.name != "SUCCESS":
-                return str(error.name)
+            error = str(group._get_backend(self.device).get_error().name)
+            if error != "SUCCESS":
+                return error
         return None
 
     def _break_groups(self) -> None:

@@ -59,7 +59,7 @@ SIGNALS = [signal.SIGKILL, signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signa
 KINDS = {
     "kill": 5, "raise": 5, "freeze": 2, "kill in save": 4, "full disk": 2, "cut": 2, "preempt": 2, "other W": 2,
 }  # fmt: skip
-"""The kinds of faults and how often they are drawn. After `other W`, a clean end, the next launch has another number of ranks."""
+"""The kinds of faults and how often they are drawn. `other W`: a clean end, after which the number of ranks changes."""
 
 Path_ = tuple[tuple[int, int], ...]
 """How states came about: (ranks, first step) of each part. A restart with the same number of ranks adds no part."""
@@ -185,7 +185,7 @@ class Soak:
             chain = Chain(self, random.Random(f"{self.options.seed}-{number}"), self._root / f"chain{number}")
             try:
                 chain.run()
-            except Failed as failure:
+            except Exception as failure:  # a mistake of the soak itself is a failure too
                 self.say(f"FAILED {failure}")
                 self.tally.failures.append(f"chain {number}: {failure}")
             finally:

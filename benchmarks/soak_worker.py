@@ -65,7 +65,9 @@ class Fault:
 
     def act(self, at: str) -> None:
         """Commit the fault if this is its rank, step and place."""
-        if not (self._is_mine and self.is_now() and at == self._spec["at"]) or self._fired:
+        # Saves that do not block, and updates of what is offloaded, may run during a later step.
+        is_now = self.step >= self._spec["step"] if at in ("save", "optimizer") else self.is_now()
+        if not (self._is_mine and is_now and at == self._spec["at"]) or self._fired:
             return
         self._fired = True
         note(self._run / f"fired{self._rank}", str(time.time()))
@@ -80,6 +82,17 @@ class Fault:
             os.kill(os.getpid(), self._spec["signal"])
             time.sleep(30)  # the signal may take effect in another thread first
 
+    def arm_optimizer(self) -> None:
+        """Before the engine is made: it looks the optimizer's step up once."""
+        if self._spec["at"] == "optimizer":
+            step = torch.optim.AdamW.step
+
+            def act_first(*args: Any, **kwargs: Any) -> Any:
+                self.act("optimizer")
+                return step(*args, **kwargs)
+
+            torch.optim.AdamW.step = act_first  # type: ignore[method-assign]
+
     def arm(self, engine: shardwise.Engine) -> None:
         at = self._spec["at"]
         modules = [module for module in engine.module.modules() if list(module.parameters(recurse=False))]
@@ -90,9 +103,6 @@ class Fault:
             module.register_forward_hook(lambda module, args, output: Fails.apply(output, self.act))
         elif at == "hook":
             engine.register_grad_hook(lambda name, shard: self.act("hook"))
-        elif at == "optimizer":
-            step = torch.optim.AdamW.step
-            torch.optim.AdamW.step = lambda *args, **kwargs: (self.act("optimizer"), step(*args, **kwargs))[1]  # type: ignore[assignment,method-assign]
         elif at == "save":
             write = files.BlockWriter.write
 
@@ -154,14 +164,16 @@ def train(spec: dict[str, Any], rank: int, told: dict[str, Any]) -> None:
     timeout = timedelta(seconds=spec["timeout_s"])
     dist.init_process_group(backend, store=store, rank=rank, world_size=spec["world_size"], timeout=timeout)
     model = make_model(spec["model"]).to(device)
-    engine = shardwise.initialize(model, make_optimizer(model), spec["config"])
     fault = Fault(spec["fault"], rank, run, folder)
+    fault.arm_optimizer()
+    engine = shardwise.initialize(model, make_optimizer(model), spec["config"])
     stops = StopsTogether(fault) if fault.kind == "preempt" else None
     done = 0
     if spec["load_from"]:
         state = engine.load(spec["load_from"], spec["load_tag"], fallback=spec["load_tag"] == "latest")
         done = state["step"]
         told["loaded"] = {"step": done, "launch": state["launch"], "digest": digest(engine)}
+        told["digests"][done] = told["loaded"]["digest"]
     fault.arm(engine)
     for step in range(done, spec["steps"]):
         fault.step = step

@@ -142,6 +142,11 @@ class Comm(ABC):
     def is_checked(self) -> bool:
         """Whether operations are checked for agreement with other ranks."""
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether the ranks cannot continue, because one of them is gone or does something else."""
+        return False
+
     @abstractmethod
     def begin_close(self) -> None:
         """From here on, an operation that cannot finish is dropped without an error."""
@@ -290,6 +295,10 @@ class ProcessGroupComm(Comm):
     @property
     def is_checked(self) -> bool:
         return self._agreement is not None
+
+    @property
+    def has_failed(self) -> bool:
+        return self._agreement is not None and self._agreement.failure is not None
 
     def begin_close(self) -> None:
         if self._agreement is not None:

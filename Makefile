@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-full lint types format clean bench-env bench-carry readme-tables models-page architectures
+.PHONY: help train test test-full lint types format clean bench-env bench-carry readme-tables models-page architectures soak
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -75,6 +75,10 @@ models-page: $(STAMP)  ## write the tables of docs/models.md
 architectures: $(STAMP)  ## train real architectures on two processes, write the result and its table
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements/full.txt
 	PYTHONPATH=src:tests $(PY) benchmarks/architectures.py
+
+# Not a part of `make test`. On one GPU: ARGS="--backend nccl --faults 50 --minutes 30".
+soak: $(STAMP)  ## 20 minutes of faults, one after the other, and a dated result (ARGS="--minutes 5 --seed 7")
+	PYTHONPATH=src:tests $(PY) benchmarks/soak.py $(ARGS)
 
 clean:  ## remove what the set-up and the tests made
 	rm -rf $(VENV) $(BENCH) $(CARRY) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

@@ -34,9 +34,10 @@ class Unchecked(watch.Agreement):
         self._issued += 1
         return watch.Ticket(channel, self._issued, text, self._issued)
 
-    def wait(self, ticket: watch.Ticket, works: list[Any]) -> None:
-        while works:
-            works.pop(0).wait()
+    def wait(self, ticket: watch.Ticket, works: list[Any], sends: list[Any]) -> None:
+        for pending in (works, sends):
+            while pending:
+                pending.pop(0).wait()
 
     def close(self, why: str = "") -> None:
         pass
@@ -70,7 +71,7 @@ def alone(agreement: watch.Agreement) -> tuple[float, float]:
     with mock.patch.object(agreement, "_log", other):
         started = time.perf_counter()
         for _ in range(CALLS):
-            agreement.wait(agreement.issue("gather", f"gather blocks.{7}, {1024} elements", True), [])
+            agreement.wait(agreement.issue("gather", f"gather blocks.{7}, {1024} elements", True), [], [])
         operation_s = (time.perf_counter() - started) / CALLS
     started = time.thread_time()
     for _ in range(POLLS):

@@ -37,6 +37,7 @@ from shardwise.optim.states import MASTER
 
 POLL_S = 0.02
 LAST_WAIT_S = 60.0
+FAILED_WAIT_S = 5.0
 """How long rank 0 waits, when its program ends, for other ranks whose files do not grow: they may have been killed."""
 _LOG = logging.getLogger("shardwise")
 
@@ -141,7 +142,8 @@ class CheckpointWrite:
 class AsyncSave:
     """One asynchronous save: a thread writes this rank's part, and on rank 0 commits.
 
-    `last_wait_s` bounds how long rank 0 waits for ranks whose files do not grow, once its program ends.
+    `last_wait_s` bounds how long rank 0 waits for ranks whose files do not grow, once its program ends; if a rank is
+    known to be gone, it is `FAILED_WAIT_S`.
     """
 
     def __init__(self, write: CheckpointWrite, comm: Comm, last_wait_s: float = LAST_WAIT_S) -> None:
@@ -183,12 +185,13 @@ class AsyncSave:
             _resolve(self._committed, self._commit)
 
     def _commit(self) -> None:
-        size_bytes, deadline = -1, math.inf
+        size_bytes, grown = -1, math.inf
         while not self._write.is_written():
             if self._leaving.is_set() or not threading.main_thread().is_alive():
                 before, size_bytes = size_bytes, self._write.draft.size_bytes()
-                deadline = deadline if size_bytes == before else time.monotonic() + self._last_wait_s
-            if self._stop.is_set() or time.monotonic() > deadline:
+                grown = grown if size_bytes == before else time.monotonic()
+            wait_s = min(FAILED_WAIT_S, self._last_wait_s) if self._comm.has_failed else self._last_wait_s
+            if self._stop.is_set() or time.monotonic() > grown + wait_s:
                 self._write.discard()
                 raise CheckpointError(f"not all ranks wrote their part of {self._write.draft.target}")
             time.sleep(POLL_S)

@@ -14,10 +14,11 @@ them apart; elsewhere the ranks meet over each operation that is new.
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
@@ -26,7 +27,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d as c10d
 
-from shardwise.comm.agreement import Agreement, Ticket, poll_interval_s
+from shardwise.comm.agreement import Agreement, Ticket, Wire, poll_interval_s
 
 # Renamed in torch 2.13, where the old name warns.
 _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
@@ -64,14 +65,15 @@ class _Done:
 class _Checked:
     """An operation of one or several works. Each is waited for once: on a finished send Gloo would wait forever."""
 
-    def __init__(self, agreement: Agreement, ticket: Ticket, works: list[Any]) -> None:
+    def __init__(self, agreement: Agreement, ticket: Ticket, works: list[Any], sends: list[Any]) -> None:
         self._agreement = agreement
         self._ticket = ticket
         self._works = works
+        self._sends = sends
 
     def wait(self) -> None:
-        if self._works:
-            self._agreement.wait(self._ticket, self._works)
+        if self._works or self._sends:
+            self._agreement.wait(self._ticket, self._works, self._sends)
 
 
 DONE: Handle = _Done()
@@ -140,6 +142,11 @@ class Comm(ABC):
     def is_checked(self) -> bool:
         """Whether operations are checked for agreement with other ranks."""
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether the ranks cannot continue, because one of them is gone or does something else."""
+        return False
+
     @abstractmethod
     def begin_close(self) -> None:
         """From here on, an operation that cannot finish is dropped without an error."""
@@ -170,6 +177,7 @@ class ProcessGroupComm(Comm):
         self._sends_directly = device.type == "cpu" and "gloo" in backend
         self._waits_on_device = device.type == "cuda" and "nccl" in backend
         self._own: list[Any] = []
+        self._timeout = _timeout(None if is_world else group, device)
         self._groups = {channel: self._ways(channel, ranks, None if is_world else group) for channel in _CHANNELS}
         # Without tags, what runs in one group is one channel.
         self._channels = {channel: channel for channel in _CHANNELS}
@@ -177,16 +185,19 @@ class ProcessGroupComm(Comm):
             self._channels[_REDUCE] = _GATHER
         self._agreement: Agreement | None = None
         if self.world_size > 1 and "fake" not in backend:
-            store = _store(self._groups[_GATHER].up)
-            self._agreement = Agreement(
-                store, self.rank, self.world_size, is_world, wake=self._break_groups, poll_s=poll_interval_s()
-            )
+            store = _store(self._groups[_GATHER].up, self.rank)
+            wire = Wire(self._break_groups, self._device_error, self._timeout.total_seconds())
+            self._agreement = Agreement(store, self.rank, self.world_size, is_world, wire, poll_interval_s())
 
     def _ways(self, channel: str, ranks: list[int], given: Any) -> _Ways:
         """The groups of a channel: made here, unless one was `given`; two if ranks send to each other directly."""
         if given is not None:
             return _Ways(given, given)
-        made = [dist.new_group(ranks, group_desc=channel) for _ in range(1 + self._sends_directly)]
+        with _errors_left_to_us():
+            made = [
+                dist.new_group(ranks, timeout=self._timeout, group_desc=channel)
+                for _ in range(1 + self._sends_directly)
+            ]
         self._own += made
         return _Ways(made[0], made[-1])
 
@@ -205,9 +216,9 @@ class ProcessGroupComm(Comm):
             mine = dict.fromkeys(range(self.world_size), parts[self.rank])
             return self._send_directly(mine, dict(enumerate(parts)), ticket)
         group = self._groups[ticket.channel].up
-        return self._checked(
-            ticket, getattr(dist, _ALL_GATHER)(full.view(-1), parts[self.rank], group=group, async_op=True)
-        )
+        with self._explaining(ticket):
+            work = getattr(dist, _ALL_GATHER)(full.view(-1), parts[self.rank], group=group, async_op=True)
+        return self._checked(ticket, [work])
 
     @property
     def rows_received(self) -> int:
@@ -220,8 +231,9 @@ class ProcessGroupComm(Comm):
         ticket = self._issue(_REDUCE, f"{kind} {unit}", sent.numel())
         if not self._sends_directly:
             group = self._groups[_REDUCE].up
-            work = dist.all_to_all_single(received.view(-1), sent.view(-1), group=group, async_op=True)
-            return self._checked(ticket, work), list(received)
+            with self._explaining(ticket):
+                work = dist.all_to_all_single(received.view(-1), sent.view(-1), group=group, async_op=True)
+            return self._checked(ticket, [work]), list(received)
         rows = [*received[: self.rank], sent[self.rank], *received[self.rank :]]
         return self._send_directly(dict(enumerate(sent)), dict(enumerate(rows)), ticket), rows
 
@@ -232,17 +244,13 @@ class ProcessGroupComm(Comm):
         ways, mine, tag = self._groups[ticket.channel], self.rank, ticket.tag
         # Each rank starts with the next one, so that not all send to the same rank.
         others = [(mine + step) % self.world_size for step in range(1, self.world_size)]
-        try:
+        with self._explaining(ticket):
             receives = [
                 dist.irecv(received[rank], group=ways.between(rank, mine), group_src=rank, tag=tag)
                 for rank in reversed(others)
             ]
             sends = [dist.isend(sent[rank], group=ways.between(mine, rank), group_dst=rank, tag=tag) for rank in others]
-        except RuntimeError as error:
-            if self._agreement is not None:
-                self._agreement.explain(ticket, error)
-            raise
-        return self._checked(ticket, *receives, *sends)
+        return self._checked(ticket, receives, sends)
 
     def blocks(self, tensor: torch.Tensor, block_numel: int) -> Sequence[torch.Tensor]:
         return tensor.split(block_numel) if tensor.numel() else ()
@@ -270,11 +278,15 @@ class ProcessGroupComm(Comm):
         if self.world_size == 1 or not tensor.numel():
             return
         if self._sends_directly:
-            # Gloo's broadcast takes no tag, so a share checks first that all ranks are about to issue it.
-            self.share(torch.zeros(1), f"broadcast {unit}, {tensor.numel()} elements")
+            # Gloo's broadcast takes no tag, so a gather checks first that all ranks are about to issue it.
+            ticket = self._issue(_REDUCE, f"broadcast {unit}", tensor.numel())
+            everyone = torch.zeros(self.world_size)
+            self._count("control", everyone.nbytes)
+            self._gather(ticket, everyone).wait()
         else:
-            self._issue(_GATHER, f"broadcast {unit}", tensor.numel())
-        dist.broadcast(tensor, group=self._groups[_GATHER].up, group_src=source)
+            ticket = self._issue(_GATHER, f"broadcast {unit}", tensor.numel())
+        with self._explaining(ticket):
+            dist.broadcast(tensor, group=self._groups[_GATHER].up, group_src=source)
 
     def note(self, what: str) -> None:
         if self._agreement is not None:
@@ -283,6 +295,10 @@ class ProcessGroupComm(Comm):
     @property
     def is_checked(self) -> bool:
         return self._agreement is not None
+
+    @property
+    def has_failed(self) -> bool:
+        return self._agreement is not None and self._agreement.failure is not None
 
     def begin_close(self) -> None:
         if self._agreement is not None:
@@ -302,13 +318,33 @@ class ProcessGroupComm(Comm):
             return Ticket(channel, 0, text, 0)
         return self._agreement.issue(channel, f"{text}{place}, {numel} elements", self._sends_directly)
 
-    def _checked(self, ticket: Ticket, *works: Any) -> Handle:
+    def _checked(self, ticket: Ticket, works: list[Any], sends: Sequence[Any] = ()) -> Handle:
         if self._agreement is None:
             return works[0] if works else DONE
         if self._waits_on_device:
             for work in works:
                 self._agreement.track(ticket, work)
-        return _Checked(self._agreement, ticket, [work for work in works if work is not None])
+        return _Checked(self._agreement, ticket, _present(works), _present(sends))
+
+    @contextlib.contextmanager
+    def _explaining(self, ticket: Ticket) -> Iterator[None]:
+        """Raise an error of the backend as its reason: which rank is gone, and what the others wait for."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self._agreement is not None and not isinstance(error, torch.OutOfMemoryError):
+                self._agreement.explain(ticket, error)
+            raise
+
+    def _device_error(self) -> str | None:
+        """The error that NCCL's watchdog met in one of these groups."""
+        if not self._waits_on_device:
+            return None
+        for group in self._own:
+            error = str(group._get_backend(self.device).get_error().name)
+            if error != "SUCCESS":
+                return error
+        return None
 
     def _break_groups(self) -> None:
         """End all waits in these groups, on this rank and on the others, because no rank can continue."""
@@ -327,18 +363,41 @@ class ProcessGroupComm(Comm):
                     receive.wait(timedelta(milliseconds=1))
 
 
+def _present(works: Sequence[Any]) -> list[Any]:
+    """torch returns None for an operation in which this rank has no part."""
+    return [work for work in works if work is not None]
+
+
 def _backend(group: Any, device: torch.device) -> str:
     """The backend for this device's tensors: a group may have several, even if the user named none."""
     pairs = (pair.split(":") for pair in dist.get_backend_config(group).split(",") if ":" in pair)
     return dict(pairs).get(device.type) or str(dist.get_backend(group))
 
 
-_ENGINES: Counter[str] = Counter()
-"""How many engines each group has had. The same on all its ranks, which create engines in the same order."""
+def _timeout(group: Any, device: torch.device) -> timedelta:
+    """The timeout of a group, which groups made from it get too: `new_group` would give them torch's default."""
+    backend = (group if group is not None else c10d._get_default_group())._get_backend(device)
+    timeout: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
+    return timeout if timeout is not None else c10d.default_pg_timeout
 
 
-def _store(group: Any) -> PrefixStore:
-    """The part of the store for one engine of a group."""
-    name = group.group_name
-    _ENGINES[name] += 1
-    return PrefixStore(f"shardwise/{name}/{_ENGINES[name]}", c10d._get_default_store())
+@contextlib.contextmanager
+def _errors_left_to_us() -> Iterator[None]:
+    """Have the watchdog of NCCL groups that are made within abort their operations on an error, unless the user chose
+    otherwise. By default it ends the process at once, before the error can name the rank that died."""
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = "2"
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
+def _store(group: Any, rank: int) -> PrefixStore:
+    """The part of the store for one engine of a group. Engines are numbered in the world's own store: ranks create them
+    in the same order, but one process may have been in another world before."""
+    of_group = PrefixStore(f"shardwise/{group.group_name}", c10d._get_default_store())
+    return PrefixStore(str(of_group.add(f"engines/{rank}", 1)), of_group)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from shardwise.comm.posts import Post, RankState
+from shardwise.comm.posts import FAILED, Post, RankState
 
 _STUCK = (RankState.WAITS, RankState.OUTSIDE, RankState.GONE, RankState.LOST)
 _ADVICE = (
@@ -13,6 +13,24 @@ _ADVICE = (
     "under sharded weights, full_param, save): look for a loop that ends early on one of them, an extra forward, an "
     "exception that was caught, or a call behind `if rank == 0`."
 )
+_RESTART = "then restart all ranks from the last checkpoint."
+_READ_ERROR = f"Read the error of that rank first, {_RESTART}"
+_READ_OUTPUT = (
+    "Read what that rank wrote last; if the kernel ended it for want of memory, the system's log (`dmesg`) says so; "
+    f"{_RESTART}"
+)
+_FIND_FROZEN = (
+    "A rank that is only slow would have answered. Continue or end the process that stands still, or find out why its "
+    f"host cannot be reached; {_RESTART}"
+)
+_RAISE_TIMEOUT = (
+    "The rank lives. If it is to take that long, pass a longer timeout to torch.distributed.init_process_group; "
+    "otherwise find out what it waits for (a mount, a download, a lock)."
+)
+_FIND_STORE = f"End the ranks that are left, find out why that process ended or stands still, {_RESTART}"
+
+Place = tuple[str, int]
+"""A channel, and the number of an operation in it."""
 
 
 class Finding(NamedTuple):
@@ -26,25 +44,50 @@ def judge(posts: Sequence[Post]) -> Finding | None:
     """Why the ranks cannot continue, or None if they can."""
     differing = _first_difference(posts)
     if differing is not None:
-        channel, number = differing
-        return Finding(_message("the ranks disagree on the next operation", posts, channel, number), True)
+        return Finding(_disagreement("the ranks disagree on the next operation", posts, differing), True)
     for post in posts:
         missing = _missing(posts, post.at) if post.state in (RankState.WAITS, RankState.LOST) and post.at else []
         gone = [rank for rank in missing if posts[rank].state is RankState.GONE]
         if gone:
-            assert post.at is not None
-            return Finding(_message(f"{_ranks(gone)} left while others wait", posts, *post.at), True)
+            has_failed = any(posts[rank].detail.startswith(FAILED) for rank in gone)
+            text = _absence(f"{_ranks(gone)} left", posts, post.at, {}, _READ_ERROR if has_failed else _ADVICE)
+            return Finding(text, True)
     return _standstill(posts)
 
 
-def lost(posts: Sequence[Post], answered: Sequence[bool]) -> str:
-    """The text for broken connections. It names the ranks that are gone or do not answer."""
-    gone = [rank for rank, post in enumerate(posts) if post.state is RankState.GONE or not answered[rank]]
-    at = next((post.at for post in posts if post.state is RankState.LOST and post.at), ("gather", 0))
-    died = [rank for rank in gone if posts[rank].state is not RankState.GONE]
-    silent = dict.fromkeys(died, "it does not answer: its process has died")
-    what = f"{_ranks(gone)} left while others wait" if gone else "connections between the ranks broke"
-    return _message(what, posts, *at, silent=silent)
+def died(posts: Sequence[Post], words: Mapping[int, str]) -> str:
+    """The text for connections that broke. `words` has the ranks that died or do not answer, and what is known."""
+    gone = [rank for rank, post in enumerate(posts) if post.state is RankState.GONE]
+    if not words and not gone:
+        what = "connections between the ranks broke"
+        return _absence(what, posts, _awaited(posts), {}, f"Look for errors of the network, {_RESTART}")
+    what = " and ".join(f"{_ranks(ranks)} {verb}" for ranks, verb in ((gone, "left"), (sorted(words), "died")) if ranks)
+    return _absence(what, posts, _awaited(posts), words, _READ_OUTPUT if words else _READ_ERROR)
+
+
+def frozen(posts: Sequence[Post], words: Mapping[int, str], silent_s: float) -> str:
+    """The text for ranks that have not answered a roll call for `silent_s` seconds."""
+    what = f"{_ranks(sorted(words))} did not answer for {silent_s:.0f} s"
+    return _absence(what, posts, _awaited(posts), words, _FIND_FROZEN)
+
+
+def late(posts: Sequence[Post], places: Mapping[int, str], timeout_s: float) -> str:
+    """The text for a wait that took longer than the process group allows, although every rank answers."""
+    at = _awaited(posts)
+    missing = _missing(posts, at) if at else []
+    words = {rank: f"in its own code, {place}" for rank, place in places.items() if rank in missing and place}
+    who = _ranks(missing) if missing else "a rank"
+    what = f"{who} did not come within the process group's timeout of {timeout_s:g} s"
+    return _absence(what, posts, at, words, _RAISE_TIMEOUT)
+
+
+def without_store(rank: int, operation: str, holder: str, why: str) -> str:
+    """The text of a rank that waits and cannot ask the other ranks."""
+    return (
+        f"rank {rank} waits for {operation}, and the store through which the ranks exchange their states {why}, so "
+        f"none of them can continue: it is held by {holder}, which has died, stands still or cannot be reached.\n"
+        f"{_FIND_STORE}"
+    )
 
 
 def _first_difference(posts: Sequence[Post]) -> tuple[str, int] | None:
@@ -78,21 +121,42 @@ def _standstill(posts: Sequence[Post]) -> Finding | None:
         return None
     if not all(_missing(posts, at) for at in waited):
         return None
-    return Finding(_message("every rank waits for another one", posts, *min(waited, key=lambda at: at[1])), False)
+    return Finding(_disagreement("every rank waits for another one", posts, min(waited, key=lambda at: at[1])), False)
 
 
-def _message(what: str, posts: Sequence[Post], channel: str, number: int, silent: dict[int, str] | None = None) -> str:
+def _awaited(posts: Sequence[Post]) -> Place | None:
+    """The operation that a rank which lost its connections waited for, or else any that is waited for."""
+    for states in ((RankState.LOST,), (RankState.WAITS,)):
+        for post in posts:
+            if post.state in states and post.at:
+                return post.at
+    return None
+
+
+def _disagreement(what: str, posts: Sequence[Post], at: Place) -> str:
+    channel, number = at
+    place = f"(operation {number} of channel {channel})"
+    return f"{what}, so none of them can continue {place}:\n{_table(posts, at, {})}\n{_ADVICE}"
+
+
+def _absence(what: str, posts: Sequence[Post], at: Place | None, words: Mapping[int, str], advice: str) -> str:
+    operation = next((text for post in posts if at and (text := post.text(*at)) is not None), "the next operation")
+    return (
+        f"{what} while others wait for {operation}, so none of them can continue:\n{_table(posts, at, words)}\n{advice}"
+    )
+
+
+def _table(posts: Sequence[Post], at: Place | None, words: Mapping[int, str]) -> str:
     lines: dict[str, list[int]] = {}
     for rank, post in enumerate(posts):
-        lines.setdefault((silent or {}).get(rank) or _situation(post, channel, number), []).append(rank)
-    table = "\n".join(f"  {_ranks(ranks)}: {line}" for line, ranks in lines.items())
-    return f"{what}, so none of them can continue (operation {number} of channel {channel}):\n{table}\n{_ADVICE}"
+        lines.setdefault(words.get(rank) or _situation(post, at), []).append(rank)
+    return "\n".join(f"  {_ranks(ranks)}: {line}" for line, ranks in lines.items())
 
 
-def _situation(post: Post, channel: str, number: int) -> str:
+def _situation(post: Post, at: Place | None) -> str:
     if post.state is RankState.GONE:
         return f"gone: {post.detail}"
-    text = post.text(channel, number)
+    text = post.text(*at) if at else None
     if text is not None:
         return text
     if post.state is RankState.OUTSIDE:

@@ -22,6 +22,7 @@ from shardwise.engine.alike import check_alike
 from shardwise.engine.engine import Engine
 from shardwise.engine.own_group import end_group_at_exit
 from shardwise.errors import ConfigError
+from shardwise.machine.process import end_with_launcher
 from shardwise.optim.lr_schedule import check_scheduler
 from shardwise.optim.optimizers import OptimizerFactory, resolve_optimizer
 
@@ -46,6 +47,7 @@ def initialize(
     >>> engine.backward(engine(torch.ones(4, 8)).mean())
     >>> engine.step()
     """
+    end_with_launcher()
     _check_model(model)
     session = session_behind(model)
     device = _device(model, session)

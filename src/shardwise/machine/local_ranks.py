@@ -87,14 +87,22 @@ class LocalRanks(contextlib.AbstractContextManager["LocalRanks"]):
     def wait(self) -> None:
         """Wait until every rank has exited. A failure or a second request to stop kills those that still run."""
         deadline = float("inf")
-        while any(process.poll() is None for process in self._processes) and self.stop_requests < 2:
+        while any([process.poll() is None for process in self._processes]) and self.stop_requests < 2:  # noqa: C419  (polls all)
             now = time.monotonic()
+            self._record_exits()
             if any(process.returncode for process in self._processes):
                 deadline = min(deadline, now + FAILURE_GRACE_S)
             if now >= deadline:
                 break
             time.sleep(POLL_S)
         self.kill()
+
+    def _record_exits(self) -> None:
+        """Let the ranks that still run know how others ended; see `recorded_exit`."""
+        for rank, code in enumerate(self.exit_codes):
+            path = _exit_path(self.folder, rank)
+            if code is not None and not path.exists():
+                path.write_text(str(code))
 
     def kill(self) -> None:
         """End every rank that still runs, and the processes that it started."""
@@ -169,3 +177,14 @@ def stop_with_parent() -> None:
 
 def _report_path(folder: Path, rank: int) -> Path:
     return folder / f"rank{rank}.json"
+
+
+def _exit_path(folder: Path, rank: int) -> Path:
+    return folder / f"rank{rank}.exit"
+
+
+def recorded_exit(rank: int) -> int | None:
+    """In a rank: how another one ended, if the process that started them has seen it."""
+    with contextlib.suppress(KeyError, OSError, ValueError):
+        return int(_exit_path(Path(os.environ[FOLDER]), rank).read_text())
+    return None

@@ -1,0 +1,93 @@
+"""A connection to the store whose calls have a deadline.
+
+torch's clients wait for the store's answer without a limit: if the process that holds it stands still, or the link to
+its host is cut, a call never returns. So one thread makes the calls, and callers wait for it.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from shardwise.machine.process import start_thread
+
+T = TypeVar("T")
+STORE_S = 5.0
+"""How long a call to the store may take at most."""
+_SLICE_S = 0.2
+
+
+class StoreSilentError(RuntimeError):
+    """The store did not answer in time. It may answer later."""
+
+
+class _Request:
+    def __init__(self, work: Callable[[Any], Any]) -> None:
+        self.work = work
+        self.is_done = threading.Event()
+        self.is_dropped = False
+        self.value: Any = None
+        self.error: Exception | None = None
+
+
+class StoreLink:
+    """Runs functions of a store, one at a time and in order, each within `limit_s`."""
+
+    def __init__(self, store: Any, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._requests: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
+        self._thread = start_thread(_serve, store, self._requests, name="shardwise-store")
+        # Neither the thread nor the exit keeps the link: once it is out of use, its thread ends.
+        self._end = weakref.finalize(self, self._requests.put, None)
+
+    def run(self, work: Callable[[Any], T], check: Callable[[], None] | None = None) -> T:
+        """What `work` returns for the store. With `check` there is no deadline: `check` is called while this waits,
+        and ends the wait by raising."""
+        request = _Request(work)
+        self._requests.put(request)
+        deadline = time.monotonic() + self._limit_s
+        while not request.is_done.wait(_SLICE_S):
+            if check is not None:
+                check()
+            elif time.monotonic() > deadline:
+                request.is_dropped = True
+                raise StoreSilentError(f"the store did not answer within {self._limit_s:g} s: see `StoreLink`")
+        if request.error is not None:
+            raise request.error
+        value: T = request.value
+        return value
+
+    def close(self) -> None:
+        """End the thread, unless a call never returns."""
+        self._end()
+        self._thread.join(self._limit_s)
+
+
+def describe_holder(store: Any) -> str:
+    """Who holds a store, as far as this process can tell."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    if hasattr(store, "path"):
+        return f"the file {store.path}"
+    if not hasattr(store, "port"):
+        return "this process"
+    address = f"{store.host}:{store.port}"
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return f"torchrun's agent at {address}"
+    return f"rank 0 at {address}" if os.environ.get("MASTER_PORT") == str(store.port) else f"the process at {address}"
+
+
+def _serve(store: Any, requests: queue.SimpleQueue[_Request | None]) -> None:
+    while (request := requests.get()) is not None:
+        if not request.is_dropped:
+            try:
+                request.value = request.work(store)
+            except Exception as error:
+                request.error = error
+            request.is_done.set()
+        del request  # an engine must not live on for a call that is over

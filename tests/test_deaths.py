@@ -1,0 +1,308 @@
+"""Ranks that died, stand still or are late are named, and a store that is gone or silent stops nobody for long."""
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardwise
+from shardwise.comm import agreement, judge
+from shardwise.comm.agreement import Agreement
+from shardwise.comm.posts import Answer, Post, RankState
+from shardwise.comm.roll_call import Silence
+from shardwise.comm.store_link import StoreLink, StoreSilentError
+from shardwise.machine.local_ranks import FOLDER
+from support import ranks, run_ranks
+from support.fork_server import Forked
+from support.training import train_step
+from test_agreement import begin, commit, train_on
+
+LIMIT_S = 40
+
+
+def join(rank, world_size, store, timeout_s=30.0):
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s))
+
+
+def told(work, *args):
+    """The text of the DisagreementError that `work` ends with."""
+    with pytest.raises(shardwise.DisagreementError) as caught:
+        work(*args)
+    return str(caught.value)
+
+
+# Worlds
+
+
+def two_worlds(process, count, folder):
+    """Processes 0 and 1 have an engine; then 1 and 2 form another world, in which only one had an engine before."""
+    for name, members in (("first", (0, 1)), ("second", (1, 2))):
+        if process in members:
+            rank = members.index(process)
+            join(rank, 2, dist.FileStore(f"{folder}/{name}", 2), 77.0)
+            engine = begin("zero3")
+            timeouts = {group._get_backend(torch.device("cpu")).options._timeout for group in engine._comm._own}
+            assert timeouts == {timedelta(seconds=77)}
+            train_step(engine, rank, 0)
+            engine.destroy()
+            dist.destroy_process_group()
+
+
+def test_a_process_may_have_had_an_engine_in_another_world(tmp_path):
+    """And the groups of an engine have the timeout of the world."""
+    run_ranks(two_worlds, 3, tmp_path, fresh=True, init=False, timeout=LIMIT_S)
+
+
+# A rank that stands still, or is late
+
+
+def one_stops(rank, world_size):
+    os.environ[agreement.FROZEN_VARIABLE] = "1.5"
+    engine = begin("zero2")
+    pids = [None] * world_size
+    dist.all_gather_object(pids, os.getpid())
+    train_step(engine, rank, 0)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    text = told(commit, train_on, engine, rank)
+    os.kill(pids[1], signal.SIGCONT)
+    return text
+
+
+def test_a_rank_that_stands_still_is_named():
+    texts = run_ranks(one_stops, 3, fresh=True, timeout=LIMIT_S)
+    assert len(set(texts)) == 1
+    assert texts[0].startswith("rank 1 did not answer for 2 s while others wait for ")
+    assert "is stopped (SIGSTOP, Ctrl-Z or a debugger)" in texts[0]
+
+
+def load_slowly(seconds):
+    time.sleep(seconds)
+
+
+def one_is_late(rank, world_size, folder):
+    join(rank, world_size, dist.FileStore(f"{folder}/store", world_size), timeout_s=2.0)
+    engine = begin("zero3")
+    train_step(engine, rank, 0)
+    if rank == 1:
+        load_slowly(4.0)
+    return told(commit, train_on, engine, rank)
+
+
+def test_a_rank_that_is_late_is_named_with_the_place_where_it_is(tmp_path):
+    texts = run_ranks(one_is_late, 2, tmp_path, fresh=True, init=False, timeout=LIMIT_S)
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("rank 1 did not come within the process group's timeout of 2 s while others wait for")
+    assert "in load_slowly" in texts[0]
+    assert "longer timeout" in texts[0]
+
+
+# The store
+
+
+def store_is_hit(process, count, folder, number):
+    """Processes 0 and 1 train; process 2 holds their store. Rank 0 waits for rank 1 when the signal comes."""
+    os.environ[agreement.FROZEN_VARIABLE] = "1.5"
+    path = folder / "address"
+    if process == 2:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        (folder / "new").write_text(f"{store.port} {os.getpid()}")
+        (folder / "new").rename(path)
+        while not (folder / "done").exists():
+            time.sleep(0.05)
+        return ""
+    while not path.exists():
+        time.sleep(0.02)
+    port, holder = map(int, path.read_text().split())
+    join(process, 2, dist.TCPStore("127.0.0.1", port, is_master=False))
+    engine = begin("zero3")
+    train_step(engine, process, 0)
+    if process == 0:
+        os.kill(holder, number)
+    while process == 1 and not (folder / "done").exists():
+        time.sleep(0.05)
+    started = time.monotonic()
+    text = told(commit, train_on, engine, process)
+    assert time.monotonic() - started < 20
+    if process == 0 and number == signal.SIGSTOP:
+        os.kill(holder, signal.SIGCONT)
+    (folder / "done").touch()
+    return text
+
+
+@pytest.mark.parametrize(("number", "why"), [(signal.SIGKILL, "is gone"), (signal.SIGSTOP, "has not answered for")])
+def test_ranks_stop_if_the_store_does(tmp_path, number, why):
+    outcomes = run_ranks(
+        store_is_hit, 3, tmp_path, number, fresh=True, init=False, check=False, timeout=LIMIT_S, grace=25
+    )
+    text = outcomes[0].value
+    assert text is not None, outcomes[0].describe()
+    assert text.startswith("rank 0 waits for gather "), text
+    assert f"the store through which the ranks exchange their states {why}" in text
+    assert "it is held by the process at 127.0.0.1:" in text
+
+
+def test_a_call_to_the_store_has_a_deadline():
+    answers = threading.Event()
+    link = StoreLink(answers, limit_s=0.3)
+    with pytest.raises(StoreSilentError, match="did not answer"):
+        link.run(lambda store: store.wait(30))
+    dropped = []
+    with pytest.raises(StoreSilentError):
+        link.run(dropped.append)
+    with pytest.raises(ZeroDivisionError):
+        link.run(lambda store: None, check=lambda: 1 / 0)
+    answers.set()
+    assert link.run(lambda store: store.is_set())
+    assert not dropped
+    with pytest.raises(KeyError):
+        link.run(lambda store: {}["x"])
+    link.close()
+    assert not link._thread.is_alive()
+
+
+# The end of a process
+
+SCRIPT = """
+import atexit, os, sys, threading
+def look():
+    print([thread.name for thread in threading.enumerate() if thread.name.startswith("shardwise")], flush=True)
+atexit.register(look)  # first, so it runs last
+os.environ["SHARDWISE_AGREEMENT_POLL_S"] = "0.02"
+import torch, torch.distributed as dist, shardwise
+from shardwise.models.built_in import MLP
+rank = int(os.environ["RANK"])
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 2), rank=rank, world_size=2)
+def engine():
+    model = MLP(width=8, depth=3)
+    return shardwise.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "zero3")
+dropped, kept = engine(), engine()
+del dropped
+kept.backward(kept(torch.ones(2, 8)))
+kept.step()
+kept.full_param("layers.0.weight")
+dist.barrier()
+"""
+
+
+def test_no_thread_is_left_when_the_interpreter_ends(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    processes = []
+    for rank in range(2):
+        with (tmp_path / f"out{rank}").open("w") as out:
+            command = [sys.executable, tmp_path / "script.py", tmp_path / "store"]
+            processes.append(Forked(command, env=os.environ | {"RANK": str(rank)}, stdout=out))
+    assert [process.wait(timeout=60) for process in processes] == [0, 0]
+    assert [(tmp_path / f"out{rank}").read_text() for rank in range(2)] == ["[]\n", "[]\n"]
+
+
+@ranks(2)
+def test_a_forked_process_does_not_speak_for_its_rank(rank, world_size):
+    engine = begin("zero3")
+    pid = os.fork()
+    if not pid:
+        with contextlib.suppress(BaseException):
+            engine._comm._agreement.close("the child ended")
+        os._exit(0)
+    os.waitpid(pid, 0)
+    train_step(engine, rank, 0)
+    assert not any(post.state is RankState.GONE for post in engine._comm._agreement._board.read())
+    dist.barrier()
+    engine.destroy()
+
+
+# Judgements alone
+
+
+def waits(at=("gather", 1), gather=("a", "b"), **rest):
+    return Post(RankState.WAITS, at, {"gather": (0, list(gather))}, **rest)
+
+
+def runs(gather=("a",)):
+    return Post(RankState.RUNS, None, {"gather": (0, list(gather))})
+
+
+def test_a_death_names_the_operation_and_not_the_loop():
+    lost = Post(RankState.LOST, ("gather", 1), {"gather": (0, ["a", "gather head"])})
+    text = judge.died([lost, runs()], {1: "its process (7 on x) was ended by signal SIGSEGV; its output is in /log"})
+    assert text.startswith("rank 1 died while others wait for gather head, so none of them can continue:\n")
+    assert (
+        "  rank 0: gather head\n  rank 1: its process (7 on x) was ended by signal SIGSEGV; its output is in /log"
+        in text
+    )
+    assert "loop that ends early" not in text
+    gone = Post(RankState.GONE, None, {"gather": (0, ["a"])}, "it ended with ValueError: x")
+    assert "Read the error of that rank" in judge.judge([waits(), gone]).text
+    gone = Post(RankState.GONE, None, {"gather": (0, ["a"])}, "its process ended")
+    assert "loop that ends early" in judge.judge([waits(), gone]).text
+    assert judge.died([lost, lost], {}).startswith("connections between the ranks broke while others wait")
+
+
+def test_the_exit_that_the_launcher_saw_is_told(monkeypatch, tmp_path):
+    (tmp_path / "rank1.exit").write_text("-11")
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    identity = agreement.Identity.of_this_process()
+    ended = type(identity)(identity.view, "here", 2**22 + 1, 0, "/log")
+    condition, text = agreement._see(1, ended)
+    assert condition is agreement.Condition.ENDED
+    assert text == f"its process ({2**22 + 1} on here) was ended by signal SIGSEGV; its output is in /log"
+
+
+def test_silence_is_counted_only_while_a_call_is_not_answered():
+    silence = Silence(3)
+    assert silence.listen(1, [Answer(1, ""), Answer(0, ""), None], 5.0) == [0.0, 0.0, 0.0]
+    assert silence.listen(2, [Answer(2, ""), Answer(0, ""), None], 2.0) == [0.0, 2.0, 0.0]
+    assert silence.listen(2, [Answer(2, ""), Answer(1, ""), None], 2.0) == [0.0, 0.0, 0.0]
+    assert silence.listen(2, [Answer(2, ""), Answer(1, ""), None], 2.0) == [0.0, 2.0, 0.0]
+
+
+class ReadBoard:
+    """A board with prepared readings."""
+
+    def __init__(self, *readings):
+        self.readings = list(readings)
+
+    def read(self):
+        return self.readings.pop(0)
+
+    def decide(self, text):
+        return text
+
+
+def standstill(first_polls, second_polls, second_at=("reduce", 0)):
+    other = Post(RankState.WAITS, second_at, {"reduce": (0, ["r", "s"])}, polls=second_polls)
+    return [waits(("gather", 0), ["a"], polls=first_polls), other]
+
+
+@pytest.mark.parametrize(
+    ("second", "is_real"),
+    [
+        pytest.param(standstill(4, 4), True, id="nobody moved"),
+        pytest.param(standstill(4, 3), False, id="one has not polled again"),
+        pytest.param(standstill(4, 4, ("reduce", 1)), False, id="one waits for something else"),
+        pytest.param([*standstill(4, 4)[:1], runs()], False, id="one runs"),
+    ],
+)
+def test_a_standstill_counts_only_if_a_second_reading_repeats_it(second, is_real):
+    judging = object.__new__(Agreement)
+    judging._suspicion = None
+    judging._polls = 0  # so that a final finding would wait for other posts
+    judging._board = ReadBoard(standstill(3, 3), second)
+    assert judging._judge() is None
+    assert (judging._judge() is not None) == is_real
+
+
+def test_a_rank_that_left_need_not_poll_again():
+    gone = Post(RankState.GONE, None, {"reduce": (0, ["r"])}, "its process ended")
+    judging = object.__new__(Agreement)
+    judging._suspicion = None
+    first, second = [waits(("gather", 0), ["a"], polls=3), gone], [waits(("gather", 0), ["a"], polls=4), gone]
+    assert not judging._is_confirmed(first)
+    assert judging._is_confirmed(second)

@@ -141,8 +141,7 @@ def test_copies_of_a_model_have_their_own_call():
 
 
 @pytest.mark.parametrize("how", ["before", "after", "engine", "wrapped"])
-@pytest.mark.parametrize("preset", PRESETS)
-def test_a_model_compiled_as_a_whole_keeps_its_precision(how, preset):
+def test_a_model_compiled_as_a_whole_keeps_its_precision(how, preset="zero3"):
     from torch._dynamo.utils import counters
 
     torch._dynamo.reset()

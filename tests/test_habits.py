@@ -141,9 +141,10 @@ def test_copies_of_a_model_have_their_own_call():
 
 
 @pytest.mark.parametrize("how", ["before", "after", "engine", "wrapped"])
-def test_a_model_compiled_as_a_whole_keeps_its_precision(how, preset="zero3"):
+def test_a_model_compiled_as_a_whole_keeps_its_precision(how):
     from torch._dynamo.utils import counters
 
+    preset = "zero3"
     torch._dynamo.reset()
     counters.clear()
     model, x = Probe(), torch.randn(4, 8)

@@ -141,10 +141,10 @@ def test_copies_of_a_model_have_their_own_call():
 
 
 @pytest.mark.parametrize("how", ["before", "after", "engine", "wrapped"])
-@pytest.mark.parametrize("preset", PRESETS)
-def test_a_model_compiled_as_a_whole_keeps_its_precision(how, preset):
+def test_a_model_compiled_as_a_whole_keeps_its_precision(how):
     from torch._dynamo.utils import counters
 
+    preset = "zero3"
     torch._dynamo.reset()
     counters.clear()
     model, x = Probe(), torch.randn(4, 8)

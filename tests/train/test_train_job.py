@@ -3,11 +3,13 @@
 import json
 
 import pytest
+import torch
 
 from shardwise.errors import ConfigError
 from shardwise.train.folder import RunFolder
 from shardwise.train.job import prepare, rate_factor
 from shardwise.train.options import TrainOptions, options_of
+from shardwise.train.run import _scheduler
 
 
 @pytest.fixture
@@ -128,3 +130,21 @@ def test_the_rate_rises_then_falls():
         assert rates[10:] == sorted(rates[10:], reverse=True)
         assert rates[-1] == (1.0 if schedule == "constant" else pytest.approx(0.1, abs=0.02))
     assert rate_factor(500, steps=100, warmup=10, schedule="cosine") == pytest.approx(0.1)
+
+
+@pytest.mark.filterwarnings("ignore::shardwise.errors.ConfigWarning")
+def test_auto_of_a_file_is_what_the_run_says(text, tmp_path):
+    params = {"warmup_max_lr": "auto", "warmup_num_steps": 1}
+    file = tmp_path / "ds.json"
+    scheduler = {"type": "WarmupLR", "params": params}
+    keys = {"gradient_clipping": "auto", "gradient_accumulation_steps": "auto", "bf16": {"enabled": "auto"}}
+    file.write_text(json.dumps({"scheduler": scheduler, **keys}))
+    job = job_of(text, 1, placing={"config": str(file)})
+    assert {each.key for each in job.config._provenance.autos} == {"bf16.enabled", "scheduler.params.warmup_max_lr"}
+    assert job.config.gradients.clip_norm == 1.0
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=1e-5)
+    schedule = _scheduler(job, optimizer)
+    for _ in range(4):
+        optimizer.step()
+        schedule.step()
+    assert schedule.get_last_lr() == [1e-5]

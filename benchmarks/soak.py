@@ -166,7 +166,7 @@ class Soak:
         self.tally = Tally()
         self._root = root
         self._lock = threading.Lock()
-        self._numbers = 0
+        self._numbers = self._chains_begun = 0
         self._references: dict[tuple[Setting, Path_], tuple[Path, dict[int, str]]] = {}
         self._reference_locks: dict[tuple[Setting, Path_], threading.Lock] = {}
         self._started = time.monotonic()
@@ -181,7 +181,9 @@ class Soak:
 
     def _work(self) -> None:
         while not self.is_over():
-            number = self._next_number()
+            with self._lock:
+                number = self._chains_begun
+                self._chains_begun += 1
             chain = Chain(self, random.Random(f"{self.options.seed}-{number}"), self._root / f"chain{number}")
             try:
                 chain.run()
@@ -322,7 +324,8 @@ class Chain:
 
     def _draw_fault(self) -> dict[str, Any]:
         rng = self._rng
-        kind = rng.choices(list(KINDS), list(KINDS.values()))[0]
+        kinds = self._soak.options.kinds or list(KINDS)
+        kind = rng.choices(kinds, [KINDS[kind] for kind in kinds])[0]
         first = self._newest_step()
         fault: dict[str, Any] = {"kind": kind, "module": rng.randrange(100), "at": "", "signal": signal.SIGKILL}
         fault["step"] = rng.randrange(first, STEPS)
@@ -539,6 +542,7 @@ def main(words: list[str] | None = None, report: Callable[[str], None] = print) 
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--backend", choices=["gloo", "nccl"], default="gloo", help="nccl: all ranks on one GPU")
     parser.add_argument("--jobs", type=int, default=3, help="chains at a time")
+    parser.add_argument("--kinds", nargs="*", choices=list(KINDS), help="only faults of these kinds")
     parser.add_argument("--out", type=Path, help="the result, benchmarks/results/DATE-soak-BACKEND.json by default")
     options = parser.parse_args(words)
     started = time.monotonic()
@@ -548,6 +552,8 @@ def main(words: list[str] | None = None, report: Callable[[str], None] = print) 
         soak = Soak(options, Path(root))
         soak.run()
     head = {**made(), "versions": versions(), "backend": options.backend, "seed": options.seed, "jobs": options.jobs}
+    if options.kinds:
+        head["kinds"] = options.kinds
     result = {**head, "seconds": round(time.monotonic() - started, 1), **soak.tally.result()}
     out = options.out or Path(__file__).parent / "results" / f"{head['date']}-soak-{options.backend}.json"
     out.write_text(json.dumps(result, indent=1) + "\n")

@@ -126,8 +126,9 @@ class StopsTogether:
         signal.signal(signal.SIGTERM, lambda *_: self._is_told.fill_(1))
 
     def agreed(self) -> bool:
-        dist.all_reduce(self._is_told, dist.ReduceOp.MAX)
-        return bool(self._is_told.item())
+        is_told = self._is_told.clone()  # the signal may come after the reduction
+        dist.all_reduce(is_told, dist.ReduceOp.MAX)
+        return bool(is_told.item())
 
 
 def fill(folder: Path) -> None:

@@ -376,9 +376,10 @@ def _backend(group: Any, device: torch.device) -> str:
 
 def _timeout(group: Any, device: torch.device) -> timedelta:
     """The timeout of a group, which groups made from it get too: `new_group` would give them torch's default."""
-    backend = (group if group is not None else c10d._get_default_group())._get_backend(device)
-    timeout: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
-    return timeout if timeout is not None else c10d.default_pg_timeout
+    timeout: timedelta = c10d.default_pg_timeout
+    with contextlib.suppress(RuntimeError, AttributeError):  # some backends have no such option
+        timeout = (group if group is not None else c10d._get_default_group())._get_backend(device).options._timeout
+    return timeout
 
 
 @contextlib.contextmanager

@@ -119,7 +119,7 @@ def test_recurrent_networks_do_not_move_their_weights():
     model = Recurrent()
     calls = []
     model.lstm.__class__ = type("Counted", (nn.LSTM,), {"flatten_parameters": lambda self: calls.append(1)})
-    overrides = ModuleGuard(model)
+    overrides = ModuleGuard(model, lambda: None)
     model.lstm.flatten_parameters()
     assert not calls
     overrides.remove()

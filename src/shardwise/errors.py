@@ -25,6 +25,10 @@ class DiskError(ShardwiseError, OSError):
     """State that is offloaded to disk cannot be written, or is not read back as it was written."""
 
 
+class GradientError(ShardwiseError, RuntimeError):
+    """Gradients are read, changed or dropped where the engine holds them, in a way that would have no effect."""
+
+
 class ShardwiseWarning(UserWarning):
     """Base of all warnings of shardwise."""
 

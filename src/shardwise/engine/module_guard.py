@@ -4,6 +4,7 @@
   weights are sharded it is made from gathered values, so all ranks make it.
 - A conversion (`to`, `half`, `cuda`, ...) that changes nothing is done; any other is refused, because the parameters
   are views of the engine's buffers.
+- `zero_grad` drops the gradients that the engine holds, all of them at once.
 - cuDNN's recurrent networks would put their weights into one buffer of their own (`flatten_parameters`); ours serves.
 """
 
@@ -16,16 +17,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.errors import GradientError
 from shardwise.schedule.hooks import is_ours
+from shardwise.unit.held_grads import HeldGrad
+from shardwise.unit.param_guard import PLAINLY
 
 
 class ModuleGuard:
     """Replaces methods of every module of a model, on the instances, until removed."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, zero_grad: Callable[[], None]) -> None:
         self._modules = list(model.modules())
         for module in self._modules:
             methods: dict[str, Callable[..., Any]] = {"__reduce_ex__": _reduce_ex, "_apply": _apply}
+            methods["zero_grad"] = partial(_zero_grad, model, zero_grad)
             if isinstance(module, nn.RNNBase):
                 methods["flatten_parameters"] = _do_nothing
             vars(module).update({name: partial(method, module) for name, method in methods.items()})
@@ -45,7 +50,7 @@ def _reduce_ex(module: nn.Module, protocol: Any) -> Any:
 
 
 def _strip(attributes: dict[str, Any]) -> dict[str, Any]:
-    for name in ("__reduce_ex__", "_apply", "flatten_parameters"):
+    for name in ("__reduce_ex__", "_apply", "zero_grad", "flatten_parameters"):
         if isinstance(attributes.get(name), partial):
             del attributes[name]
     return attributes
@@ -85,6 +90,23 @@ def _check_unchanged(kind: str, name: str, param: torch.Tensor, fn: Callable[[to
             "shardwise.initialize, or choose precision.compute in the configuration; copy.deepcopy(engine.module) "
             "gives a plain model to convert"
         )
+
+
+def _zero_grad(model: nn.Module, drop: Callable[[], None], module: nn.Module, set_to_none: bool = True) -> None:
+    """Drop all gradients of the engine, or none: those of a part of the model lie among the others."""
+    own = list(module.parameters())
+    with PLAINLY():
+        is_whole = {id(p) for p in model.parameters() if p.requires_grad} <= {id(p) for p in own}
+        is_held = any(isinstance(param.grad, HeldGrad) for param in own)
+    if is_whole:
+        drop()
+    elif is_held:
+        raise GradientError(
+            f"zero_grad() of {type(module).__name__}, a part of the model, while the engine holds the gradients of all "
+            "parts: call engine.zero_grad(), which drops all of them"
+        )
+    else:
+        type(module).zero_grad(module, set_to_none)
 
 
 def _do_nothing(module: nn.Module) -> None:

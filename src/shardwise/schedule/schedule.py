@@ -400,13 +400,14 @@ class Schedule:
     def _leave(self, closing: Sequence[Unit]) -> None:
         if self.phase is _AUTOGRAD_GRAD:
             self._release_unused(closing)
+        if self.phase is not _BACKWARD:  # IDLE: a backward inside the forward of the module
             return
         for unit in closing:
             if unit.uses.without_grad == 0:
                 self._done(unit)
 
     def _leave_recompute(self, closing: Sequence[Unit]) -> None:
-        if self.phase is _AUTOGRAD_GRAD:
+        if self.phase is not _BACKWARD:
             return
         for unit in closing:
             uses = unit.uses

@@ -58,11 +58,27 @@ def _is_added_to(param: torch.Tensor) -> bool:
         return False
 
 
-def ends_here() -> bool:
-    """In a hook on a tensor: whether the current backward was asked for the gradient of this very tensor and goes no
-    further, as `torch.autograd.grad` does."""
-    node = torch._C._current_autograd_node()
-    return node is not None and not any(_is_executed(child) for child, _ in node.next_functions if child is not None)
+class _Choice:
+    """Whether a backward was asked for the gradients of chosen tensors, as `torch.autograd.grad` does: it then goes no
+    further than these."""
+
+    def __init__(self) -> None:
+        self._task_without = -1
+
+    def ends_here(self, task: int) -> bool:
+        """In a hook on a tensor: whether the current backward, number `task`, ends at this tensor."""
+        if task == self._task_without:
+            return False
+        node = torch._C._current_autograd_node()
+        if node is None or any(_is_executed(child) for child, _ in node.next_functions if child is not None):
+            # Autograd says so in a node that it executes; in hooks on chosen tensors it does not.
+            if torch.autograd.Variable._execution_engine.is_checkpoint_valid():
+                self._task_without = task
+            return False
+        return True
+
+
+_CHOICE = _Choice()
 
 
 def _is_executed(node: Any) -> bool:
@@ -111,7 +127,7 @@ class OncePerBackward:
         if self._again is not None and grad is not None and grad.requires_grad:
             grad.register_hook(OncePerBackward(self._again))
         task = current_task()
-        if task != self._task and not ends_here():
+        if task != self._task and not _CHOICE.ends_here(task):
             self._task = task
             self._reached()
 

@@ -193,6 +193,15 @@ def test_held_gradients_refuse_to_be_read_and_written(rank, world_size, preset):
         reference.destroy()
 
 
+def test_a_block_is_compiled_while_gradients_are_held():
+    """Dynamo copies the attributes of parameters, those of `p.grad` included."""
+    engine = begin("zero1", batch={"accumulation": 2})
+    engine.backward(loss_of(engine, 0))
+    block = torch.compile(engine.module.layers[0], backend="eager", fullgraph=True)
+    assert torch.equal(block(data(0)), engine.module.layers[0](data(0)))
+    engine.destroy()
+
+
 @pytest.mark.parametrize("preset", ["zero1", "zero3"])
 def test_accelerates_clipping_is_refused(preset):
     accelerate = pytest.importorskip("accelerate")

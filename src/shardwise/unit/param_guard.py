@@ -33,16 +33,15 @@ PLAINLY = torch._C.DisableTorchFunctionSubclass
 """Within it, guarded parameters are plain: their attributes are read and set without a call into Python."""
 
 
-def attributes(kind: str, *names: str) -> set[Any]:
-    """The functions behind attributes of tensors, as torch's dispatch shows them: "__get__" or "__set__"."""
+def _functions(kind: str, *names: str) -> set[Any]:
     return {getattr(getattr(torch.Tensor, name), kind) for name in names}
 
 
 # Functions that do not read the values do not wait. `model.zero_grad()` right after `step()` reads `grad` of every
 # parameter and would otherwise wait for the whole gather.
-METADATA = {
-    *attributes("__get__", "shape", "dtype", "device", "requires_grad", "ndim", "grad", "is_leaf", "grad_fn", "layout"),
-    *attributes("__set__", "grad", "requires_grad"),
+_METADATA = {
+    *_functions("__get__", "shape", "dtype", "device", "requires_grad", "ndim", "grad", "is_leaf", "grad_fn", "layout"),
+    *_functions("__set__", "grad", "requires_grad"),
     *(torch.Tensor.size, torch.Tensor.numel, torch.Tensor.dim, torch.Tensor.stride, torch.Tensor.element_size),
     *(torch.Tensor.is_floating_point, torch.Tensor.register_hook, torch.Tensor.is_contiguous),
     torch.Tensor.requires_grad_,
@@ -88,7 +87,7 @@ def _guarded_class(plain: type[torch.Tensor], owner: Owner) -> type[torch.Tensor
 
 
 def _react(cls: type, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    if func not in METADATA:
+    if func not in _METADATA:
         for leaf in pytree.tree_iter((args, kwargs)):
             owner = getattr(leaf, "_shardwise_owner", None)
             if owner is not None:

@@ -193,12 +193,12 @@ def test_held_gradients_refuse_to_be_read_and_written(rank, world_size, preset):
         reference.destroy()
 
 
-def test_a_block_is_compiled_while_gradients_are_held():
+def test_a_module_is_compiled_while_gradients_are_held():
     """Dynamo copies the attributes of parameters, those of `p.grad` included."""
     engine = begin("zero1", batch={"accumulation": 2})
     engine.backward(loss_of(engine, 0))
-    block = torch.compile(engine.module.layers[0], backend="eager", fullgraph=True)
-    assert torch.equal(block(data(0)), engine.module.layers[0](data(0)))
+    inner = engine.module.layers[0][0]
+    assert torch.equal(torch.compile(inner, backend="eager", fullgraph=True)(data(0)), inner(data(0)))
     engine.destroy()
 
 
@@ -435,7 +435,7 @@ def test_a_backward_of_a_penalty_alone(rank, world_size, preset):
     engine.destroy()
 
 
-@ranks(1, 2)
+@ranks(2)
 @pytest.mark.parametrize("preset", ["zero0", "zero1", "zero2"])
 @pytest.mark.parametrize("create_graph", [False, True])
 def test_a_penalty_reaches_parameters_before_any_module(rank, world_size, preset, create_graph):
@@ -484,9 +484,9 @@ def test_a_penalty_after_the_last_backward_is_not_lost(rank, world_size, preset)
     "works",
     "where gradients are replicated, run all but the last backward inside `engine.no_sync()`",
 )
-@ranks(1, 2)
+@ranks(2)
 @pytest.mark.parametrize("preset", STAGES)
-@pytest.mark.parametrize("order", ["012", "210", "f0f1b0f2b1b2"])
+@pytest.mark.parametrize("order", ["210", "f0f1b0f2b1b2"])
 def test_pipelined_micro_batches(rank, world_size, preset, order):
     order = order if "f" in order else "f0f1f2" + "".join(f"b{index}" for index in order)
     engine, reference = begin(preset), begin(preset)

@@ -41,7 +41,7 @@ class HeldGrad(torch.Tensor):
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]  # torch's has an option that does not apply
         return f"HeldGrad({self.param_name}, {tuple(self.shape)})"
 
-    # Compilers look at many attributes of `p.grad`, but not at values: test_a_block_is_compiled_while_gradients_are_held.
+    # Compilers read attributes of `p.grad`, but no values: test_a_module_is_compiled_while_gradients_are_held.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # torch's own use of it
 
     def item(self) -> Any:

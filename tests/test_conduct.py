@@ -119,7 +119,7 @@ def test_recurrent_networks_do_not_move_their_weights():
     model = Recurrent()
     calls = []
     model.lstm.__class__ = type("Counted", (nn.LSTM,), {"flatten_parameters": lambda self: calls.append(1)})
-    overrides = ModuleGuard(model)
+    overrides = ModuleGuard(model, lambda: None)
     model.lstm.flatten_parameters()
     assert not calls
     overrides.remove()
@@ -430,6 +430,50 @@ def test_gathered_inside_a_forward(rank, world_size):
         engine.destroy()
     for other in seen[1:]:
         assert_same(seen[0], other)
+
+
+class Differentiates(Chain):
+    """Its blocks differentiate by their own input, inside their forward."""
+
+    class Block(Gated):
+        def forward(self, x):
+            output = torch.tanh(self.inner(x))
+            (grad,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
+            (again,) = torch.autograd.grad(grad.sum(), x, retain_graph=True)
+            return self.inner(output + grad) + again
+
+    def __init__(self):
+        super().__init__(self.Block)
+
+    def forward(self, x):
+        return super().forward(x.requires_grad_() * 1)
+
+
+@conduct(
+    "`torch.autograd.grad` by a block's own input, inside the block's forward", "works", "with `create_graph` or not"
+)
+@ranks(1, 2)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_blocks_that_differentiate_by_their_inputs(rank, world_size, checkpointing):
+    seen = []
+    for preset in STAGES:
+        config = {"checkpointing": {"enabled": True}} if checkpointing else {}
+        engine = begin(preset, Differentiates, **SHARDED, **config)
+        train(engine, rank, 2)
+        assert engine.steps == 2
+        seen.append(weights(engine))
+        engine.destroy()
+    for other in seen[1:]:
+        assert_same(seen[0], other)
+    torch.manual_seed(3)
+    plain = Differentiates()
+    optimizer = make_sgd(plain)
+    for step in range(2):
+        sum(square(None, plain(data(rank, step)), None) / world_size for rank in range(world_size)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, param in plain.named_parameters():
+        torch.testing.assert_close(seen[0][name], param.detach(), rtol=1e-4, atol=1e-6)
 
 
 def penalise_gradients(engine, x):

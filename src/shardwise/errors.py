@@ -29,6 +29,10 @@ class ModelChangedError(ShardwiseError, RuntimeError):
     """The model was changed under its engine in a way that the engine cannot follow."""
 
 
+class GradientError(ShardwiseError, RuntimeError):
+    """Gradients are read, changed or dropped where the engine holds them, in a way that would have no effect."""
+
+
 class ShardwiseWarning(UserWarning):
     """Base of all warnings of shardwise."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -25,15 +24,17 @@ from shardwise.engine.module_guard import ModuleGuard
 from shardwise.engine.report import Report, StepAccount, explain_out_of_memory
 from shardwise.engine.residency import Budget, moments_each, open_offload
 from shardwise.engine.root_call import RootCall
-from shardwise.errors import Notices
+from shardwise.engine.step_grads import StepGrads
+from shardwise.errors import GradientError, Notices
 from shardwise.memory import Entry, Ledger
 from shardwise.offload.pinned import HostMemory
 from shardwise.offload.unit_states import OffloadedStates, prefetch
-from shardwise.optim import Updater, clipping
+from shardwise.optim import Updater
 from shardwise.optim.clipping import Clip
 from shardwise.optim.frozen import check_none_thawed
 from shardwise.optim.loss_scale import LossScaling
 from shardwise.optim.lr_schedule import SchedulerSteps
+from shardwise.optim.optimizer_guard import OptimizerGuard
 from shardwise.partition.policy import DTYPES
 from shardwise.profiling import Clock
 from shardwise.schedule import Schedule
@@ -92,21 +93,24 @@ class Engine(nn.Module):
         self._updater = Updater(optimizer, trainable, self._ledger) if optimizer is not None else None
         self._budget.begin(self._updater)
         self._is_offloaded = any(unit.states.is_offloaded for unit in self._units)
+        self._step_grads = StepGrads(trainable, config.gradients, comm, self._notices)
         self._recompute = Recompute(model, self._units, config.checkpointing, self._offload)
         events = ScheduleEvents(
             reduces=self._reduces,
             reduced=self._on_reduced,
             check_plain_backward=self._check_plain_backward,
+            begins=self._on_begin_backward,
+            ended=self._step_grads.hold,
             broken_backward=self.zero_grad,
             last_unit=self._offload.pool.trim,
         )
         self._schedule = Schedule(model, self._units, Prefetch.of(config.runtime), self._clock, events)
-        self._grad_hooks: list[Callable[[str, torch.Tensor], None]] = []
         self._update_hooks: list[Callable[[], None]] = []
         self._pause: str | None = None
         self.averages: list[Average] = []
         self._access = access.Access(model, self._units)
-        self._guard = ModuleGuard(model)
+        self._guard = ModuleGuard(model, self.zero_grad)
+        self._optimizer_guard = OptimizerGuard(optimizer, self.zero_grad) if optimizer is not None else None
         self._watch = ModelWatch(model, self._units)
         self._root_call = RootCall(model, config.precision, comm.device, self._schedule, self._forwarding)
 
@@ -161,9 +165,44 @@ class Engine(nn.Module):
             self._comm.micro_step = 0
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients accumulated so far and start a new accumulation. `step()` does it by itself."""
-        self._schedule.abandon()
+        """Drop the gradients accumulated so far and start a new accumulation. `step()` does it by itself.
+
+        `optimizer.zero_grad()` and `model.zero_grad()` do the same. The backward of a forward before it still works.
+        """
+        self._schedule.drop_gradients()
+        self._step_grads.dropped(is_midway=self._micro_step > 0)
         self._micro_step = self._comm.micro_step = 0
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Have this step's update clip the gradients to a norm of at most `max_norm`; returns the norm before that.
+
+        Call it between the last backward of a step and `step()`, on all ranks. The norm is that of the averaged
+        gradients of the whole model, after the hooks of `register_grad_hook`, and in fp16 without the loss scale. If
+        `gradients.clip_norm` is smaller, that counts.
+
+        >>> import torch, shardwise
+        >>> model = torch.nn.Linear(4, 1)
+        >>> engine = shardwise.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "zero2")
+        >>> engine.backward(engine(torch.ones(2, 4)).mean())
+        >>> norm = engine.clip_grad_norm_(1.0)
+        >>> engine.step()
+        """
+        if norm_type != 2.0:
+            raise ValueError(f"norm_type is {norm_type}: engine.clip_grad_norm_() has the 2-norm alone, leave it out")
+        if not self.is_boundary:
+            raise GradientError(
+                "engine.clip_grad_norm_() before the last micro-batch of a step, when gradients are not complete: call "
+                "it only if engine.is_boundary"
+            )
+        with self._reporting("clipping"):
+            self._step_grads.let_go(self.zero_grad)
+            if not self._step_grads.exist:
+                raise GradientError(
+                    "engine.clip_grad_norm_() finds no gradients: call it after engine.backward(loss) and before "
+                    "engine.step()"
+                )
+            self.grad_norm = self._step_grads.clip(self._schedule, self._clock, self._scaling.scale, max_norm)
+        return self.grad_norm
 
     @property
     def loss_scale(self) -> float:
@@ -219,7 +258,7 @@ class Engine(nn.Module):
 
     def register_grad_hook(self, hook: Callable[[str, torch.Tensor], None]) -> None:
         """Call `hook(unit_name, shard)` on each reduced shard of gradients, before `step()`; it may edit in place."""
-        self._grad_hooks.append(hook)
+        self._step_grads.hooks.append(hook)
 
     def register_update_hook(self, hook: Callable[[], None]) -> None:
         """Call `hook()` after each update, when this rank's master copies are up to date."""
@@ -360,6 +399,8 @@ class Engine(nn.Module):
             unit.free()
         if self._updater is not None:
             self._updater.close()
+        if self._optimizer_guard is not None:
+            self._optimizer_guard.remove()
         self._offload.close()
         self._comm.close()
 
@@ -394,6 +435,10 @@ class Engine(nn.Module):
         if self._scaling.scaler is not None:
             raise RuntimeError("in fp16 the loss has to be scaled: call engine.backward(loss), not loss.backward()")
 
+    def _on_begin_backward(self) -> None:
+        self._step_grads.check_may_grow()
+        self._step_grads.let_go(self.zero_grad)
+
     def _on_reduced(self, unit: Unit) -> None:
         """Prefetch states for the update, and gather final gradients for a replicated optimizer, which no hook edits
         any more."""
@@ -401,7 +446,7 @@ class Engine(nn.Module):
             return
         if self._is_offloaded:
             prefetch(self._offload, self._streamed_states(), self._schedule.reduced_part())
-        if self.config.placement.grads.sharding == "replicated" and not self._grad_hooks:
+        if self.config.placement.grads.sharding == "replicated" and not self._step_grads.hooks:
             unit.grads.start_gather()
 
     def _streamed_states(self) -> Iterator[OffloadedStates]:
@@ -460,14 +505,17 @@ class Engine(nn.Module):
     def _update(self, updater: Updater) -> None:
         check_none_thawed(self._units)
         self._watch.check()
-        trainable = [unit for unit in self._schedule.forward_order() if unit.is_trainable]
-        if not any(unit.grads.has_gradients for unit in trainable):
+        self._step_grads.let_go(self.zero_grad)
+        if not self._step_grads.exist:
             return
         self._learn_outcome()
         self._check_not_exhausted()
         self._options.check(updater.optimizer)
-        clip = self._reduce_and_clip(trainable)
+        clip = self._step_grads.finish(self._schedule, self._clock, self._scaling.scale)
+        self.grad_norm = clip.grad_norm
+        trainable = [unit for unit in self._schedule.forward_order() if unit.is_trainable]
         self._apply_update(updater, trainable, clip)
+        self._step_grads.used()
         self.steps += 1
         self._account.steps += 1
         self._budget.spend(trainable, updater, self._offload.staging)
@@ -486,21 +534,6 @@ class Engine(nn.Module):
                 "gradients overflow in fp16 even at the smallest loss scale (precision.loss_scale.minimum): the model "
                 "diverges, or its values do not fit fp16; lower the learning rate, or compute in bf16"
             )
-
-    def _reduce_and_clip(self, units: list[Unit]) -> Clip:
-        """Reduce what is left, and find what the gradients are multiplied with."""
-        self._schedule.reduce_all()
-        self._schedule.unlock_all()
-        self._schedule.release_all()
-        for hook in self._grad_hooks:
-            for unit in units:
-                unit.grads.shard.edit(partial(hook, unit.name))
-        shards = [unit.grads.shard for unit in units]
-        with self._clock.phase("norm"):
-            scaled_norm = clipping.grad_norm(shards, self._comm, self.config.gradients.deterministic)
-        clip = clipping.unscale(scaled_norm, self._scaling.scale, self.config.gradients.clip_norm)
-        self.grad_norm = clip.grad_norm
-        return clip
 
     def _apply_update(self, updater: Updater, units: list[Unit], clip: Clip) -> None:
         """Update the units, and send the new weights on their way; nothing is waited for."""

@@ -6,6 +6,7 @@
   are views of the engine's buffers.
 - PEFT's `merge_adapter` and `unmerge_adapter` write into the weights, so they run on gathered ones and what they
   wrote is kept; `merge_and_unload` and `unload`, which take modules out of the model, are refused.
+- `zero_grad` drops the gradients that the engine holds, all of them at once.
 - cuDNN's recurrent networks would put their weights into one buffer of their own (`flatten_parameters`); ours serves.
 """
 
@@ -20,21 +21,24 @@ from torch import nn
 
 from shardwise.engine.access import gathered
 from shardwise.engine.root_call import CALLS
-from shardwise.errors import ModelChangedError
+from shardwise.errors import GradientError, ModelChangedError
 from shardwise.schedule.hooks import is_ours
+from shardwise.unit.held_grads import HeldGrad
+from shardwise.unit.param_guard import PLAINLY
 
 _WRITES_WEIGHTS = ("merge_adapter", "unmerge_adapter")
 _TAKES_APART = ("merge_and_unload", "unload")
-_REPLACED = ("__reduce_ex__", "_apply", "flatten_parameters", *_WRITES_WEIGHTS, *_TAKES_APART, *CALLS)
+_REPLACED = ("__reduce_ex__", "_apply", "zero_grad", "flatten_parameters", *_WRITES_WEIGHTS, *_TAKES_APART, *CALLS)
 
 
 class ModuleGuard:
     """Replaces methods of every module of a model, on the instances, until removed."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, zero_grad: Callable[[], None]) -> None:
         self._modules = list(model.modules())
         for module in self._modules:
             methods: dict[str, Callable[..., Any]] = {"__reduce_ex__": _reduce_ex, "_apply": _apply}
+            methods["zero_grad"] = partial(_zero_grad, model, zero_grad)
             if isinstance(module, nn.RNNBase):
                 methods["flatten_parameters"] = _do_nothing
             if _is_tuner(module):
@@ -114,6 +118,23 @@ def _refused(name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         f"{name}() would take the adapters out of a model under an engine: call it on a plain copy, "
         f"copy.deepcopy(engine.module).{name}(), on all ranks; merge_adapter() merges in place"
     )
+
+
+def _zero_grad(model: nn.Module, drop: Callable[[], None], module: nn.Module, set_to_none: bool = True) -> None:
+    """Drop all gradients of the engine, or none: those of a part of the model lie among the others."""
+    own = list(module.parameters())
+    with PLAINLY():
+        is_whole = {id(p) for p in model.parameters() if p.requires_grad} <= {id(p) for p in own}
+        is_held = any(isinstance(param.grad, HeldGrad) for param in own)
+    if is_whole:
+        drop()
+    elif is_held:
+        raise GradientError(
+            f"zero_grad() of {type(module).__name__}, a part of the model, while the engine holds the gradients of all "
+            "parts: call engine.zero_grad(), which drops all of them"
+        )
+    else:
+        type(module).zero_grad(module, set_to_none)
 
 
 def _do_nothing(module: nn.Module) -> None:

@@ -176,8 +176,8 @@ def twin(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 def _alike(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     other = object.__new__(type(optimizer))
-    # Not what was set for one step: it would apply to all later ones.
-    passing = ("step", "found_inf", "grad_scale")
+    # Not what was set for one step: it would apply to all later ones. Nor what the engine has replaced.
+    passing = ("step", "zero_grad", "found_inf", "grad_scale")
     other.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key not in passing})
     return other
 

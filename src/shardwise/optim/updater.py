@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from types import MethodType
-from typing import Any
 
 import torch
 from torch import nn
@@ -36,9 +34,6 @@ class Updater:
         self._overflow: torch.Tensor | None = None
         count = len(optimizer.param_groups)
         self._params = {unit.name: [_in_group(unit, index) for index in range(count)] for unit in units}
-        # A bound method: LR schedulers look for the function behind it.
-        for each in members(optimizer):
-            each.step = MethodType(_use_engine_step, each)  # type: ignore[method-assign]  # refuses
 
     def begin(self, overflow: torch.Tensor | None) -> bool:
         """Before the units of a step; returns whether to skip it.
@@ -167,11 +162,3 @@ def _in_batches(units: Sequence[Unit]) -> Iterator[Sequence[Unit]]:
 
 def _in_group(unit: Unit, index: int) -> list[nn.Parameter]:
     return [piece.param for piece in unit.weights.pieces if piece.group == index]
-
-
-def _use_engine_step(self: torch.optim.Optimizer, closure: Any = None) -> None:
-    raise RuntimeError("this optimizer works inside a shardwise engine: call engine.step() instead of optimizer.step()")
-
-
-# What LR schedulers put on the step they wrap; they need not wrap this one, `Updater.finish` tells them of each step.
-_use_engine_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # read by schedulers

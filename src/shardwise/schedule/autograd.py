@@ -32,7 +32,7 @@ def inside_backward() -> bool:
 
 def leaves_gradients_on(params: Iterable[torch.Tensor]) -> bool:
     """Whether the current backward adds to `p.grad` of any parameter, as far as it knows: one without a choice of
-    inputs may reach others inside a re-entrant checkpoint."""
+    inputs may reach others inside a re-entrant checkpoint. To ask in hooks on tensors that it does not end at."""
     if torch.autograd.Variable._execution_engine.is_checkpoint_valid():
         return True
     with PLAINLY():
@@ -56,6 +56,36 @@ def _is_added_to(param: torch.Tensor) -> bool:
         return torch._C._will_engine_execute_node(get_gradient_edge(param).node)
     except RuntimeError:  # torch does not answer for a leaf whose gradient torch.autograd.grad returns
         return False
+
+
+class _Choice:
+    """Whether a backward was asked for the gradients of chosen tensors, as `torch.autograd.grad` does: it then goes no
+    further than these."""
+
+    def __init__(self) -> None:
+        self._task_without = -1
+
+    def ends_here(self, task: int) -> bool:
+        """In a hook on a tensor: whether the current backward, number `task`, ends at this tensor."""
+        if task == self._task_without:
+            return False
+        node = torch._C._current_autograd_node()
+        if node is None or any(_is_executed(child) for child, _ in node.next_functions if child is not None):
+            # Autograd says so in a node that it executes; in hooks on chosen tensors it does not.
+            if torch.autograd.Variable._execution_engine.is_checkpoint_valid():
+                self._task_without = task
+            return False
+        return True
+
+
+_CHOICE = _Choice()
+
+
+def _is_executed(node: Any) -> bool:
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # torch does not answer for a leaf whose gradient torch.autograd.grad returns: it is reached
+        return True
 
 
 def refuse_transforms() -> None:
@@ -82,8 +112,9 @@ class BackwardEndCallback:
 
 
 class OncePerBackward:
-    """A hook on tensors that calls `reached` once in each backward. Where that backward makes a graph of its own,
-    `again` is called once in each backward through that graph, before it reaches what came after this place."""
+    """A hook on tensors that calls `reached` once in each backward that goes on from them. Where that backward makes a
+    graph of its own, `again` is called once in each backward through that graph, before it reaches what came after this
+    place."""
 
     __slots__ = ("_again", "_reached", "_task")
 
@@ -96,7 +127,7 @@ class OncePerBackward:
         if self._again is not None and grad is not None and grad.requires_grad:
             grad.register_hook(OncePerBackward(self._again))
         task = current_task()
-        if task != self._task:
+        if task != self._task and not _CHOICE.ends_here(task):
             self._task = task
             self._reached()
 

@@ -70,17 +70,21 @@ _NEXT = {_IDLE: {_BACKWARD, _AUTOGRAD_GRAD}, _BACKWARD: {_IDLE}, _AUTOGRAD_GRAD:
 class ScheduleEvents:
     """What a schedule asks its owner, and tells it.
 
-    reduces               whether the backward that begins reduces gradients
+    begins                a backward that leaves gradients begins; may raise
+    reduces               whether it reduces them
     reduced               a unit's gradients are reduced
     check_plain_backward  the user calls `loss.backward()` instead of the engine's; may raise
     broken_backward       an exception ended a backward without word to the schedule
+    ended                 a backward has ended, and its gradients are where they rest
     last_unit             the forward enters the last unit
     """
 
+    begins: Callable[[], None]
     reduces: Callable[[], bool]
     reduced: Callable[[Unit], None]
     check_plain_backward: Callable[[], None]
     broken_backward: Callable[[], None]
+    ended: Callable[[], None]
     last_unit: Callable[[], None]
 
 
@@ -144,6 +148,18 @@ class Schedule:
             unit.grads.clear()
         self._reduces.forget()
         self.rest()
+
+    def drop_gradients(self) -> None:
+        """Drop the gradients of this step. Outside of a backward, forwards stay as they are: theirs may follow."""
+        if self.phase is not _IDLE:
+            self.abandon()
+        elif any(unit.grads.has_gradients for unit in self._trainable):
+            self._finish_updates()
+            for unit in self._trainable:
+                unit.grads.clear()
+        else:
+            for unit in self._trainable:
+                unit.grads.drop_local()
 
     def remove(self) -> None:
         """Take the hooks off the model."""
@@ -284,6 +300,7 @@ class Schedule:
         """From here to `end_backward`, gradients arrive."""
         if self.phase is _BACKWARD:
             return
+        self._events.begins()
         self._enter_phase(_BACKWARD)
         self._finish_updates()
         reduces = self._events.reduces()
@@ -302,6 +319,7 @@ class Schedule:
         self.rest()
         self.saved_tensors.end()
         self._check_late()
+        self._events.ended()
 
     def reduce_all(self) -> None:
         """Reduce every unit now: for gradients that were left to `step()`."""
@@ -382,13 +400,14 @@ class Schedule:
     def _leave(self, closing: Sequence[Unit]) -> None:
         if self.phase is _AUTOGRAD_GRAD:
             self._release_unused(closing)
+        if self.phase is not _BACKWARD:  # IDLE: a backward inside the forward of the module
             return
         for unit in closing:
             if unit.uses.without_grad == 0:
                 self._done(unit)
 
     def _leave_recompute(self, closing: Sequence[Unit]) -> None:
-        if self.phase is _AUTOGRAD_GRAD:
+        if self.phase is not _BACKWARD:
             return
         for unit in closing:
             uses = unit.uses

@@ -7,7 +7,8 @@ Names, used throughout:
   the reduce-scatter.
 - *shard*: this rank's shard of the mean over the ranks (see `reduced_shard`).
 
-Until the reduce-scatter, `p.grad` is what counts, also if the user changed or replaced it; after it, it is None.
+In a backward, `p.grad` is what counts until the reduce-scatter, also if the user changed or replaced it; after it, it
+is None. Between backwards and updates the gradients may be *held*: `p.grad` then has no values (see `held_grads`).
 
 The states, and what makes the transitions:
 
@@ -36,6 +37,7 @@ from shardwise.memory import Buffer, Entry, Kind, Ledger, Tier
 from shardwise.memory.reduce_plan import UpdateSizes
 from shardwise.offload.unit_states import GRADS, OffloadedStates, UnitStates
 from shardwise.profiling import mark
+from shardwise.unit.held_grads import HeldGrads
 from shardwise.unit.param_guard import PLAINLY
 from shardwise.unit.plan import UnitPlan
 from shardwise.unit.reduce_scatter import AutogradGrads, FlatGrads, GradSource, Packing, ReduceScatter
@@ -227,6 +229,41 @@ class Grads:
         """Whether a gradient arrived after the unit was reduced, and so is in no rank's sum."""
         may_be_late = self.is_reduced or (self.state is _ARRIVING and self._full is None)
         return may_be_late and self._local.exist()
+
+    # Between backwards and updates
+
+    @cached_property
+    def _held_grads(self) -> HeldGrads:
+        return HeldGrads(
+            [slot.spec.name for slot in self._plan.layout.slots], self._local.params, self._policy.grad_dtype
+        )
+
+    def hold(self) -> None:
+        """After a backward: `p.grad` of every parameter shows that the engine holds the gradient."""
+        self._held_grads.put()
+
+    def changed_by_hand(self) -> list[tuple[str, torch.Tensor | None]]:
+        """What the user has put into `p.grad` of held gradients since, by name; None where it was dropped."""
+        return self._held_grads.changed()
+
+    def let_go(self) -> None:
+        """Before a backward or an update: `p.grad` is as `hold` found it, and has what autograd added meanwhile."""
+        arrived = self._held_grads.take_off()
+        is_local = self._full is not None and self._full.live and self.state in (_EMPTY, _LOCAL)
+        if is_local:
+            self._local.replace(self._packing.views)
+        if arrived:
+            self.open()
+            self._local.add(arrived)
+
+    @property
+    def were_set_by_hand(self) -> bool:
+        """Whether a parameter has a gradient that no backward of this engine has brought."""
+        return self.state is _EMPTY and self._local.exist()
+
+    def drop_local(self) -> None:
+        """Drop what was set by hand, where no backward has brought anything."""
+        self._local.drop()
 
     # In an update
 

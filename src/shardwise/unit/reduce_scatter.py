@@ -233,6 +233,13 @@ class AutogradGrads:
                 param.grad = view
         self.expect(0)
 
+    def add(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """Add gradients that arrived elsewhere."""
+        with PLAINLY(), torch.no_grad():
+            for param, grad in zip(self.params, grads, strict=True):
+                if grad is not None:
+                    param.grad = grad if param.grad is None else param.grad.add_(grad)
+
     def drop(self) -> None:
         """Take the gradients off the parameters."""
         with PLAINLY():

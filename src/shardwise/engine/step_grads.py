@@ -1,0 +1,144 @@
+"""The gradients of a step from its backwards to its update: held for the user, dropped, or final with their norm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from shardwise.comm import Comm
+from shardwise.config.sections import Gradients
+from shardwise.errors import GradientError, Notices
+from shardwise.offload.unit_states import UnitStates
+from shardwise.optim import clipping
+from shardwise.optim.clipping import Clip
+from shardwise.profiling import Clock
+from shardwise.schedule import Schedule
+from shardwise.unit import Unit
+from shardwise.unit.held_grads import HeldGrads
+
+GradHook = Callable[[str, torch.Tensor], None]
+
+
+class StepGrads:
+    """What happens to the gradients of trainable units between backwards and updates.
+
+    `hold` and `let_go` frame the time in which `p.grad` has no values. Gradients become final, once in a step, by
+    `clip` or by the update: they are reduced, the hooks have edited them, and their norm is known.
+    """
+
+    def __init__(self, units: Sequence[Unit], settings: Gradients, comm: Comm, notices: Notices) -> None:
+        self.hooks: list[GradHook] = []
+        self._units = units
+        self._settings = settings
+        self._comm = comm
+        self._notices = notices
+        self._is_held = False
+        self._norm: torch.Tensor | None = None
+        self._limit = settings.clip_norm
+        self._drops = 0
+        self._held_pieces: dict[str, tuple[UnitStates, HeldGrads]] = {}
+
+    def hold(self) -> None:
+        """A backward has ended. With `reduce_at: step`, the user reads and edits local gradients instead."""
+        if self._settings.reduce_at == "backward":
+            self._is_held = True
+            for unit in self._units:
+                unit.grads.hold()
+                self._pieces(unit).put()
+
+    def let_go(self, drop: Callable[[], None]) -> None:
+        """A backward or an update begins. If the user has set all `p.grad` to None, `drop` is called."""
+        if not self._is_held:
+            return
+        changed = dict(change for unit in self._units for change in unit.grads.changed_by_hand())
+        if changed and all(grad is None for grad in changed.values()) and len(changed) == self._param_count:
+            drop()
+        elif changed:
+            name, grad = next(iter(changed.items()))
+            raise GradientError(
+                f"p.grad of {name!r} was {'dropped' if grad is None else 'set by hand'} after a backward, while the "
+                "engine holds the gradients of the step, and would have no effect: edit them in "
+                "engine.register_grad_hook(fn), or call engine.zero_grad() and set p.grad of all parameters before "
+                "engine.step()"
+            )
+        else:
+            for unit in self._units:
+                unit.grads.let_go()
+            self._take_off_pieces()
+
+    @property
+    def _param_count(self) -> int:
+        return sum(len(unit.params) for unit in self._units)
+
+    def _pieces(self, unit: Unit) -> HeldGrads:
+        """What shows the same on the optimizer's parameters: GradScaler and others look there."""
+        states, held = self._held_pieces.get(unit.name, (None, None))
+        if held is None or states is not unit.states:  # states that have moved are on another device
+            params = [piece.param for piece in unit.weights.pieces]
+            held = HeldGrads([f"{unit.name} (master)"] * len(params), params)
+            self._held_pieces[unit.name] = unit.states, held
+        return held
+
+    def _take_off_pieces(self) -> None:
+        if self._is_held:
+            for unit in self._units:
+                self._pieces(unit).take_off()
+        self._is_held = False
+
+    def check_may_grow(self) -> None:
+        """A backward is about to add to the gradients."""
+        if self._norm is not None:
+            raise GradientError(
+                "a backward after engine.clip_grad_norm_() would add to gradients that are already clipped: call "
+                "engine.step() or engine.zero_grad() first"
+            )
+
+    @property
+    def exist(self) -> bool:
+        """Whether there are gradients to update with: of a backward, or set by hand."""
+        return any(unit.grads.has_gradients or unit.grads.were_set_by_hand for unit in self._units)
+
+    def clip(self, schedule: Schedule, clock: Clock, scale: torch.Tensor | None, limit: float) -> torch.Tensor:
+        """Have the update clip the norm at `limit` as well; returns the norm without the loss scale."""
+        self._limit = limit if self._limit is None else min(self._limit, limit)
+        norm = self.finish(schedule, clock, scale).grad_norm
+        self.hold()
+        return norm
+
+    def finish(self, schedule: Schedule, clock: Clock, scale: torch.Tensor | None) -> Clip:
+        """Make the gradients final, and find what the update multiplies them with."""
+        if self._norm is None:
+            schedule.reduce_all()
+            schedule.unlock_all()
+            schedule.release_all()
+            units = [unit for unit in schedule.forward_order() if unit.is_trainable]
+            for hook in self.hooks:
+                for unit in units:
+                    unit.grads.shard.edit(partial(hook, unit.name))
+            shards = [unit.grads.shard for unit in units]
+            with clock.phase("norm"):
+                self._norm = clipping.grad_norm(shards, self._comm, self._settings.deterministic)
+        return clipping.unscale(self._norm, scale, self._limit)
+
+    def used(self) -> None:
+        """An update has taken the gradients."""
+        self._drops = 0
+        self._start_anew()
+
+    def dropped(self, is_midway: bool) -> None:
+        """The gradients were dropped, in the midst of an accumulation or not."""
+        self._drops += is_midway
+        self._start_anew()
+        if self._drops == 2:
+            self._notices.say(
+                "zero_grad",
+                "zero_grad() dropped an unfinished accumulation twice, and no step has updated in between: call it "
+                "only after the engine.step() that updates, or not at all, because that step drops them itself",
+            )
+
+    def _start_anew(self) -> None:
+        self._take_off_pieces()
+        self._norm = None
+        self._limit = self._settings.clip_norm

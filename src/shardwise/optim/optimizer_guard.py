@@ -1,0 +1,51 @@
+"""Replacements for methods of the user's optimizers that would bypass the engine: `step` and `zero_grad`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+
+from shardwise.errors import GradientError
+from shardwise.optim.optimizers import members
+
+
+class OptimizerGuard:
+    """Replaces methods on the instances. `step` refuses for good; until removed, `zero_grad` of any of several joint
+    optimizers calls `drop`, for all of them."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, drop: Callable[[], None]) -> None:
+        self._members = members(optimizer)
+        self._drop = drop
+        for each in self._members:
+            # A bound method: LR schedulers look for the function behind it.
+            each.step = MethodType(_use_engine_step, each)  # type: ignore[method-assign]  # refuses
+            each.zero_grad = self._zero_grad  # type: ignore[method-assign]  # drops
+            # GradScaler then calls `step`, which refuses; else it ends in an assertion of its own.
+            each._step_supports_amp_scaling = True  # type: ignore[attr-defined]  # read by it
+
+    def remove(self) -> None:
+        for each in self._members:
+            vars(each).pop("zero_grad", None)
+
+    def _zero_grad(self, set_to_none: bool = True) -> None:
+        self._drop()
+
+
+def _use_engine_step(self: torch.optim.Optimizer, closure: Any = None) -> None:
+    # What GradScaler sets around the call must not reach the next update.
+    if vars(self).pop("grad_scale", None) is not None:
+        vars(self).pop("found_inf", None)
+        raise GradientError(
+            "GradScaler.step() on an optimizer that works inside a shardwise engine: leave GradScaler out and set "
+            "precision.compute: fp16, which scales the loss in engine.backward(loss), or compute in bf16"
+        )
+    raise GradientError(
+        "optimizer.step() on an optimizer that works inside a shardwise engine: call engine.step() instead"
+    )
+
+
+# What LR schedulers put on the step they wrap; they need not wrap this one, `Updater.finish` tells them of each step.
+_use_engine_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # read by schedulers

@@ -198,7 +198,7 @@ def _reserved_staging(
 ) -> Staging:
     largest = max(4 * min(plan.layout.shard_numel, bucket_numel(settings)) for plan in plans)
     disk_bytes = sum(offloaded_bytes(plan, moments)["disk"] for plan in plans)
-    staging = Staging(ledger, settings, comm.rank, host, largest, disk_bytes)
+    staging = Staging(ledger, settings, host, largest, disk_bytes)
     weights_bytes = sum(
         part.bytes_each * plan.layout.shard_numel
         for plan in plans

@@ -184,13 +184,15 @@ class DiskFile:
                 raise DiskError(
                     error.errno,
                     f"the file in {self.folder}: {len(block)} bytes at {offset} could not be {what} "
-                    f"({error.strerror}); this run cannot continue: free space or check the disk, restart, and load the last checkpoint",
+                    f"({error.strerror}); this run cannot continue: free space or check the disk, restart, and "
+                    "load the last checkpoint",
                 ) from error
             if not count:
                 raise DiskError(
                     errno.EIO,
                     f"the file in {self.folder}: of {len(block)} bytes at {offset} only {done} could be {what}: the "
-                    "file was cut short; training cannot continue from it: load the last checkpoint, and check the disk",
+                    "file was cut short; training cannot continue from it: load the last checkpoint, and check the "
+                    "disk",
                 )
             done += count
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from shardwise._version import __version__
-from shardwise.checkpoint.files import TensorSlice, as_bytes
+from shardwise.checkpoint.files import TensorSlice, as_bytes, joined
 from shardwise.checkpoint.plain import dtype_name, rng_states, to_plain
 from shardwise.comm.comm import Comm
 from shardwise.errors import CheckpointError, DamagedError
@@ -160,7 +160,9 @@ def contents_of(engine: Checkpointable, state: Any, own_buffers: set[str], stage
     head = _head(engine, state, tensors) if rank == 0 else {}
     slices = [*owned_slices(engine, engine.optimizer)]
     slices += [TensorSlice.whole(key, tensor) for key, tensor in tensors.items()]
-    return RankContents(_staged(slices, engine.comm.device) if staged else slices, dict(extras), rng, head)
+    # Joined last: each piece is staged by itself.
+    slices = joined(_staged(slices, engine.comm.device) if staged else slices)
+    return RankContents(slices, dict(extras), rng, head)
 
 
 def _staged(slices: list[TensorSlice], device: torch.device) -> list[TensorSlice]:

@@ -14,8 +14,7 @@ import contextlib
 import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +22,7 @@ from typing import Any
 import torch
 
 from shardwise.checkpoint.checkpointable import RankContents, group_options
-from shardwise.checkpoint.files import TensorSlice
+from shardwise.checkpoint.files import TensorSlice, joined, spread
 from shardwise.checkpoint.folder import CheckpointDraft, writing
 from shardwise.checkpoint.plain import dtype_name, to_plain
 from shardwise.checkpoint.saving import CheckpointWrite, save
@@ -125,18 +124,6 @@ def load_inert(path: Path) -> Any:
             raise CheckpointError(f"{path} holds something that is not plain data and is not read: {reason}") from None
         except (OSError, RuntimeError, KeyError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from None
-
-
-def spread(lengths: Sequence[int], start: int, numel: int) -> Iterator[tuple[int, Span]]:
-    """Where `numel` elements from `start` on lie in vectors laid end to end: the number and a part of each vector.
-
-    >>> list(spread([4, 4, 4], 3, 6))
-    [(0, Span(start=3, stop=4)), (1, Span(start=0, stop=4)), (2, Span(start=0, stop=1))]
-    """
-    for index, stop in enumerate(accumulate(lengths)):
-        first = stop - lengths[index]
-        if part := Span(start, start + numel).intersect(Span(first, stop)):
-            yield index, part.shift(-first)
 
 
 def _read(folder: Path) -> RankContents:
@@ -273,24 +260,22 @@ def _contents(model: dict[str, Any], optim: dict[str, Any], params: dict[str, De
         "params": _params(params, _aliases(model), compute),
     }
     slices = [
-        _joined(f"{key}/{name}", param.shape, parts)
+        each
         for name, param in params.items()
         for key, parts in param.states.items()
-        if parts
+        for each in _laid_out(f"{key}/{name}", param.shape, parts)
     ]
     slices += [TensorSlice.whole(key, tensor) for key, tensor in tensors.items()]
-    return RankContents(slices, {name: param.extras for name, param in params.items()}, None, head)
+    return RankContents(joined(slices), {name: param.extras for name, param in params.items()}, None, head)
 
 
-def _joined(key: str, shape: tuple[int, ...], parts: Sequence[torch.Tensor]) -> TensorSlice:
+def _laid_out(key: str, shape: tuple[int, ...], parts: Sequence[torch.Tensor]) -> Iterator[TensorSlice]:
     """The tensor whose flat elements are `parts` laid end to end."""
-    lengths = [len(part) for part in parts]
-
-    def read(wanted: Span) -> torch.Tensor:
-        places = spread(lengths, wanted.start, wanted.numel)
-        return torch.cat([parts[index][part.slice] for index, part in places])
-
-    return TensorSlice(key, parts[0].dtype, shape, Span(0, sum(lengths)), read)
+    start = 0
+    for part in parts:
+        whole = TensorSlice.whole(key, part)
+        yield replace(whole, shape=shape, elements=whole.elements.shift(start))
+        start += len(part)
 
 
 def _training(model: Mapping[str, Any], optim: Mapping[str, Any], compute: str) -> dict[str, Any]:

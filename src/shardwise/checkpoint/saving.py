@@ -81,7 +81,7 @@ class CheckpointWrite:
     def write(self) -> None:
         """Write this rank's file, then a table of its tensors."""
         contents, path = self.contents, self.draft.path / f"rank-{self.rank:05d}.safetensors"
-        with writing(path):
+        with writing(path, sum(each.size_bytes for each in contents.slices)):
             writer, offsets = write_tensors(path, contents.slices)
         crc32 = "".join(f"{checksum:08x}" for checksum in writer.checksums)
         table = {
@@ -96,8 +96,10 @@ class CheckpointWrite:
         # The table appears by a rename, complete, and after the file's bytes are durable: in an asynchronous save,
         # rank 0 commits as soon as it sees all tables (test_kills_at_random_moments_lose_nothing).
         unfinished = self.draft.path / f"rank-{self.rank:05d}.tmp"
-        unfinished.write_text(json.dumps(table))
-        os.rename(unfinished, self._table(self.rank))
+        text = json.dumps(table)
+        with writing(unfinished, len(text)):
+            unfinished.write_text(text)
+            os.rename(unfinished, self._table(self.rank))
         contents.slices.clear()  # frees the staged copies
 
     def commit(self) -> None:

@@ -117,6 +117,7 @@ def export_checkpoint(
         for key, tensor in stored.items()
     }
     with CheckpointReader(path, manifest) as reader:
+        reader.check_headers()
         parts = ((key, *part) for key, each in stored.items() for part in reader.parts(each, Span(0, each.numel)))
         _export(None, folder, ExportLayout(tensors, max_bytes), manifest.config, parts)
     return path

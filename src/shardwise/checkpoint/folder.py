@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise import files
-from shardwise.checkpoint.files import BlockReader
+from shardwise.checkpoint.files import BlockReader, CheckpointReader
 from shardwise.checkpoint.manifest import FILE_NAME, TAG, Manifest, head_of, read_body, read_manifest
 from shardwise.errors import CheckpointError, DamagedError
 
@@ -203,6 +203,8 @@ def verify(path: Path) -> Manifest:
     for file in manifest.files:
         with contextlib.closing(BlockReader(path / file.name, file.size_bytes, file.checksums)) as reader:
             reader.verify()
+    with CheckpointReader(path, manifest) as opened:
+        opened.check_headers()
     return manifest
 
 

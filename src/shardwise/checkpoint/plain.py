@@ -68,6 +68,8 @@ def _decoded(value: Any, fetch: Callable[[str], torch.Tensor]) -> Any:
         return tuple(_decoded(_listed(content), fetch))
     if tag in (_DICT, _COUNTER):
         pairs = {key: _decoded(item, fetch) for key, item in _listed(content)}
+        if tag == _COUNTER and not all(isinstance(count, int) for count in pairs.values()):
+            raise TypeError(f"expected whole numbers, found {content!r}")
         return Counter(pairs) if tag == _COUNTER else pairs
     if tag == _FLOAT:
         return float(str(content))
@@ -79,9 +81,10 @@ def _decoded(value: Any, fetch: Callable[[str], torch.Tensor]) -> Any:
     return {key: _decoded(item, fetch) for key, item in value.items()}
 
 
-def is_scalar_tensor(value: Any) -> bool:
-    """Whether a plain value encodes a tensor of no dimensions, such as the step of torch's optimizers."""
-    return isinstance(value, dict) and [*value] == [_SCALAR]
+def scalar_dtype(value: Any) -> str | None:
+    """The dtype of a plain value that encodes a tensor of no dimensions, such as the step of torch's optimizers."""
+    content = value.get(_SCALAR) if isinstance(value, dict) else None
+    return str(content[0]) if isinstance(content, list) and content else None
 
 
 def _listed(content: Any) -> list[Any]:

@@ -7,6 +7,7 @@ objects of the user: what is stored has to be of the kind that these objects hol
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Annotated, Any
 
@@ -14,7 +15,7 @@ import torch
 from pydantic import AfterValidator, BaseModel, ConfigDict, InstanceOf, StrictBool
 
 from shardwise.checkpoint.manifest import Count, Manifest
-from shardwise.checkpoint.plain import is_scalar_tensor, rng_states, set_rng_states
+from shardwise.checkpoint.plain import rng_states, scalar_dtype, set_rng_states
 from shardwise.errors import CheckpointError
 
 # Options of groups and entries of schedules that no optimizer or schedule has below zero.
@@ -22,12 +23,13 @@ _NOT_NEGATIVE = {
     *("lr", "initial_lr", "max_lr", "min_lr", "base_lrs", "_last_lr", "weight_decay", "eps", "betas", "momentum"),
     *("dampening", "max_momentum", "base_momentum", "_step_count"),
 }
+_STEP_DTYPES = ("float32", "float64", "int32", "int64")
 _EACH_GROUP = ("base_lrs", "_last_lr")
 
 
-def _scalar(least: float, is_float: bool) -> Callable[[torch.Tensor], torch.Tensor]:
+def _scalar(least: float, dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
     def check(value: torch.Tensor) -> torch.Tensor:
-        if value.ndim or value.is_floating_point() != is_float or not least <= value.item() < math.inf:
+        if value.ndim or value.dtype != dtype or not least <= value.item() < math.inf:
             raise ValueError(f"expected a number of at least {least:g}, found {value}")
         return value
 
@@ -37,9 +39,9 @@ def _scalar(least: float, is_float: bool) -> Callable[[torch.Tensor], torch.Tens
 class LossScaleState(BaseModel):
     """The loss scale in fp16, and its counters."""
 
-    scale: Annotated[InstanceOf[torch.Tensor], AfterValidator(_scalar(1e-30, True))]
-    good_steps: Annotated[InstanceOf[torch.Tensor], AfterValidator(_scalar(0, False))]
-    patience: Annotated[InstanceOf[torch.Tensor], AfterValidator(_scalar(0, False))]
+    scale: Annotated[InstanceOf[torch.Tensor], AfterValidator(_scalar(1e-30, torch.float32))]
+    good_steps: Annotated[InstanceOf[torch.Tensor], AfterValidator(_scalar(0, torch.int32))]
+    patience: Annotated[InstanceOf[torch.Tensor], AfterValidator(_scalar(0, torch.int32))]
 
 
 class TrainingState(BaseModel):
@@ -61,8 +63,12 @@ def check_groups(groups: Sequence[Mapping[str, Any]], optimizer: torch.optim.Opt
     """Raise a CheckpointError unless the options can be those of the optimizer's parameter groups."""
     for number, (stored, group) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
         for key, value in stored.items():
-            if key == "params" or not _fits(key, value, group.get(key)):
-                seen = f"{value!r}, where the optimizer has {group.get(key)!r}"
+            current = group.get(key)
+            has_each = not isinstance(current, list | tuple) or (
+                isinstance(value, list | tuple) and len(value) == len(current)
+            )
+            if key == "params" or not has_each or not _fits(key, value, current):
+                seen = f"{reprlib.repr(value)}, where the optimizer has {reprlib.repr(current)}"
                 raise CheckpointError(f"{source}: {key} of parameter group {number} is {seen}: load another checkpoint")
 
 
@@ -73,28 +79,29 @@ def check_schedule(stored: Mapping[str, Any], scheduler: Any, groups: int, sourc
         is_method = callable(getattr(type(scheduler), key, None))
         has_each = key not in _EACH_GROUP or (isinstance(value, list) and len(value) == groups)
         if is_method or not has_each or not _fits(key, value, current.get(key)):
+            seen = f"{reprlib.repr(value)}, where {type(scheduler).__name__} has {reprlib.repr(current.get(key))}"
             raise CheckpointError(
-                f"{source}: {key} of the learning-rate scheduler is {value!r}, where {type(scheduler).__name__} has "
-                f"{current.get(key)!r}: give the scheduler that the checkpoint was saved with"
+                f"{source}: {key} of the learning-rate scheduler is {seen}: give the scheduler that the checkpoint was "
+                "saved with"
             )
 
 
 def check_extra(key: str, value: Any, where: str) -> None:
     """Raise a CheckpointError unless `value` can be state of an optimizer that is not one value per element."""
     if isinstance(value, str) or (key == "step" and not (_is_number(value) and float(value) >= 0)):
-        raise CheckpointError(f"{where} is {value!r}: load another checkpoint")
+        raise CheckpointError(f"{where} is {reprlib.repr(value)}: load another checkpoint")
 
 
 def check_steps(manifest: Manifest, states: Mapping[str, Collection[str]], source: str) -> None:
     """Raise a CheckpointError unless parameters with the same optimizer `states` all count steps in the same way."""
-    first: dict[tuple[Any, ...], tuple[str, bool]] = {}
+    first: dict[tuple[Any, ...], tuple[str, str | None]] = {}
     for name, param in manifest.params.items():
-        counts = is_scalar_tensor(param.extras.get("step"))
-        other, counted = first.setdefault((param.group, *sorted(states[name])), (name, counts))
-        if counts != counted:
+        dtype = scalar_dtype(param.extras.get("step"))
+        other, counted = first.setdefault((param.group, *sorted(states[name])), (name, dtype))
+        if dtype != counted or dtype not in (None, *_STEP_DTYPES):
             raise CheckpointError(
-                f"{source}: the optimizer counts the steps of one of {other!r} and {name!r} and not of the other: load "
-                "another checkpoint"
+                f"{source}: the optimizer counts the steps of {other!r} as {counted} and those of {name!r} as {dtype}: "
+                "load another checkpoint"
             )
 
 

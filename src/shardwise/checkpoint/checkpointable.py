@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from shardwise._version import __version__
+from shardwise.checkpoint.companions import config_text
 from shardwise.checkpoint.files import TensorSlice, as_bytes, joined
 from shardwise.checkpoint.plain import dtype_name, rng_states, to_plain
 from shardwise.comm.comm import Comm
@@ -128,12 +129,6 @@ def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
     """The class of an optimizer; all classes, where several optimizers share the parameters."""
     everyone = members(optimizer)
     return " + ".join(type(each).__name__ for each in (everyone[1:] or everyone))
-
-
-def config_text(model: nn.Module) -> str | None:
-    """The text of a Hugging Face model's `config.json`; None for a model without a configuration."""
-    to_text = getattr(getattr(model, "config", None), "to_json_string", None)
-    return str(to_text()) if to_text is not None else None
 
 
 @dataclass

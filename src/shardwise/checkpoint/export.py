@@ -176,12 +176,14 @@ class ExportSource:
         }
 
     def _whole_of(self, param: nn.Parameter) -> torch.Tensor:
-        """A parameter's whole values, in the precision that is updated. A collective."""
+        """A parameter's whole values, in fp32 at least, in which adapters are merged. A collective."""
         unit, name = self._units[id(param)]
         if self._whole is None or self._whole[0] is not unit:
             unit.finish_update()
             self._whole = unit, unit.weights.whole(unit.weights.master)
-        return unit.view(self._whole[1], name).clone()
+        values = unit.view(self._whole[1], name)
+        wide = torch.promote_types(values.dtype, torch.float32) if values.is_floating_point() else values.dtype
+        return values.to(wide, copy=True)
 
 
 def export(

@@ -32,7 +32,7 @@ def read_json(path: Path, schema: type[T], error: type[ShardwiseError], remedy: 
     except FileNotFoundError:
         raise
     except (OSError, UnicodeDecodeError) as problem:
-        raise error(f"{path} cannot be read ({problem}): {remedy}") from None
+        raise error(f"{path}: cannot be read ({problem}); {remedy}") from None
     return validated(schema, parse_json(text, str(path), error, remedy), str(path), error, remedy)
 
 
@@ -41,7 +41,7 @@ def parse_json(text: str, source: str, error: type[ShardwiseError], remedy: str)
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as problem:
-        raise error(f"{source} is not valid JSON ({problem}): {remedy}") from None
+        raise error(f"{source}: cannot be read as JSON ({problem}); {remedy}") from None
 
 
 def validated(schema: type[T], value: Any, source: str, error: type[ShardwiseError], remedy: str) -> T:
@@ -53,7 +53,7 @@ def validated(schema: type[T], value: Any, source: str, error: type[ShardwiseErr
         first = problem.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
         reason = first["msg"].removeprefix("Value error, ")
-        raise error(f"{source} is not as shardwise writes it: {place or 'content'}: {reason}: {remedy}") from None
+        raise error(f"{source} is not valid: {place or 'content'}: {reason}: {remedy}") from None
 
 
 @cache

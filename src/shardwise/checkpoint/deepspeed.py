@@ -26,6 +26,7 @@ from shardwise.checkpoint.files import TensorSlice, joined, spread
 from shardwise.checkpoint.folder import CheckpointDraft, writing
 from shardwise.checkpoint.plain import dtype_name, to_plain
 from shardwise.checkpoint.saving import CheckpointWrite, save
+from shardwise.checkpoint.training_state import TrainingState
 from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.optim.states import MASTER
 from shardwise.partition.layout import Span
@@ -90,7 +91,7 @@ def convert(source: Path, out: Path, tag: str | None = None) -> Path:
 def _find(source: Path, tag: str | None) -> Path:
     """The folder of a checkpoint: the one in `source` that `tag` or the file `latest` names, or `source` itself."""
     if tag is None and (source / "latest").is_file():
-        tag = (source / "latest").read_text().strip()
+        tag = (source / "latest").read_text(errors="replace").strip()
     folder = source / tag if tag is not None else source
     if tag is not None and (tag in ("", ".", "..") or Path(tag).name != tag or "\\" in tag):
         raise CheckpointError(f"{tag!r} is not the name of a folder in {source}: give the tag that DeepSpeed saved")
@@ -109,7 +110,7 @@ def _expecting(folder: Path) -> Iterator[None]:
         yield
     except ShardwiseError:
         raise
-    except (LookupError, TypeError, AttributeError, ValueError, RuntimeError) as error:
+    except (LookupError, TypeError, AttributeError, ValueError, RuntimeError, ArithmeticError) as error:
         reason = f"{type(error).__name__}: {error}".split("\n")[0]
         raise CheckpointError(f"{folder} does not hold what DeepSpeed's ZeRO stages 1 to 3 write: {reason}") from error
 
@@ -122,8 +123,9 @@ def load_inert(path: Path) -> Any:
         except pickle.UnpicklingError as error:
             reason = str(error).split("\n")[0]
             raise CheckpointError(f"{path} holds something that is not plain data and is not read: {reason}") from None
-        except (OSError, RuntimeError, KeyError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from None
+        except Exception as error:  # whatever a damaged pickle leads to
+            reason = str(error).split("\n")[0]
+            raise CheckpointError(f"{path} cannot be read ({reason}): copy it again from where it was saved") from None
 
 
 def _read(folder: Path) -> RankContents:
@@ -249,12 +251,14 @@ def _contents(model: dict[str, Any], optim: dict[str, Any], params: dict[str, De
     enabled = {key for key, value in sections.items() if isinstance(value, Mapping) and value.get("enabled")}
     compute = next((name for key, name in _COMPUTE.items() if key in enabled), "float32")
     state = {key: value for key, value in model.items() if key not in _OWN_KEYS}
+    training = _training(model, optim, compute)
+    TrainingState.model_validate(training)
     head = {
         "steps": model["global_steps"],
         "world_size": 1,
         "written_by": f"DeepSpeed {model.get('ds_version')}, converted",
         "optimizer": None,
-        "training": to_plain(_training(model, optim, compute), tensors, "training"),
+        "training": to_plain(training, tensors, "training"),
         "state": to_plain(state or None, tensors, "state"),
         "config": None,
         "params": _params(params, _aliases(model), compute),

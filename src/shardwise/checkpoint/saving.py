@@ -33,6 +33,7 @@ from shardwise.checkpoint.manifest import Manifest, StoredRange
 from shardwise.checkpoint.plain import dtype_name
 from shardwise.comm.comm import Comm
 from shardwise.errors import CheckpointError
+from shardwise.files import read_json
 from shardwise.optim.states import MASTER
 
 POLL_S = 0.02
@@ -129,7 +130,7 @@ class CheckpointWrite:
     def _read_table(self, rank: int) -> dict[str, Any]:
         path = self._table(rank)
         try:
-            return dict(json.loads(path.read_text()))
+            return read_json(path, dict[str, Any], CheckpointError, "save again")
         except FileNotFoundError:
             raise CheckpointError(
                 f"rank {rank} wrote to {path.parent}, but rank 0 does not see its file: checkpoints need a file system "

@@ -54,7 +54,7 @@ def step(staging: Staging, units: list[Unit]) -> float:
 def measure(folder: str, gib: float, steps: int) -> dict[str, object]:
     size = int(gib * 2**30)
     before = probe(folder, size)
-    staging = Staging(Ledger(), Offload(nvme_path=folder), 0, HostMemory(), 64 << 20, size)
+    staging = Staging(Ledger(), Offload(nvme_path=folder), HostMemory(), 64 << 20, size)
     staging.reserve(0, size)
     units = [Unit(staging, size // UNITS // 4) for _ in range(UNITS)]
     for unit in units:

@@ -1,5 +1,6 @@
 """The parts of a checkpoint that need no engine: stored ranges, blocks, plain values, manifest, folder."""
 
+import hashlib
 import json
 import os
 import random
@@ -166,7 +167,7 @@ def make_manifest(**changes):
         "optimizer": None,
         "files": (StoredFile(name="rank-00000.safetensors", size_bytes=48, crc32="00000000"),),
         "params": {"w": ParamInfo(compute="float32")},
-        "tensors": {"param/w": StoredTensor(dtype="float32", shape=(3,), pieces=(StoredRange(0, 0, 3, 16),))},
+        "tensors": {"param/w": StoredTensor(dtype="float32", shape=(3,), pieces=(StoredRange(0, 0, 3, 36),))},
         "training": {"lr": 0.1},
     }
     return Manifest(**{**fields, **changes})
@@ -224,9 +225,20 @@ def test_impossible_ranges_are_refused(tmp_path, stored_range, message):
         read_manifest(tmp_path)
 
 
-def test_a_newer_format_is_refused(tmp_path):
+NEWER = r"written by a newer version of shardwise \(format 2; this one reads up to 1\): update shardwise"
+
+
+def test_a_newer_format_is_refused_and_not_called_damaged(tmp_path):
     write_manifest(tmp_path, make_manifest(version=2))
-    with pytest.raises(CheckpointError, match="version 2; this version of shardwise reads"):
+    with pytest.raises(CheckpointError, match=NEWER) as raised:
+        read_manifest(tmp_path)
+    assert not isinstance(raised.value, DamagedError)
+
+
+def test_a_tensor_of_another_width_does_not_fit_its_file(tmp_path):
+    stored = StoredTensor(dtype="float16", shape=(3,), pieces=(StoredRange(0, 0, 3, 36),))
+    write_manifest(tmp_path, make_manifest(tensors={"param/w": stored}))
+    with pytest.raises(DamagedError, match=r"not as shardwise writes it: .* leave bytes 42 to 48"):
         read_manifest(tmp_path)
 
 
@@ -285,6 +297,64 @@ def test_a_damaged_manifest_is_told_or_passed_over(tmp_path):
         folder.candidates(tmp_path, "latest", False)
     assert folder.candidates(tmp_path, "latest", True) == [good]
     assert folder.candidates(tmp_path, "a", False) == [good]
+
+
+def rewrite(path, **changes):
+    """Change a manifest, and give it the digest that belongs to it."""
+    body = json.loads((path / "manifest.json").read_text())["manifest"]
+    text = json.dumps({**body, **changes}, separators=(",", ":"))
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    (path / "manifest.json").write_text(f'{{"sha256": "{digest}", "manifest": {text}}}\n')
+
+
+def test_a_newer_checkpoint_is_told_even_with_fallback(tmp_path):
+    old, new = commit(tmp_path, "a"), commit(tmp_path, "b")
+    rewrite(new, version=2, more=1)
+    for fallback in (False, True):
+        with pytest.raises(CheckpointError, match=NEWER):
+            folder.candidates(tmp_path, "latest", fallback)
+    assert folder.candidates(tmp_path, "a", False) == [old]
+    newest = commit(tmp_path, "c")
+    assert folder.candidates(tmp_path, "latest", False) == [newest], "its number is known, and is not the highest"
+
+
+DAMAGES = {
+    "newer": lambda path: rewrite(path, version=2),
+    "damaged": lambda path: (path / "manifest.json").write_bytes(b"{}"),
+    "forged": lambda path: rewrite(path, steps=-1),
+    "without a manifest": lambda path: (path / "manifest.json").unlink(),
+    "cut short": lambda path: (path / "rank-00000.safetensors").write_bytes(b"short"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_save_of_the_same_tag_leaves_what_it_cannot_read(tmp_path, damage):
+    old = commit(tmp_path, "a")
+    DAMAGES[damage](old)
+    content = {file.name: file.read_bytes() for file in old.iterdir()}
+    new = commit(tmp_path, "a")
+    folder.keep_newest(tmp_path, 1)
+    assert {file.name: file.read_bytes() for file in old.iterdir()} == content
+    assert folder.candidates(tmp_path, "a", False) == [new]
+
+
+def test_a_tag_that_is_not_there_is_told_with_fallback_too(tmp_path):
+    path = commit(tmp_path, "a")
+    with pytest.raises(CheckpointError, match=r"there is no checkpoint 'b' in .*; found: 'a'"):
+        folder.candidates(tmp_path, "b", True)
+    with pytest.raises(CheckpointError, match="is a checkpoint, and not 'b'"):
+        folder.candidates(path, "b", True)
+    (path / "manifest.json").write_bytes(b"{}")
+    with pytest.raises(DamagedError, match="has no other"):
+        folder.candidates(tmp_path, "a", True)
+
+
+def test_folders_of_others_stay(tmp_path):
+    theirs = tmp_path / ".tmp-mine"
+    theirs.mkdir()
+    os.utime(theirs, (0, 0))
+    commit(tmp_path, "a")
+    assert theirs.exists()
 
 
 def test_retention_counts_what_is_whole(tmp_path):

@@ -304,6 +304,20 @@ def test_an_unexpected_file_of_deepspeed_is_one_message(tmp_path, case, content,
     assert not list(tmp_path.glob("out/*"))
 
 
+NONSENSE = [("global_steps", -1), ("global_steps", "abc"), ("skipped_steps", None), ("param_shapes", [{"x": (-3,)}])]
+
+
+@pytest.mark.parametrize(("key", "value"), NONSENSE)
+def test_nonsense_in_a_file_of_deepspeed_is_one_message(tmp_path, key, value, monkeypatch, capsys):
+    shutil.copytree(DEEPSPEED / "zero2-bf16", tmp_path / "copy")
+    path = tmp_path / "copy" / "global_step3" / "mp_rank_00_model_states.pt"
+    torch.save({**load_inert(path), key: value}, path)
+    check_message(command(monkeypatch, capsys, "import-deepspeed", tmp_path / "copy", tmp_path / "out"), "copy/gl")
+    (tmp_path / "copy" / "latest").write_bytes(b"\xff\xfe")
+    check_message(command(monkeypatch, capsys, "import-deepspeed", tmp_path / "copy", tmp_path / "out"), "optim_states")
+    assert not list(tmp_path.glob("out/*"))
+
+
 def test_the_import_command(tmp_path, monkeypatch, capsys):
     shown = command(monkeypatch, capsys, "import-deepspeed", DEEPSPEED / "zero3-fp32", tmp_path / "ours")
     assert shown == (0, f"wrote {tmp_path}/ours/global_step3\n", "")

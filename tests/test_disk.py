@@ -11,6 +11,7 @@ import threading
 import time
 from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from shardwise.config.sections import Offload
 from shardwise.errors import ConfigError, DiskError
 from shardwise.memory.ledger import Ledger
 from shardwise.offload import disk_file
-from shardwise.offload.disk_file import ALIGN_BYTES, SUFFIX, DiskFile, remove_leftovers
+from shardwise.offload.disk_file import ALIGN_BYTES, DiskFile
 from shardwise.offload.pinned import HostMemory
 from shardwise.offload.read_ahead import AccessHistory
 from shardwise.offload.staging import Staging, staging_bytes
@@ -40,13 +41,18 @@ def settings(folder, **more):
 
 @pytest.fixture
 def file(tmp_path):
-    made = DiskFile(tmp_path, "test", settings(tmp_path))
+    made = DiskFile(tmp_path, settings(tmp_path))
     yield made
     made.close()
 
 
 def make_staging(folder, disk_bytes, ledger=None, **more):
-    return Staging(ledger or Ledger(), settings(folder, **more), 0, HostMemory(), BLOCK, disk_bytes)
+    return Staging(ledger or Ledger(), settings(folder, **more), HostMemory(), BLOCK, disk_bytes)
+
+
+def contents(file):
+    """The file as others would open it, had it a name."""
+    return Path(f"/proc/self/fd/{file.handle}")
 
 
 def page_view(size_bytes, fill=0):
@@ -75,7 +81,7 @@ def test_what_is_asked_of_an_extent_happens_in_order(file):
     for expected, target, done in reads:
         done.result(10)
         assert set(target) == {expected}
-    assert file.size_bytes == 9 * BLOCK == file.path.stat().st_size
+    assert file.size_bytes == 9 * BLOCK == os.fstat(file.handle).st_size
 
 
 def write_some(file, blocks=3):
@@ -87,7 +93,7 @@ def write_some(file, blocks=3):
 @pytest.mark.parametrize("place", [0, BLOCK + 1, 3 * BLOCK - 1])
 def test_a_changed_byte_is_an_error(file, place):
     extent, target = write_some(file)
-    with file.path.open("r+b") as other:
+    with contents(file).open("r+b") as other:
         other.seek(place)
         other.write(b"\x08")
     with pytest.raises(DiskError, match=r"torn or altered.*load the last checkpoint"):
@@ -96,7 +102,7 @@ def test_a_changed_byte_is_an_error(file, place):
 
 def test_a_file_cut_short_is_an_error(file):
     extent, target = write_some(file)
-    os.truncate(file.path, 2 * BLOCK)
+    os.truncate(file.handle, 2 * BLOCK)
     with pytest.raises(DiskError, match="only 0 could be read: the file was cut short"):
         file.read(extent, target).result()
 
@@ -141,7 +147,7 @@ def test_a_full_disk_says_what_is_needed_and_free(file, monkeypatch, finds_out):
 
 def test_a_folder_that_is_not_there_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"offload\.nvme_path is '.*nowhere': there is no such folder"):
-        DiskFile(tmp_path / "nowhere", "test", settings(tmp_path))
+        DiskFile(tmp_path / "nowhere", settings(tmp_path))
 
 
 def test_without_direct_io_the_page_cache_does(tmp_path, monkeypatch, caplog):
@@ -154,7 +160,7 @@ def test_without_direct_io_the_page_cache_does(tmp_path, monkeypatch, caplog):
 
     monkeypatch.setattr(fcntl, "fcntl", refuse)
     for _ in range(2):
-        file = DiskFile(tmp_path, "test", settings(tmp_path))
+        file = DiskFile(tmp_path, settings(tmp_path))
         assert not file.is_direct
         extent, target = write_some(file)
         file.read(extent, target).result()
@@ -164,34 +170,68 @@ def test_without_direct_io_the_page_cache_does(tmp_path, monkeypatch, caplog):
 
 
 OWNER = """
-import sys, time
+import os, sys
 from pathlib import Path
 from shardwise.config.sections import Offload
 from shardwise.offload.disk_file import DiskFile
-file = DiskFile(Path(sys.argv[1]), "other", Offload(nvme_path=sys.argv[1]))
+file = DiskFile(Path(sys.argv[1]), Offload(nvme_path=sys.argv[1]))
 file.reserve(1 << 20)
-print(file.path, flush=True)
+print(os.listdir(sys.argv[1]), flush=True)
 sys.stdin.readline()
+os._exit(0)  # as the workers of `train` do
 """
 
 
-def test_only_what_the_dead_left_is_removed(tmp_path):
-    owners = [
-        subprocess.Popen(
-            [sys.executable, "-c", OWNER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        for _ in range(2)
-    ]
+def start_owner(folder):
+    return subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+
+def test_no_end_of_a_process_leaves_a_file(tmp_path):
+    (tmp_path / "mine.shardwise").write_text("a user's own file")
+    owners = [start_owner(tmp_path) for _ in range(3)]
     for owner in owners:
-        owner.stdout.readline()
-    assert len(list(tmp_path.glob(f"*{SUFFIX}"))) == 2
+        assert owner.stdout.readline() == "['mine.shardwise']\n", "files have no name while they are in use either"
     owners[0].send_signal(signal.SIGKILL)
-    owners[0].wait()
-    remove_leftovers(tmp_path)
-    (left,) = tmp_path.glob(f"*{SUFFIX}")
-    assert f"-{owners[1].pid}-" in left.name
-    owners[1].communicate("end\n")
-    assert not list(tmp_path.iterdir()), "removed at exit"
+    owners[1].send_signal(signal.SIGTERM)
+    for owner in owners:
+        owner.communicate("end\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.shardwise"]
+
+
+@pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.EISDIR])
+def test_where_nameless_files_cannot_be_made_the_name_is_removed_at_once(tmp_path, monkeypatch, code):
+    real = os.open
+
+    def refuse(path, flags, *mode, **more):
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(code, os.strerror(code))
+        return real(path, flags, *mode, **more)
+
+    monkeypatch.setattr(os, "open", refuse)
+    file = DiskFile(tmp_path, settings(tmp_path))
+    assert not list(tmp_path.iterdir())
+    extent, target = write_some(file)
+    file.read(extent, target).result()
+    assert set(target) == {7}
+    file.close()
+
+
+def test_a_folder_where_nothing_can_be_created_is_named(tmp_path, monkeypatch):
+    def refuse(path, flags, *mode, **more):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(DiskError, match=rf"no file can be created in {tmp_path} \(Read-only.*set offload\.nvme_path"):
+        DiskFile(tmp_path, settings(tmp_path))
+
+
+def test_the_presets_folder_is_not_the_working_directory(tmp_path, monkeypatch):
+    monkeypatch.delenv("TMPDIR", raising=False)
+    assert shardwise.Config.load("zero3_nvme").offload.nvme_path == "/var/tmp"
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    assert shardwise.Config.load("zero3_nvme").offload.nvme_path == str(tmp_path)
 
 
 # Reading ahead
@@ -327,7 +367,7 @@ def test_buffers_are_bounded_whatever_is_asked_for(tmp_path):
         staging.end()
         staging.begin_step()
     assert ledger.by_tier(at_peak=True)["host"] <= 2 * 64 * BLOCK
-    default = Staging(Ledger(), Offload(nvme_path=str(tmp_path)), 0, HostMemory(), 1 << 40, 1 << 40)
+    default = Staging(Ledger(), Offload(nvme_path=str(tmp_path)), HostMemory(), 1 << 40, 1 << 40)
     assert default.most_bytes == staging_bytes(1 << 40) == 1 << 30
     default.close()
     staging.close()
@@ -374,7 +414,7 @@ def test_what_is_copied_from_the_device_is_written_when_it_has_come(tmp_path):
 def test_room_is_asked_for_all_at_once_in_each_file(tmp_path, monkeypatch):
     (tmp_path / "weights").mkdir()
     asked = []
-    monkeypatch.setattr(DiskFile, "reserve", lambda file, size_bytes: asked.append((file.path.parent, size_bytes)))
+    monkeypatch.setattr(DiskFile, "reserve", lambda file, size_bytes: asked.append((file.folder, size_bytes)))
     for given in ({}, {"weights_nvme_path": str(tmp_path / "weights")}):
         staging = make_staging(tmp_path, 3 * BLOCK, **given)
         staging.reserve(BLOCK, 2 * BLOCK)
@@ -498,8 +538,8 @@ def test_the_disk_holds_what_the_table_says(rank, world_size, precision, tmp_pat
     numel = sum(unit.layout.numel for unit in engine.units)
     buckets = sum(len(unit.states.buckets) for unit in engine.units)
     assert 12 * numel <= held <= 12 * numel + 3 * buckets * ALIGN_BYTES
-    (path,) = tmp_path.glob(f"*{SUFFIX}")
-    assert path.stat().st_size == held
+    file = engine._offload.staging.file(is_weights=False)
+    assert os.fstat(file.handle).st_size == held
     engine.destroy()
     assert not list(tmp_path.iterdir())
     assert "disk" not in engine.report().tier_bytes
@@ -586,10 +626,11 @@ def test_a_damaged_file_stops_training(rank, world_size, placement, tmp_path):
     train_steps(engine, rank, range(2))
     for unit in engine.units:
         unit.synchronize()
-    (path,) = tmp_path.glob(f"*{SUFFIX}")
+    path = contents(engine._offload.staging.file(is_weights=False))
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
-    path.write_bytes(data)
+    with path.open("r+b") as other:
+        other.write(data)
     with pytest.raises(DiskError, match="torn or altered"):
         train_steps(engine, rank, range(2, 4))
     engine.destroy()

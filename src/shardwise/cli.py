@@ -268,12 +268,13 @@ def export(
     dtype: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16 (default: as trained).")] = None,
     tag: Annotated[str, typer.Option(help="Which checkpoint of the folder.")] = "latest",
     max_file: Annotated[str, typer.Option(help="Largest size of a file.")] = "5GB",
+    files_from: Annotated[Path | None, typer.Option(help="A folder with tokenizer files and configurations.")] = None,
     debug: Debug = False,
 ) -> None:
     """Write a checkpoint's weights in Hugging Face's format (safetensors, an index). Needs no GPU and little memory."""
     from shardwise.checkpoint.export import export_command
 
-    typer.echo(export_command(checkpoint, out, dtype, tag, max_file))
+    typer.echo(export_command(checkpoint, out, dtype, tag, max_file, files_from))
 
 
 @app.command("import-deepspeed")

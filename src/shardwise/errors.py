@@ -22,7 +22,7 @@ class DamagedError(CheckpointError):
 
 
 class DiskError(ShardwiseError, OSError):
-    """State that is offloaded to disk cannot be written, or is not read back as it was written."""
+    """A file cannot be written, or state that is offloaded to disk is not read back as it was written."""
 
 
 class ModelChangedError(ShardwiseError, RuntimeError):

@@ -19,7 +19,8 @@ import torch
 from torch import nn
 
 from shardwise._version import __version__
-from shardwise.checkpoint.files import TensorSlice, as_bytes
+from shardwise.checkpoint.companions import config_text
+from shardwise.checkpoint.files import TensorSlice, as_bytes, joined
 from shardwise.checkpoint.plain import dtype_name, rng_states, to_plain
 from shardwise.comm.comm import Comm
 from shardwise.errors import CheckpointError, DamagedError
@@ -130,12 +131,6 @@ def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
     return " + ".join(type(each).__name__ for each in (everyone[1:] or everyone))
 
 
-def config_text(model: nn.Module) -> str | None:
-    """The text of a Hugging Face model's `config.json`; None for a model without a configuration."""
-    to_text = getattr(getattr(model, "config", None), "to_json_string", None)
-    return str(to_text()) if to_text is not None else None
-
-
 @dataclass
 class RankContents:
     """What one rank writes: `slices` into its file, `extras` and `rng` into the manifest, and on rank 0 `head`, the
@@ -160,7 +155,9 @@ def contents_of(engine: Checkpointable, state: Any, own_buffers: set[str], stage
     head = _head(engine, state, tensors) if rank == 0 else {}
     slices = [*owned_slices(engine, engine.optimizer)]
     slices += [TensorSlice.whole(key, tensor) for key, tensor in tensors.items()]
-    return RankContents(_staged(slices, engine.comm.device) if staged else slices, dict(extras), rng, head)
+    # Joined last: each piece is staged by itself.
+    slices = joined(_staged(slices, engine.comm.device) if staged else slices)
+    return RankContents(slices, dict(extras), rng, head)
 
 
 def _staged(slices: list[TensorSlice], device: torch.device) -> list[TensorSlice]:

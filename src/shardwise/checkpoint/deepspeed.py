@@ -14,8 +14,7 @@ import contextlib
 import pickle
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,10 +22,11 @@ from typing import Any
 import torch
 
 from shardwise.checkpoint.checkpointable import RankContents, group_options
-from shardwise.checkpoint.files import TensorSlice
+from shardwise.checkpoint.files import TensorSlice, joined, spread
 from shardwise.checkpoint.folder import CheckpointDraft, writing
 from shardwise.checkpoint.plain import dtype_name, to_plain
 from shardwise.checkpoint.saving import CheckpointWrite, save
+from shardwise.checkpoint.training_state import TrainingState
 from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.optim.states import MASTER
 from shardwise.partition.layout import Span
@@ -91,7 +91,7 @@ def convert(source: Path, out: Path, tag: str | None = None) -> Path:
 def _find(source: Path, tag: str | None) -> Path:
     """The folder of a checkpoint: the one in `source` that `tag` or the file `latest` names, or `source` itself."""
     if tag is None and (source / "latest").is_file():
-        tag = (source / "latest").read_text().strip()
+        tag = (source / "latest").read_text(errors="replace").strip()
     folder = source / tag if tag is not None else source
     if tag is not None and (tag in ("", ".", "..") or Path(tag).name != tag or "\\" in tag):
         raise CheckpointError(f"{tag!r} is not the name of a folder in {source}: give the tag that DeepSpeed saved")
@@ -110,7 +110,7 @@ def _expecting(folder: Path) -> Iterator[None]:
         yield
     except ShardwiseError:
         raise
-    except (LookupError, TypeError, AttributeError, ValueError, RuntimeError) as error:
+    except (LookupError, TypeError, AttributeError, ValueError, RuntimeError, ArithmeticError) as error:
         reason = f"{type(error).__name__}: {error}".split("\n")[0]
         raise CheckpointError(f"{folder} does not hold what DeepSpeed's ZeRO stages 1 to 3 write: {reason}") from error
 
@@ -123,20 +123,9 @@ def load_inert(path: Path) -> Any:
         except pickle.UnpicklingError as error:
             reason = str(error).split("\n")[0]
             raise CheckpointError(f"{path} holds something that is not plain data and is not read: {reason}") from None
-        except (OSError, RuntimeError, KeyError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from None
-
-
-def spread(lengths: Sequence[int], start: int, numel: int) -> Iterator[tuple[int, Span]]:
-    """Where `numel` elements from `start` on lie in vectors laid end to end: the number and a part of each vector.
-
-    >>> list(spread([4, 4, 4], 3, 6))
-    [(0, Span(start=3, stop=4)), (1, Span(start=0, stop=4)), (2, Span(start=0, stop=1))]
-    """
-    for index, stop in enumerate(accumulate(lengths)):
-        first = stop - lengths[index]
-        if part := Span(start, start + numel).intersect(Span(first, stop)):
-            yield index, part.shift(-first)
+        except Exception as error:  # whatever a damaged pickle leads to
+            reason = str(error).split("\n")[0]
+            raise CheckpointError(f"{path} cannot be read ({reason}): copy it again from where it was saved") from None
 
 
 def _read(folder: Path) -> RankContents:
@@ -262,35 +251,35 @@ def _contents(model: dict[str, Any], optim: dict[str, Any], params: dict[str, De
     enabled = {key for key, value in sections.items() if isinstance(value, Mapping) and value.get("enabled")}
     compute = next((name for key, name in _COMPUTE.items() if key in enabled), "float32")
     state = {key: value for key, value in model.items() if key not in _OWN_KEYS}
+    training = _training(model, optim, compute)
+    TrainingState.model_validate(training)
     head = {
         "steps": model["global_steps"],
         "world_size": 1,
         "written_by": f"DeepSpeed {model.get('ds_version')}, converted",
         "optimizer": None,
-        "training": to_plain(_training(model, optim, compute), tensors, "training"),
+        "training": to_plain(training, tensors, "training"),
         "state": to_plain(state or None, tensors, "state"),
         "config": None,
         "params": _params(params, _aliases(model), compute),
     }
     slices = [
-        _joined(f"{key}/{name}", param.shape, parts)
+        each
         for name, param in params.items()
         for key, parts in param.states.items()
-        if parts
+        for each in _laid_out(f"{key}/{name}", param.shape, parts)
     ]
     slices += [TensorSlice.whole(key, tensor) for key, tensor in tensors.items()]
-    return RankContents(slices, {name: param.extras for name, param in params.items()}, None, head)
+    return RankContents(joined(slices), {name: param.extras for name, param in params.items()}, None, head)
 
 
-def _joined(key: str, shape: tuple[int, ...], parts: Sequence[torch.Tensor]) -> TensorSlice:
+def _laid_out(key: str, shape: tuple[int, ...], parts: Sequence[torch.Tensor]) -> Iterator[TensorSlice]:
     """The tensor whose flat elements are `parts` laid end to end."""
-    lengths = [len(part) for part in parts]
-
-    def read(wanted: Span) -> torch.Tensor:
-        places = spread(lengths, wanted.start, wanted.numel)
-        return torch.cat([parts[index][part.slice] for index, part in places])
-
-    return TensorSlice(key, parts[0].dtype, shape, Span(0, sum(lengths)), read)
+    start = 0
+    for part in parts:
+        whole = TensorSlice.whole(key, part)
+        yield replace(whole, shape=shape, elements=whole.elements.shift(start))
+        start += len(part)
 
 
 def _training(model: Mapping[str, Any], optim: Mapping[str, Any], compute: str) -> dict[str, Any]:

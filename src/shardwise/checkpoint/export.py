@@ -11,34 +11,50 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
-from itertools import chain
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from io import FileIO
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
+from shardwise.checkpoint.adapters import (
+    PREFIX,
+    adapted_layers,
+    adapter_names,
+    base_of,
+    check_merge,
+    has_adapters,
+    merged_tensors,
+    save_adapters,
+    unloaded,
+)
 from shardwise.checkpoint.checkpointable import (
     Checkpointable,
-    config_text,
     on_all_ranks,
     on_rank_0,
     owned_slices,
     persistent_buffers,
 )
+from shardwise.checkpoint.companions import CONFIG, TOKENIZER, companions, companions_in
 from shardwise.checkpoint.files import CheckpointReader, TensorSlice, as_bytes, header_of
 from shardwise.checkpoint.folder import LATEST, candidates, sync_folder, writing
 from shardwise.checkpoint.manifest import read_manifest
-from shardwise.checkpoint.plain import dtype_named
+from shardwise.checkpoint.names import underlying, underlying_names
+from shardwise.checkpoint.plain import REMEDY, dtype_named
 from shardwise.checks import check_range
 from shardwise.comm.comm import Comm
-from shardwise.errors import CheckpointError, ConfigError
+from shardwise.errors import CheckpointError, ConfigError, DamagedError
+from shardwise.files import parse_json, validated
 from shardwise.optim.states import MASTER
 from shardwise.partition.layout import Span
 from shardwise.partition.policy import DTYPES
 from shardwise.sizes import format_bytes, parse_bytes
+from shardwise.unit.unit import Unit
 
 TensorParts = Iterable[tuple[str, Span, torch.Tensor]]
-"""Parts of tensors: the key of each, its elements, and their values."""
+"""Parts of tensors: the exported name of each, its elements, and their values."""
 MAX_FILE_BYTES = 5_000_000_000
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -49,6 +65,7 @@ class ExportLayout:
     tensors   without values, in the dtype and shape in which they are exported
     headers   the header of each file
     offsets   the file of each tensor, and where its bytes begin in it
+    sizes     the bytes of each file
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], max_bytes: int) -> None:
@@ -64,20 +81,20 @@ class ExportLayout:
         self.tensors = tensors
         self.headers: dict[str, bytes] = {}
         self.offsets: dict[str, tuple[str, int]] = {}
+        self.sizes: dict[str, int] = {}
         for number, group in enumerate(groups, 1):
             file = f"model-{number:05d}-of-{count:05d}.safetensors" if count > 1 else _SINGLE
             facts = [(name, tensors[name].dtype, tensors[name].shape) for name in group]
             self.headers[file], starts = header_of(facts, metadata=True)
             self.offsets.update({name: (file, start) for name, start in zip(group, starts, strict=True)})
+            self.sizes[file] = len(self.headers[file]) + sum(tensors[name].nbytes for name in group)
 
     def create(self, folder: Path) -> None:
         """Create the files in their full size, with everything except the values, and the index of several."""
-        sizes = {file: len(header) for file, header in self.headers.items()}
-        for name, (file, _) in self.offsets.items():
-            sizes[file] += self.tensors[name].nbytes
         for file, header in self.headers.items():
-            (folder / file).write_bytes(header)
-            os.truncate(folder / file, sizes[file])
+            with writing(folder / file, self.sizes[file]):
+                (folder / file).write_bytes(header)
+                os.truncate(folder / file, self.sizes[file])
         if len(self.headers) > 1:
             total = sum(tensor.nbytes for tensor in self.tensors.values())
             weight_map = {name: self.offsets[name][0] for name in self.tensors}
@@ -85,24 +102,141 @@ class ExportLayout:
             (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def export(engine: Checkpointable, folder: Path, dtype: torch.dtype | None, max_bytes: int) -> None:
+class ExportSource:
+    """The tensors of an engine's model, as an export of the model inside all wrappers has them.
+
+    names     the exported name of each tensor that is written as it is, by its key in checkpoints
+    tensors   all exported tensors, without values
+    layers    the layers whose adapters are merged first, by their path in the exported model
+    """
+
+    def __init__(self, engine: Checkpointable, dtype: torch.dtype | None, merges: bool) -> None:
+        self._engine = engine
+        self._units = {id(param): (unit, name) for unit in engine.units for name, param in _params(unit)}
+        self._whole: tuple[Unit, torch.Tensor] | None = None
+        self.layers: dict[str, nn.Module] = {}
+        self.kinds: dict[str, torch.Tensor] = {}
+        keys: dict[int, str] = {}
+        for name, param in engine.module.named_parameters():
+            unit, _ = self._units[id(param)]
+            keys[id(param)] = f"{MASTER}/{name}"
+            shape, default = unit.layout.slot(name).spec.shape, unit.weights.policy.weight_dtype
+            self.kinds[f"{MASTER}/{name}"] = _exported(default, shape, dtype)
+        for name, buffer in persistent_buffers(engine.module).items():
+            keys[id(buffer)] = f"buffer/{name}"
+            self.kinds[f"buffer/{name}"] = _exported(buffer.dtype, tuple(buffer.shape), None)
+        inside = underlying_names([_name(key) for key in self.kinds])
+        self.names = {key: inside[_name(key)] for key in self.kinds}
+        merged = self._leave_out_layers(keys) if merges else {}
+        written = self.names | merged
+        self.tensors = {written[key]: tensor for key, tensor in self.kinds.items() if key in written}
+
+    def parts(self) -> TensorParts:
+        """This rank's parts of all tensors. A collective if adapters are merged."""
+        for each in self._slices():
+            if each.key in self.names:
+                yield from ((self.names[each.key], *part) for part in each.parts())
+        for path, layer in self.layers.items():
+            for name, tensor in merged_tensors(layer, self._whole_of):
+                if self._engine.comm.rank == 0 and f"{path}.{name}" in self.tensors:
+                    yield f"{path}.{name}", Span(0, tensor.numel()), tensor.reshape(-1)
+        self._whole = None
+
+    def gathered(self, keys: Collection[str]) -> dict[str, torch.Tensor]:
+        """The whole values of a few tensors, in their exported dtype, by key. A collective."""
+        mine = [
+            (each.key, elements, values.to(self.kinds[each.key].dtype).cpu())
+            for each in self._slices()
+            if each.key in keys
+            for elements, values in each.parts()
+        ]
+        found = {key: torch.empty_like(self.kinds[key], device="cpu") for key in keys}
+        for parts in self._engine.comm.share_object(mine, "export, adapters"):
+            for key, elements, values in parts:
+                found[key].view(-1)[elements.slice] = values
+        return found
+
+    def _slices(self) -> Iterator[TensorSlice]:
+        yield from owned_slices(self._engine, None)
+        if self._engine.comm.rank == 0:
+            for name, buffer in persistent_buffers(self._engine.module).items():
+                yield TensorSlice.whole(f"buffer/{name}", buffer)
+
+    def _leave_out_layers(self, keys: Mapping[int, str]) -> dict[str, str]:
+        """Take the layers that have adapters out of `names`, and PEFT's prefix off the others; returns the exported
+        names of those layers' own tensors, by key."""
+        base = base_of(underlying(self._engine.module))
+        self.layers = {underlying_names([path])[path]: layer for path, layer in adapted_layers(base).items()}
+        inside = tuple(f"{path}." for path in self.layers)
+        names = {key: name.removeprefix(PREFIX) for key, name in self.names.items()}
+        self.names = {key: name for key, name in names.items() if not name.startswith(inside)}
+        return {
+            keys[id(tensor)]: f"{path}.{name}"
+            for path, layer in self.layers.items()
+            for name, tensor in unloaded(layer).state_dict(keep_vars=True).items()
+        }
+
+    def _whole_of(self, param: nn.Parameter) -> torch.Tensor:
+        """A parameter's whole values, in fp32 at least, in which adapters are merged. A collective."""
+        unit, name = self._units[id(param)]
+        if self._whole is None or self._whole[0] is not unit:
+            unit.finish_update()
+            self._whole = unit, unit.weights.whole(unit.weights.master)
+        values = unit.view(self._whole[1], name)
+        wide = torch.promote_types(values.dtype, torch.float32) if values.is_floating_point() else values.dtype
+        return values.to(wide, copy=True)
+
+
+def export(
+    engine: Checkpointable,
+    folder: Path,
+    dtype: torch.dtype | None,
+    max_bytes: int,
+    merged: bool = False,
+    files_from: Path | None = None,
+) -> None:
     """Write an engine's weights into the new folder `folder`. See `Engine.export`. A collective."""
-    buffers = persistent_buffers(engine.module)
-    units = {name: unit for unit in engine.units for name in unit.names}
-    tensors = {
-        name: _exported(units[name].weights.policy.weight_dtype, units[name].layout.slot(name).spec.shape, dtype)
-        for name, _ in engine.module.named_parameters()
-    }
-    tensors |= {name: _exported(buffer.dtype, tuple(buffer.shape), None) for name, buffer in buffers.items()}
-    slices = owned_slices(engine, None)
-    if engine.comm.rank == 0:
-        slices = chain(slices, (TensorSlice.whole(f"buffer/{name}", buffer) for name, buffer in buffers.items()))
-    parts = ((each.key, *part) for each in slices for part in each.parts())
-    _export(engine.comm, folder, ExportLayout(tensors, max_bytes), config_text(engine.module), parts)
+    model = underlying(engine.module)
+    is_adapted = has_adapters(model)
+    on_all_ranks(engine.comm, lambda: check_merge(model) if is_adapted and merged else None)
+    source = ExportSource(engine, dtype, is_adapted and merged)
+    files = on_rank_0(engine.comm, lambda: companions(engine.module, files_from))
+    if is_adapted and not merged:
+        _export_adapters(source, engine.comm, folder, model, files)
+    else:
+        _export(engine.comm, folder, ExportLayout(source.tensors, max_bytes), files, source.parts())
+
+
+def _export_adapters(
+    source: ExportSource, comm: Comm, folder: Path, model: nn.Module, files: Mapping[str, bytes]
+) -> None:
+    """Write the adapters and, beside them, the files of the tokenizer."""
+    without_values = {source.names[key]: tensor for key, tensor in source.kinds.items()}
+    names = on_rank_0(comm, lambda: adapter_names(model, without_values))
+    values = source.gathered([key for key in source.kinds if source.names[key] in names])
+    tokenizer = {name: content for name, content in files.items() if name in TOKENIZER}
+    draft = on_rank_0(comm, lambda: _begin(folder, None, tokenizer))
+    with _discarding(draft, comm):
+        # PEFT looks at all names to tell those of other adapters.
+        state = without_values | {source.names[key]: value for key, value in values.items()}
+        on_rank_0(comm, lambda: _save_adapters(model, state, draft))
+        on_rank_0(comm, lambda: _end(draft, folder))
+
+
+def _save_adapters(model: nn.Module, state: dict[str, torch.Tensor], draft: Path) -> None:
+    with writing(draft):
+        save_adapters(model, state, draft)
+        for path in draft.rglob("*"):
+            sync_folder(path)
 
 
 def export_checkpoint(
-    source: Path, folder: Path, dtype: torch.dtype | None = None, max_bytes: int = MAX_FILE_BYTES, tag: str = LATEST
+    source: Path,
+    folder: Path,
+    dtype: torch.dtype | None = None,
+    max_bytes: int = MAX_FILE_BYTES,
+    tag: str = LATEST,
+    files_from: Path | None = None,
 ) -> Path:
     """Export a checkpoint without an engine, on any machine; returns the checkpoint's path.
 
@@ -113,22 +247,49 @@ def export_checkpoint(
     computes = {f"{MASTER}/{name}": dtype_named(param.compute) for name, param in manifest.params.items()}
     stored = {key: manifest.tensors[key] for key in computes}
     stored |= {key: tensor for key, tensor in manifest.tensors.items() if key.startswith("buffer/")}
+    inside = underlying_names([_name(key) for key in stored])
+    if any(name.startswith(PREFIX) or ".lora_" in name for name in inside.values()):
+        raise CheckpointError(
+            f"{path} is of a model with adapters of PEFT, which only PEFT can write: load it into an engine and call "
+            "engine.export(folder), or engine.export(folder, merged=True)"
+        )
     tensors = {
-        _name(key): _exported(computes.get(key, tensor.torch_dtype), tensor.shape, dtype if key in computes else None)
+        inside[_name(key)]: _exported(
+            computes.get(key, tensor.torch_dtype), tensor.shape, dtype if key in computes else None
+        )
         for key, tensor in stored.items()
     }
+    files = companions_in(files_from) if files_from is not None else {}
+    if manifest.config is not None:
+        config, where = manifest.config, f"{path} (config)"
+        validated(dict[str, Any], parse_json(config, where, DamagedError, REMEDY), where, DamagedError, REMEDY)
+        files[CONFIG] = manifest.config.encode()
     with CheckpointReader(path, manifest) as reader:
-        parts = ((key, *part) for key, each in stored.items() for part in reader.parts(each, Span(0, each.numel)))
-        _export(None, folder, ExportLayout(tensors, max_bytes), manifest.config, parts)
+        reader.check_headers()
+        parts = (
+            (inside[_name(key)], *part)
+            for key, each in stored.items()
+            for part in reader.parts(each, Span(0, each.numel))
+        )
+        _export(None, folder, ExportLayout(tensors, max_bytes), files, parts)
     return path
 
 
-def _export(comm: Comm | None, folder: Path, layout: ExportLayout, config: str | None, parts: TensorParts) -> None:
-    """Write parts of tensors, each with its key, into a draft, and make it the folder `folder`."""
-    draft = on_rank_0(comm, lambda: _begin(folder, layout, config))
-    try:
+def _export(
+    comm: Comm | None, folder: Path, layout: ExportLayout, files: Mapping[str, bytes], parts: TensorParts
+) -> None:
+    """Write parts of tensors, each with its name, into a draft, and make it the folder `folder`."""
+    draft = on_rank_0(comm, lambda: _begin(folder, layout, files))
+    with _discarding(draft, comm):
         on_all_ranks(comm, lambda: _write(draft, layout, parts))
         on_rank_0(comm, lambda: _end(draft, folder))
+
+
+@contextlib.contextmanager
+def _discarding(draft: Path, comm: Comm | None) -> Iterator[None]:
+    """Within it, an error removes the draft."""
+    try:
+        yield
     except BaseException:
         if comm is None or comm.rank == 0:  # other ranks cannot know whether rank 0 is renaming the folder
             shutil.rmtree(draft, ignore_errors=True)
@@ -137,22 +298,38 @@ def _export(comm: Comm | None, folder: Path, layout: ExportLayout, config: str |
 
 def _write(draft: Path, layout: ExportLayout, parts: TensorParts) -> None:
     """Write parts of tensors into place, each cast to its exported dtype, durably."""
+    failure: CheckpointError | None = None
     with contextlib.ExitStack() as stack:
         files = {file: stack.enter_context((draft / file).open("r+b", buffering=0)) for file in layout.headers}
-        for key, elements, values in parts:
-            file, offset = layout.offsets[_name(key)]
-            dtype = layout.tensors[_name(key)].dtype
-            data, start = as_bytes(values.to(dtype)), offset + elements.start * dtype.itemsize
-            with writing(draft / file):
-                while data:
-                    written = os.pwrite(files[file].fileno(), data, start)
-                    data, start = data[written:], start + written
-        with writing(draft):
-            for opened in files.values():
+        for name, elements, values in parts:
+            # After a failure the other parts are still made: other ranks wait for this one where adapters are merged.
+            if failure is None:
+                try:
+                    _write_part(draft, layout, files, name, elements, values)
+                except CheckpointError as error:
+                    failure = error
+        if failure is not None:
+            raise failure
+        for file, opened in files.items():
+            with writing(draft / file, layout.sizes[file]):
                 os.fsync(opened.fileno())
 
 
-def export_command(source: Path, folder: Path, dtype: str | None, tag: str, max_file: str) -> str:
+def _write_part(
+    draft: Path, layout: ExportLayout, files: Mapping[str, FileIO], name: str, elements: Span, values: torch.Tensor
+) -> None:
+    file, offset = layout.offsets[name]
+    dtype = layout.tensors[name].dtype
+    data, start = as_bytes(values.to(dtype)), offset + elements.start * dtype.itemsize
+    with writing(draft / file, layout.sizes[file]):
+        while data:
+            written = os.pwrite(files[file].fileno(), data, start)
+            data, start = data[written:], start + written
+
+
+def export_command(
+    source: Path, folder: Path, dtype: str | None, tag: str, max_file: str, files_from: Path | None = None
+) -> str:
     """Run `shardwise export`; returns one line about what was written."""
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"--dtype {dtype}: use one of {', '.join(DTYPES)}")
@@ -161,10 +338,14 @@ def export_command(source: Path, folder: Path, dtype: str | None, tag: str, max_
     except ValueError as error:
         raise ConfigError(f"--max-file {max_file}: {error}") from None
     check_range("--max-file", max_bytes, least=1)
-    path = export_checkpoint(source, folder, DTYPES[dtype] if dtype is not None else None, max_bytes, tag)
+    path = export_checkpoint(source, folder, DTYPES[dtype] if dtype is not None else None, max_bytes, tag, files_from)
     written = [file for file in folder.iterdir() if file.suffix == ".safetensors"]
     size = format_bytes(sum(file.stat().st_size for file in written))
     return f"exported {path} to {folder}: {len(written)} file{'s' if len(written) > 1 else ''}, {size}"
+
+
+def _params(unit: Unit) -> Iterator[tuple[str, nn.Parameter]]:
+    return zip(unit.names, unit.params, strict=True)
 
 
 def _name(key: str) -> str:
@@ -177,16 +358,18 @@ def _exported(default: torch.dtype, shape: tuple[int, ...], wanted: torch.dtype 
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _begin(folder: Path, layout: ExportLayout, config: str | None) -> Path:
+def _begin(folder: Path, layout: ExportLayout | None, files: Mapping[str, bytes]) -> Path:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder} exists and is not an empty folder: export to a new one, or remove it first")
     draft = folder.parent / f".tmp-export-{folder.name}-{os.urandom(4).hex()}"
     with writing(folder), contextlib.ExitStack() as stack:
         draft.mkdir(parents=True)
         stack.callback(shutil.rmtree, draft, ignore_errors=True)
-        layout.create(draft)
-        if config is not None:
-            (draft / "config.json").write_text(config)
+        if layout is not None:
+            layout.create(draft)
+        for name, content in files.items():
+            with writing(draft / name, len(content)):
+                (draft / name).write_bytes(content)
         stack.pop_all()
     return draft
 

@@ -14,16 +14,19 @@ import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Self
 
 import torch
+from pydantic import BaseModel
 
-from shardwise.checkpoint.manifest import Manifest, StoredTensor, pieces_over
+from shardwise.checkpoint.manifest import BLOCK_BYTES, Manifest, StoredTensor, pieces_over
+from shardwise.checkpoint.plain import REMEDY
 from shardwise.errors import CheckpointError, DamagedError
+from shardwise.files import parse_json, validated
 from shardwise.partition.layout import Span
 
-BLOCK_BYTES = 1 << 20
 CHUNK_BYTES = 4 << 20
 _CACHED_BLOCKS = 8
 """Small tensors lie side by side: the blocks they share are read and verified once."""
@@ -73,9 +76,41 @@ class TensorSlice:
         return replace(self, read=lambda part: flat[part.slice])
 
 
+def spread(lengths: Sequence[int], start: int, numel: int) -> Iterator[tuple[int, Span]]:
+    """Where `numel` elements from `start` on lie in vectors laid end to end: the number and a part of each vector.
+
+    >>> list(spread([4, 4, 4], 3, 6))
+    [(0, Span(start=3, stop=4)), (1, Span(start=0, stop=4)), (2, Span(start=0, stop=1))]
+    """
+    for index, stop in enumerate(accumulate(lengths)):
+        first = stop - lengths[index]
+        if part := Span(start, start + numel).intersect(Span(first, stop)):
+            yield index, part.shift(-first)
+
+
+def joined(slices: Sequence[TensorSlice]) -> list[TensorSlice]:
+    """The slices, those of one key as one: with a small `buffer_bytes`, the optimizer updates a parameter in several
+    pieces, and a safetensors file can hold a key only once (test_a_key_in_several_pieces_is_one_tensor_of_a_file)."""
+    by_key: dict[str, list[TensorSlice]] = {}
+    for each in slices:
+        by_key.setdefault(each.key, []).append(each)
+    return [parts[0] if len(parts) == 1 else _join(parts) for parts in by_key.values()]
+
+
+def _join(parts: list[TensorSlice]) -> TensorSlice:
+    parts = sorted(parts, key=lambda part: part.elements.start)
+    assert all(one.elements.stop == other.elements.start for one, other in pairwise(parts)), "a rank owns one range"
+    lengths = [part.elements.numel for part in parts]
+
+    def read(wanted: Span) -> torch.Tensor:
+        found = [parts[index].read(part) for index, part in spread(lengths, wanted.start, wanted.numel)]
+        return found[0] if len(found) == 1 else torch.cat([each.cpu() for each in found])
+
+    return replace(parts[0], elements=Span(parts[0].elements.start, parts[-1].elements.stop), read=read)
+
+
 def write_tensors(path: Path, slices: Sequence[TensorSlice]) -> tuple[BlockWriter, list[int]]:
     """Write a safetensors file, durably; returns its writer, and where each slice's bytes begin in the file."""
-    # A key may have several slices: with a small `buffer_bytes`, the optimizer updates a parameter in several pieces.
     header, offsets = header_of([(each.key, each.dtype, each.shape_in_file) for each in slices])
     with BlockWriter(path) as writer:
         writer.write(memoryview(header))
@@ -147,12 +182,32 @@ class CheckpointReader(contextlib.ExitStack):
             values[part.slice] = data
         return values.view(stored.shape)
 
+    def check_headers(self) -> None:
+        """Raise a DamagedError unless each file's own header says of its tensors what the manifest says."""
+        found = [dict[str, str]() for _ in self.manifest.files]
+        for key, stored in self.manifest.tensors.items():
+            for piece in stored.pieces:
+                found[piece.file][key] = _NAMES.get(stored.torch_dtype, "none")
+        for number, dtypes in enumerate(found):
+            header = self._file(number).header()
+            for key, dtype in dtypes.items():
+                if header.get(key, SafetensorsEntry(dtype="")).dtype != dtype:
+                    raise DamagedError(
+                        f"{self._file(number).path} does not hold {key} as {dtype}, as its manifest says: {REMEDY}"
+                    )
+
     def _file(self, number: int) -> BlockReader:
         if number not in self._readers:
             file = self.manifest.files[number]
             reader = BlockReader(self.folder / file.name, file.size_bytes, file.checksums)
             self._readers[number] = self.enter_context(contextlib.closing(reader))
         return self._readers[number]
+
+
+class SafetensorsEntry(BaseModel):
+    """The dtype of a tensor in the header of a safetensors file, which also has its shape and place."""
+
+    dtype: str = ""
 
 
 class BlockWriter:
@@ -193,6 +248,7 @@ class BlockReader:
 
     def __init__(self, path: Path, size_bytes: int, checksums: list[int], block_bytes: int = BLOCK_BYTES) -> None:
         self.path = path
+        self._size_bytes = size_bytes
         self._checksums = checksums
         self._block_bytes = block_bytes
         self._blocks: dict[int, bytes] = {}
@@ -213,6 +269,18 @@ class BlockReader:
             part = memoryview(self._block(number))[start : start + len(target) - position]
             target[position : position + len(part)] = part
             position += len(part)
+
+    def header(self) -> dict[str, SafetensorsEntry]:
+        """The header of a safetensors file; empty for a file that has none."""
+        length = bytearray(8)
+        self.read_into(memoryview(length), 0)
+        size_bytes = int.from_bytes(length, "little")
+        if size_bytes > self._size_bytes - 8:
+            raise DamagedError(f"{self.path} is not a safetensors file: {REMEDY}")
+        text = bytearray(size_bytes)
+        self.read_into(memoryview(text), 8)
+        parsed = parse_json(text.decode(errors="replace"), str(self.path), DamagedError, REMEDY)
+        return validated(dict[str, SafetensorsEntry], parsed, str(self.path), DamagedError, REMEDY)
 
     def verify(self) -> None:
         """Read and verify all blocks."""

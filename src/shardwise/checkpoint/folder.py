@@ -15,12 +15,12 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.checkpoint.files import BlockReader
-from shardwise.checkpoint.manifest import FILE_NAME, Manifest, read_body, read_manifest
+from shardwise import files
+from shardwise.checkpoint.files import BlockReader, CheckpointReader
+from shardwise.checkpoint.manifest import FILE_NAME, TAG, Manifest, head_of, read_body, read_manifest
 from shardwise.errors import CheckpointError, DamagedError
 
 LATEST = "latest"
@@ -30,17 +30,24 @@ _REMOVED = f"{_TEMPORARY}removed-"
 _OWNER = re.compile(r"\.tmp-([0-9a-f]{12})-([0-9]+)-")
 _ABANDONED_S = 86_400.0
 """A draft of another machine, whose processes are not visible here, is abandoned after this long without a write."""
-_TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 
 
 @dataclass(frozen=True)
 class CheckpointEntry:
-    """A checkpoint in a folder; `problem` says why its manifest cannot be read, and is None if it can."""
+    """A checkpoint in a folder; `problem` says why its manifest cannot be read, and is None if it can.
+
+    One that cannot be read has the name of its folder as its tag, and -1 as its serial number unless that can be read.
+    """
 
     path: Path
     tag: str
     serial: int
-    problem: str | None = None
+    problem: CheckpointError | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it can be read, and all of its files have the size that was written."""
+        return self.problem is None and not missing_files(self.path)
 
 
 @dataclass(frozen=True)
@@ -56,13 +63,15 @@ class CheckpointDraft:
     def begin(cls, root: Path, tag: str) -> CheckpointDraft:
         """Make a new folder to write a checkpoint into. Removes the drafts of processes that were killed."""
         check_tag(tag)
-        root.mkdir(parents=True, exist_ok=True)
+        with writing(root):
+            root.mkdir(parents=True, exist_ok=True)
         for draft in root.glob(f"{_TEMPORARY}*"):
             if _is_abandoned(draft):
                 shutil.rmtree(draft, ignore_errors=True)
         serial = 1 + max((entry.serial for entry in list_checkpoints(root)), default=0)
         path = root / f"{_TEMPORARY}{_host()}-{os.getpid()}-{tag}-{serial}-{os.urandom(4).hex()}"
-        path.mkdir()
+        with writing(path):
+            path.mkdir()
         # The old checkpoint of the same tag keeps its name: `commit` removes it after the new one exists
         # (test_the_same_tag_again_replaces_the_old_one_after_the_new_one_is_there).
         target = root / tag if not (root / tag).exists() else root / f"{tag}.{serial}"
@@ -82,20 +91,24 @@ class CheckpointDraft:
                     f"{self.path / file.name} has {seen} bytes where {file.size_bytes} were written: all ranks must "
                     "write to one file system that rank 0 sees"
                 )
-        with (self.path / FILE_NAME).open("x") as text:
-            text.write(manifest.to_text())
-            text.flush()
-            os.fsync(text.fileno())
-        sync_folder(self.path)
-        os.rename(self.path, self.target)
-        sync_folder(self.target.parent)
+        text = manifest.to_text().encode()
+        with writing(self.path / FILE_NAME, len(text)), (self.path / FILE_NAME).open("xb") as opened:
+            opened.write(text)
+            opened.flush()
+            os.fsync(opened.fileno())
+        with writing(self.target):
+            sync_folder(self.path)
+            os.rename(self.path, self.target)
+            sync_folder(self.target.parent)
         # Another process may have removed files of the draft. Older checkpoints are removed only after this check:
         # test_an_old_checkpoint_stays_if_the_new_one_is_not_whole.
         if missing := missing_files(self.target):
             remove(self.target)
             raise CheckpointError(f"{missing[0]} was removed from {self.path} while it became a checkpoint: save again")
+        # One that is damaged, or that a newer version wrote, stays: it may be the user's only copy, and this version
+        # cannot know (test_a_save_of_the_same_tag_leaves_what_it_cannot_read).
         for entry in list_checkpoints(self.target.parent):
-            if entry.tag == self.tag and entry.serial < self.serial:
+            if entry.tag == self.tag and entry.serial < self.serial and entry.is_complete:
                 remove(entry.path)
 
     def size_bytes(self) -> int:
@@ -107,18 +120,14 @@ class CheckpointDraft:
         shutil.rmtree(self.path, ignore_errors=True)
 
 
-@contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Within it, an OSError becomes a CheckpointError that names `path`."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"{error.filename or path} cannot be written: {error.strerror or error}") from error
+def writing(path: Path, needed_bytes: int | None = None) -> contextlib.AbstractContextManager[None]:
+    """Within it, an OSError becomes a CheckpointError that names the file. See `shardwise.files.writing`."""
+    return files.writing(path, CheckpointError, needed_bytes)
 
 
 def check_tag(tag: str) -> None:
     """Raise a CheckpointError unless `tag` can be the name of a checkpoint's folder."""
-    if tag == LATEST or not _TAG.fullmatch(tag):
+    if tag == LATEST or not re.fullmatch(TAG, tag):
         raise CheckpointError(
             f"{tag!r} cannot be a checkpoint's tag: use letters, digits, '.', '_' and '-', and not 'latest'"
         )
@@ -138,29 +147,35 @@ def candidates(root: Path, tag: str, fallback: bool, missing_ok: bool = False) -
     """The paths to load from, the first choice first; with `missing_ok`, none if `root` holds no checkpoint.
 
     The first is `root`, if it is a checkpoint itself, or the checkpoint that `tag` names, or the newest. With
-    `fallback`, all other checkpoints follow, newest first.
+    `fallback`, all other checkpoints follow, newest first: in place of one that is damaged, never of one that is not
+    there or that a newer version wrote.
     """
     if (root / FILE_NAME).exists():
+        if tag not in (LATEST, root.name, _entry(root).tag):
+            raise CheckpointError(f"{root} is a checkpoint, and not {tag!r}: give the folder that contains {tag!r}")
         return [root]
     entries = list_checkpoints(root)
     if missing_ok and not entries:
         return []
-    damaged = [entry for entry in entries if entry.problem]
     readable = [entry for entry in entries if not entry.problem]
     if tag == LATEST:
         named = readable[:1]
-        # A checkpoint whose manifest cannot be read has no known serial number and may be the newest.
-        problems = damaged
+        # A damaged manifest has no known serial number: it may be that of the newest checkpoint.
+        newest = named[0].serial if named else -1
+        passed = [entry for entry in entries if entry.problem and (entry.serial < 0 or entry.serial > newest)]
     else:
         named = [entry for entry in readable if entry.tag == tag][:1]
-        problems = [] if named else [entry for entry in damaged if entry.path.name == tag]
-    if problems and not fallback:
-        raise DamagedError(f"{problems[0].problem}; fallback=True loads the newest complete checkpoint instead")
-    if not (named or (fallback and readable)):
+        passed = [] if named else [entry for entry in entries if entry.problem and entry.path.name == tag]
+    for entry in passed:
+        if not isinstance(entry.problem, DamagedError):
+            raise CheckpointError(f"{entry.problem}, or give the tag of another checkpoint") from None
+    if passed and not (fallback and readable):
+        raise DamagedError(f"{passed[0].problem}" if readable else f"{passed[0].problem}; {root} has no other")
+    if not named and not passed:
         wanted = "no checkpoint" if tag == LATEST else f"no checkpoint {tag!r}"
         present = ", ".join(repr(entry.tag) for entry in entries) or "none"
-        raise CheckpointError(f"there is {wanted} in {root}; found: {present}")
-    for entry in problems:
+        raise CheckpointError(f"there is {wanted} in {root}; found: {present}: give another folder or tag")
+    for entry in passed:
         _LOG.warning("%s; skipped for an older checkpoint", entry.problem)
     others = [entry for entry in readable if entry not in named] if fallback else []
     return [entry.path for entry in named + others]
@@ -168,7 +183,7 @@ def candidates(root: Path, tag: str, fallback: bool, missing_ok: bool = False) -
 
 def keep_newest(root: Path, count: int) -> None:
     """Remove all but the `count` newest complete checkpoints. Damaged ones are neither removed nor counted."""
-    complete = [entry for entry in list_checkpoints(root) if not entry.problem and not missing_files(entry.path)]
+    complete = [entry for entry in list_checkpoints(root) if entry.is_complete]
     for entry in complete[count:]:
         remove(entry.path)
 
@@ -176,10 +191,10 @@ def keep_newest(root: Path, count: int) -> None:
 def missing_files(path: Path) -> list[str]:
     """The files of a checkpoint that are absent or whose size is not the one that was written."""
     try:
-        files = read_manifest(path).files
+        stored = read_manifest(path).files
     except CheckpointError:
         return [FILE_NAME]
-    return [file.name for file in files if _size_bytes(path / file.name) != file.size_bytes]
+    return [file.name for file in stored if _size_bytes(path / file.name) != file.size_bytes]
 
 
 def verify(path: Path) -> Manifest:
@@ -188,6 +203,8 @@ def verify(path: Path) -> Manifest:
     for file in manifest.files:
         with contextlib.closing(BlockReader(path / file.name, file.size_bytes, file.checksums)) as reader:
             reader.verify()
+    with CheckpointReader(path, manifest) as opened:
+        opened.check_headers()
     return manifest
 
 
@@ -216,11 +233,15 @@ def _size_bytes(path: Path) -> int | None:
 
 
 def _entry(path: Path) -> CheckpointEntry:
+    serial = -1
     try:
         body = read_body(path)
+        if isinstance(body.get("serial"), int):
+            serial = body["serial"]
+        head = head_of(path, body)
+        return CheckpointEntry(path, head.tag, head.serial)
     except CheckpointError as error:
-        return CheckpointEntry(path, path.name, -1, str(error))
-    return CheckpointEntry(path, str(body.get("tag")), int(body.get("serial", -1)))
+        return CheckpointEntry(path, path.name, serial, error)
 
 
 def _host() -> str:
@@ -235,7 +256,9 @@ def _is_abandoned(draft: Path) -> bool:
     if draft.name.startswith(_REMOVED):
         return True
     owner = _OWNER.match(draft.name)
-    if owner is not None and owner[1] == _host():
+    if owner is None:
+        return False  # not ours
+    if owner[1] == _host():
         return not _is_alive(int(owner[2]))
     last_write = 0.0
     for path in (draft, *draft.glob("*")):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import logging
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,10 +21,20 @@ from shardwise.checkpoint.checkpointable import (
 )
 from shardwise.checkpoint.files import CheckpointReader
 from shardwise.checkpoint.folder import candidates, missing_files
-from shardwise.checkpoint.manifest import Manifest, read_manifest
-from shardwise.checkpoint.plain import from_plain, set_rng_states
+from shardwise.checkpoint.manifest import FILE_NAME, Manifest, read_manifest
+from shardwise.checkpoint.plain import REMEDY, from_plain, set_rng_states
+from shardwise.checkpoint.training_state import (
+    TrainingState,
+    check_extra,
+    check_groups,
+    check_rng_states,
+    check_schedule,
+    check_steps,
+)
 from shardwise.errors import CheckpointError, DamagedError
+from shardwise.files import validated
 from shardwise.optim.states import MASTER, piece_spans, prepare, set_extra, state_views
+from shardwise.partition.layout import Span
 from shardwise.unit.unit import Unit
 
 T = TypeVar("T")
@@ -44,28 +55,40 @@ def load(engine: Checkpointable, root: Path, tag: str, fallback: bool, missing_o
     return None
 
 
+@dataclass(frozen=True)
+class CheckpointContents:
+    """A checkpoint that fits an engine, decoded: everything but the tensors that are cut into shards."""
+
+    manifest: Manifest
+    training: Mapping[str, Any]
+    rng: Any
+    state: Any
+
+
 def _load_one(engine: Checkpointable, path: Path) -> Any:
     comm = engine.comm
-    # Both checks pass on all ranks before the engine changes, so a checkpoint that does not fit leaves it as it was:
+    # All checks pass on all ranks before the engine changes, so a checkpoint that does not fit leaves it as it was:
     # test_a_checkpoint_of_another_model_is_refused.
     on_rank_0(comm, lambda: _check_files(path))
-    manifest = on_all_ranks(comm, lambda: _read_fitting(engine, path))
+    contents = on_all_ranks(comm, lambda: _read_fitting(engine, path))
     engine.zero_grad()
-    with CheckpointReader(path, manifest) as reader:
-        state = on_all_ranks(comm, lambda: _restore(engine, reader))
+    with CheckpointReader(path, contents.manifest) as reader:
+        on_all_ranks(comm, lambda: _restore(engine, reader, contents))
     for unit in engine.units:
         unit.weights.refresh()
-    return state
+    return contents.state
 
 
 def _check_files(path: Path) -> None:
+    manifest = read_manifest(path)
     if missing := missing_files(path):
-        read_manifest(path)  # raises a more precise error if the manifest is the problem
-        raise DamagedError(f"{path / missing[0]} is missing or cut short")
+        raise DamagedError(f"{path / missing[0]} is missing or cut short: {REMEDY}")
+    with CheckpointReader(path, manifest) as reader:
+        reader.check_headers()
 
 
-def _read_fitting(engine: Checkpointable, path: Path) -> Manifest:
-    """The manifest; a CheckpointError names the first parameter, buffer or option that does not fit the engine."""
+def _read_fitting(engine: Checkpointable, path: Path) -> CheckpointContents:
+    """The contents; a CheckpointError names the first parameter, buffer or option that does not fit the engine."""
     manifest = read_manifest(path)
     shapes = {slot.spec.name: slot.spec.shape for unit in engine.units for slot in unit.layout.slots}
     buffers = {name: tuple(buffer.shape) for name, buffer in persistent_buffers(engine.module).items()}
@@ -78,8 +101,29 @@ def _read_fitting(engine: Checkpointable, path: Path) -> Manifest:
         seen = manifest.tensors[key].shape
         if seen != shape:
             raise CheckpointError(f"{path} is of another model: {key} has shape {list(seen)} there, {list(shape)} here")
-    _check_optimizer(engine, manifest, path)
-    return manifest
+    with CheckpointReader(path, manifest) as reader:
+        contents = _decode(engine, reader)
+        _check_optimizer(engine, contents, path)
+        check_steps(manifest, _state_dtypes(manifest), str(path))
+        for unit in engine.units if engine.optimizer is not None else ():
+            for span in piece_spans(unit) if unit.is_trainable else ():
+                for key, value in _extras_of(unit, span, reader).items():
+                    check_extra(key, value, f"{path}: {key} of the optimizer's state of {unit.name}")
+    return contents
+
+
+def _decode(engine: Checkpointable, reader: CheckpointReader) -> CheckpointContents:
+    manifest, comm, source = reader.manifest, engine.comm, str(reader.folder / FILE_NAME)
+    training = from_plain(manifest.training, reader.whole)
+    checked = validated(TrainingState, training, f"{source} (training)", DamagedError, REMEDY)
+    if checked.steps != manifest.steps:
+        raise DamagedError(f"{source} says {manifest.steps} steps and {checked.steps} steps: {REMEDY}")
+    rng = None
+    if manifest.world_size == comm.world_size and manifest.ranks:
+        rng = from_plain(manifest.ranks[comm.rank], reader.whole)
+    if rng is not None:
+        check_rng_states(rng, comm.device, source)
+    return CheckpointContents(manifest, training, rng, from_plain(manifest.state, reader.whole))
 
 
 def _check_names(what: str, here: Collection[str], there: Collection[str], path: Path) -> None:
@@ -93,8 +137,8 @@ def _check_names(what: str, here: Collection[str], there: Collection[str], path:
         raise CheckpointError(f"{path} is of another model: this one has no {what} {surplus[0]!r}")
 
 
-def _check_optimizer(engine: Checkpointable, manifest: Manifest, path: Path) -> None:
-    groups = manifest.training.get("groups")
+def _check_optimizer(engine: Checkpointable, contents: CheckpointContents, path: Path) -> None:
+    manifest, groups, schedule = contents.manifest, contents.training["groups"], contents.training["lr_scheduler"]
     if engine.optimizer is None or groups is None:
         return
     kind = optimizer_name(engine.optimizer)
@@ -104,6 +148,9 @@ def _check_optimizer(engine: Checkpointable, manifest: Manifest, path: Path) -> 
         raise CheckpointError(
             f"{path} has {len(groups)} parameter groups; the optimizer has {len(engine.optimizer.param_groups)}"
         )
+    check_groups(groups, engine.optimizer, str(path))
+    if engine.lr_scheduler is not None and schedule is not None:
+        check_schedule(schedule, engine.lr_scheduler, len(groups), str(path))
     for unit in engine.units:
         for slot in unit.layout.slots if unit.is_trainable else ():
             saved = manifest.params[slot.spec.name].group
@@ -114,8 +161,8 @@ def _check_optimizer(engine: Checkpointable, manifest: Manifest, path: Path) -> 
                 )
 
 
-def _restore(engine: Checkpointable, reader: CheckpointReader) -> Any:
-    """Read everything that this rank owns; returns the user's state."""
+def _restore(engine: Checkpointable, reader: CheckpointReader, contents: CheckpointContents) -> None:
+    """Read everything that this rank owns."""
     manifest, comm = reader.manifest, engine.comm
     dtypes = _state_dtypes(manifest)
     for unit in engine.units:
@@ -128,10 +175,9 @@ def _restore(engine: Checkpointable, reader: CheckpointReader) -> Any:
         key = own if same_ranks and own in manifest.tensors else f"buffer/{name}"
         with torch.no_grad():
             buffer.copy_(reader.whole(key))
-    _restore_training(engine, from_plain(manifest.training, reader.whole))
-    if same_ranks and manifest.ranks[comm.rank] is not None:
-        set_rng_states(from_plain(manifest.ranks[comm.rank], reader.whole), comm.device)
-    return from_plain(manifest.state, reader.whole)
+    _restore_training(engine, contents.training)
+    if contents.rng is not None:
+        set_rng_states(contents.rng, comm.device)
 
 
 def _restore_unit(unit: Unit, optimizer: torch.optim.Optimizer | None, reader: CheckpointReader) -> None:
@@ -164,9 +210,15 @@ def _prepare_states(
     for span in piece_spans(unit):
         names = [slot.spec.name for slot, _ in overlaps(unit, span)]
         prepare(unit, optimizer, span, _common({name: dtypes[name] for name in names}))
-        extras = _common({name: reader.manifest.params[name].extras for name in names})
-        for key, value in extras.items():
-            set_extra(unit, optimizer, span, key, from_plain(value, reader.whole))
+        for key, value in _extras_of(unit, span, reader).items():
+            set_extra(unit, optimizer, span, key, value)
+
+
+def _extras_of(unit: Unit, span: Span, reader: CheckpointReader) -> dict[str, Any]:
+    """The values that are not one per element, of the parameters that are updated together at `span`."""
+    names = [slot.spec.name for slot, _ in overlaps(unit, span)]
+    extras = _common({name: reader.manifest.params[name].extras for name in names})
+    return {key: from_plain(value, reader.whole) for key, value in extras.items()}
 
 
 def _common(states: Mapping[str, Mapping[str, T]]) -> Mapping[str, T]:

@@ -13,20 +13,29 @@ import json
 import math
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from shardwise.checkpoint.plain import dtype_named
+from shardwise.checkpoint.plain import REMEDY, dtype_named
 from shardwise.errors import CheckpointError, DamagedError
+from shardwise.files import parse_json, validated
+from shardwise.optim.states import MASTER
 from shardwise.partition.layout import Span
 
 FORMAT = "shardwise-checkpoint"
 VERSION = 1
 FILE_NAME = "manifest.json"
+BLOCK_BYTES = 1 << 20
+"""The bytes of a file that one checksum covers."""
+TAG = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}"
+_WHOLE_TAG = rf"\A{TAG}\z"
+_OTHER_KINDS = (MASTER, "buffer", "training", "state", "extra")
+"""Kinds of tensors that need not have a parameter's shape; those of one rank's generators are others."""
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _TEXT = re.compile(r'\{"sha256": "(.{64})", "manifest": (.*)\}\n', re.DOTALL)
 
@@ -64,6 +73,15 @@ def gap(ranges: Sequence[StoredRange], numel: int) -> Span | None:
     return None
 
 
+def _known_dtype(name: str) -> str:
+    dtype_named(name)
+    return name
+
+
+DtypeName = Annotated[str, AfterValidator(_known_dtype)]
+Count = Annotated[int, Field(strict=True, ge=0)]
+
+
 class _ManifestModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -72,8 +90,8 @@ class StoredFile(_ManifestModel):
     """A file beside the manifest: its size, and the CRC-32 of each block as 8 hex digits."""
 
     name: str
-    size_bytes: int
-    crc32: str
+    size_bytes: Count
+    crc32: str = Field(pattern=r"\A([0-9a-f]{8})*\z")
 
     @field_validator("name")
     @classmethod
@@ -81,6 +99,13 @@ class StoredFile(_ManifestModel):
         if not _PLAIN_NAME.fullmatch(name):
             raise ValueError(f"{name!r} is not a plain file name")
         return name
+
+    @model_validator(mode="after")
+    def _has_all_checksums(self) -> Self:
+        blocks = -(-self.size_bytes // BLOCK_BYTES)
+        if len(self.crc32) != 8 * blocks:
+            raise ValueError(f"{len(self.crc32) // 8} checksums for {blocks} blocks of {self.name}")
+        return self
 
     @property
     def checksums(self) -> list[int]:
@@ -90,8 +115,8 @@ class StoredFile(_ManifestModel):
 class StoredTensor(_ManifestModel):
     """A tensor, in sorted ranges of its flat elements, which the format calls pieces."""
 
-    dtype: str
-    shape: tuple[int, ...]
+    dtype: DtypeName
+    shape: tuple[Count, ...]
     pieces: tuple[StoredRange, ...]
 
     @property
@@ -112,9 +137,9 @@ class ParamInfo(_ManifestModel):
     extras   optimizer state that is not one value per element, as `plain` encodes it
     """
 
-    compute: str
+    compute: DtypeName
     aliases: tuple[str, ...] = ()
-    group: int | None = None
+    group: Count | None = None
     extras: dict[str, Any] = {}
 
 
@@ -132,10 +157,10 @@ class Manifest(_ManifestModel):
 
     format: str = FORMAT
     version: int = VERSION
-    tag: str
-    serial: int
-    steps: int
-    world_size: int
+    tag: str = Field(pattern=_WHOLE_TAG)
+    serial: Count
+    steps: Count
+    world_size: Annotated[int, Field(strict=True, ge=1)]
     written_by: str
     optimizer: str | None
     files: tuple[StoredFile, ...]
@@ -151,7 +176,8 @@ class Manifest(_ManifestModel):
         return f'{{"sha256": "{_digest(body)}", "manifest": {body}}}\n'
 
     def check(self) -> None:
-        """Raise a CheckpointError unless every tensor is complete and lies inside the listed files."""
+        """Raise a CheckpointError unless tensors are complete, fill the listed files, and fit the parameters."""
+        filled: list[list[tuple[int, int]]] = [[] for _ in self.files]
         for key, stored in self.tensors.items():
             if (span := gap(stored.pieces, stored.numel)) is not None:
                 raise CheckpointError(f"elements {span.start} to {span.stop} of {key} are missing or stored twice")
@@ -160,46 +186,95 @@ class Manifest(_ManifestModel):
                 size_bytes = self.files[piece.file].size_bytes if 0 <= piece.file < len(self.files) else -1
                 if not 0 <= piece.offset <= stop <= size_bytes:
                     raise CheckpointError(f"a range of {key} lies outside of every file")
+                filled[piece.file].append((piece.offset, stop))
+        for file, ranges in zip(self.files, filled, strict=True):
+            _check_filled(file, sorted(ranges))
+        self._check_params()
+
+    def _check_params(self) -> None:
+        stored_names = {key.partition("/")[2] for key in self.tensors if key.startswith(f"{MASTER}/")}
+        for name in stored_names ^ set(self.params):
+            raise CheckpointError(f"parameter {name} has no stored values, or is not listed")
+        for key, stored in self.tensors.items():
+            model = self._model_of(key)
+            if model is not None and (model not in self.tensors or self.tensors[model].shape != stored.shape):
+                raise CheckpointError(f"{key} has shape {list(stored.shape)}, which is not that of {model}")
+        if len(self.ranks) not in (0, self.world_size):
+            raise CheckpointError(f"it has generators of {len(self.ranks)} ranks, and {self.world_size} ranks wrote it")
+
+    def _model_of(self, key: str) -> str | None:
+        """The tensor whose shape the one at `key` must have."""
+        kind, _, name = key.partition("/")
+        if kind == "optim":
+            return f"{MASTER}/{name.partition('/')[2]}"
+        if kind.startswith("rank-") and name.startswith("buffer/"):
+            return name
+        return f"{MASTER}/{name}" if kind not in _OTHER_KINDS and name in self.params else None
 
     @property
     def size_bytes(self) -> int:
         return sum(file.size_bytes for file in self.files)
 
 
+class ManifestHead(BaseModel):
+    """What identifies a checkpoint in its folder; the same in every version of the format."""
+
+    tag: str = Field(pattern=_WHOLE_TAG)
+    serial: Count
+
+
 def read_manifest(folder: Path) -> Manifest:
     """The verified manifest of a checkpoint; a CheckpointError says what is wrong with it."""
     path, body = folder / FILE_NAME, read_body(folder)
+    head_of(folder, body)
+    manifest = validated(Manifest, body, str(path), DamagedError, REMEDY)
     try:
-        manifest = Manifest.model_validate(body)
         manifest.check()
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise CheckpointError(f"{path} is not as shardwise writes it: {place}: {first['msg']}") from None
     except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from None
+        raise DamagedError(f"{path} is not as shardwise writes it: {error}: {REMEDY}") from None
     return manifest
 
 
+def head_of(folder: Path, body: Mapping[str, Any]) -> ManifestHead:
+    """The head of a manifest; a CheckpointError if this version cannot read the rest."""
+    path, version = folder / FILE_NAME, body.get("version")
+    if body.get("format") != FORMAT or not isinstance(version, int) or version < 1:
+        raise DamagedError(
+            f"{path} has format {body.get('format')!r} version {version!r}, which shardwise does not write: {REMEDY}"
+        )
+    if version > VERSION:
+        raise CheckpointError(
+            f"{path} was written by a newer version of shardwise (format {version}; this one reads up to {VERSION}): "
+            "update shardwise"
+        )
+    return validated(ManifestHead, body, str(path), DamagedError, REMEDY)
+
+
 def read_body(folder: Path) -> dict[str, Any]:
-    """The content of a manifest; verifies the digest, not the tensors."""
+    """The content of a manifest; verifies the digest, not the content."""
     path = folder / FILE_NAME
     try:
         text = path.read_bytes().decode()
     except OSError as error:
-        raise DamagedError(f"{path} cannot be read: {error.strerror}") from None
+        raise DamagedError(f"{path} cannot be read ({error.strerror}): {REMEDY}") from None
     except UnicodeDecodeError:
-        raise DamagedError(f"{path} is damaged: it is not text") from None
+        raise DamagedError(f"{path} is damaged, it is not text: {REMEDY}") from None
     match = _TEXT.fullmatch(text)
     if match is None or match[1] != _digest(match[2]):
-        raise DamagedError(f"{path} is damaged: it is not what was written")
-    content = json.loads(match[2])
-    if content.get("format") != FORMAT or content.get("version") != VERSION:
-        raise CheckpointError(
-            f"{path} has format {content.get('format')!r} version {content.get('version')!r}; this version of "
-            f"shardwise reads {FORMAT!r} version {VERSION}"
-        )
-    return dict(content)
+        raise DamagedError(f"{path} is damaged, it is not what was written: {REMEDY}")
+    return validated(
+        dict[str, Any], parse_json(match[2], str(path), DamagedError, REMEDY), str(path), DamagedError, REMEDY
+    )
+
+
+def _check_filled(file: StoredFile, ranges: Sequence[tuple[int, int]]) -> None:
+    """Raise a CheckpointError unless sorted ranges of bytes fill a file to its end, behind its header.
+
+    So a tensor whose dtype has another width than what was written is noticed.
+    """
+    for (_, stop), (start, _) in pairwise((*ranges, (file.size_bytes, 0)) if ranges else ()):
+        if start != stop:
+            raise CheckpointError(f"tensors overlap in {file.name}, or leave bytes {stop} to {start} of it unused")
 
 
 def _digest(text: str) -> str:

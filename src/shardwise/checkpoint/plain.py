@@ -16,8 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, DamagedError
 
+REMEDY = "load another checkpoint, with its tag or with fallback=True"
+"""What to do about a checkpoint that is damaged."""
 # A dictionary whose only key is one of these encodes another type.
 _TUPLE, _DICT, _COUNTER, _FLOAT, _TENSOR, _SCALAR = "$tuple", "$dict", "$counter", "$float", "$tensor", "$scalar"
 
@@ -46,31 +48,56 @@ def to_plain(value: Any, tensors: MutableMapping[str, torch.Tensor], where: str)
 
 
 def from_plain(value: Any, fetch: Callable[[str], torch.Tensor]) -> Any:
-    """The value that `to_plain` encoded; `fetch` returns the tensor of a key."""
+    """The value that `to_plain` encoded; `fetch` returns the tensor of a key. A DamagedError if it encoded no such
+    value."""
+    try:
+        return _decoded(value, fetch)
+    except CheckpointError:
+        raise
+    except (TypeError, ValueError, LookupError, ArithmeticError, RuntimeError) as error:
+        raise DamagedError(f"a value is not as shardwise writes it ({error}): {REMEDY}") from None
+
+
+def _decoded(value: Any, fetch: Callable[[str], torch.Tensor]) -> Any:
     if isinstance(value, list):
-        return [from_plain(item, fetch) for item in value]
+        return [_decoded(item, fetch) for item in value]
     if not isinstance(value, dict):
         return value
     tag, content = next(iter(value.items())) if len(value) == 1 else (None, None)
     if tag == _TUPLE:
-        return tuple(from_plain(content, fetch))
+        return tuple(_decoded(_listed(content), fetch))
     if tag in (_DICT, _COUNTER):
-        pairs = {key: from_plain(item, fetch) for key, item in content or ()}
+        pairs = {key: _decoded(item, fetch) for key, item in _listed(content)}
+        if tag == _COUNTER and not all(isinstance(count, int) for count in pairs.values()):
+            raise TypeError(f"expected whole numbers, found {content!r}")
         return Counter(pairs) if tag == _COUNTER else pairs
     if tag == _FLOAT:
         return float(str(content))
     if tag == _TENSOR:
         return fetch(str(content))
-    if tag == _SCALAR and content:
-        return torch.tensor(from_plain(content[1], fetch), dtype=dtype_named(content[0]))
-    return {key: from_plain(item, fetch) for key, item in value.items()}
+    if tag == _SCALAR:
+        name, number = _listed(content)
+        return torch.tensor(_decoded(number, fetch), dtype=dtype_named(name))
+    return {key: _decoded(item, fetch) for key, item in value.items()}
+
+
+def scalar_dtype(value: Any) -> str | None:
+    """The dtype of a plain value that encodes a tensor of no dimensions, such as the step of torch's optimizers."""
+    content = value.get(_SCALAR) if isinstance(value, dict) else None
+    return str(content[0]) if isinstance(content, list) and content else None
+
+
+def _listed(content: Any) -> list[Any]:
+    if not isinstance(content, list):
+        raise TypeError(f"expected a list, found {content!r}")
+    return content
 
 
 def dtype_named(name: str) -> torch.dtype:
     """The dtype with this name, such as `float32`."""
-    dtype = getattr(torch, name, None)
+    dtype = getattr(torch, name, None) if isinstance(name, str) else None
     if not isinstance(dtype, torch.dtype):
-        raise CheckpointError(f"this version of torch has no dtype {name!r}")
+        raise CheckpointError(f"this version of torch has no dtype {name!r}: use one that has it, or load another one")
     return dtype
 
 

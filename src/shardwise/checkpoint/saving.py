@@ -33,6 +33,7 @@ from shardwise.checkpoint.manifest import Manifest, StoredRange
 from shardwise.checkpoint.plain import dtype_name
 from shardwise.comm.comm import Comm
 from shardwise.errors import CheckpointError
+from shardwise.files import read_json
 from shardwise.optim.states import MASTER
 
 POLL_S = 0.02
@@ -82,7 +83,7 @@ class CheckpointWrite:
     def write(self) -> None:
         """Write this rank's file, then a table of its tensors."""
         contents, path = self.contents, self.draft.path / f"rank-{self.rank:05d}.safetensors"
-        with writing(path):
+        with writing(path, sum(each.size_bytes for each in contents.slices)):
             writer, offsets = write_tensors(path, contents.slices)
         crc32 = "".join(f"{checksum:08x}" for checksum in writer.checksums)
         table = {
@@ -97,8 +98,10 @@ class CheckpointWrite:
         # The table appears by a rename, complete, and after the file's bytes are durable: in an asynchronous save,
         # rank 0 commits as soon as it sees all tables (test_kills_at_random_moments_lose_nothing).
         unfinished = self.draft.path / f"rank-{self.rank:05d}.tmp"
-        unfinished.write_text(json.dumps(table))
-        os.rename(unfinished, self._table(self.rank))
+        text = json.dumps(table)
+        with writing(unfinished, len(text)):
+            unfinished.write_text(text)
+            os.rename(unfinished, self._table(self.rank))
         contents.slices.clear()  # frees the staged copies
 
     def commit(self) -> None:
@@ -128,7 +131,7 @@ class CheckpointWrite:
     def _read_table(self, rank: int) -> dict[str, Any]:
         path = self._table(rank)
         try:
-            return dict(json.loads(path.read_text()))
+            return read_json(path, dict[str, Any], CheckpointError, "save again")
         except FileNotFoundError:
             raise CheckpointError(
                 f"rank {rank} wrote to {path.parent}, but rank 0 does not see its file: checkpoints need a file system "

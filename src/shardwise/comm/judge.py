@@ -50,7 +50,7 @@ def judge(posts: Sequence[Post]) -> Finding | None:
         gone = [rank for rank in missing if posts[rank].state is RankState.GONE]
         if gone:
             has_failed = any(posts[rank].detail.startswith(FAILED) for rank in gone)
-            text = _absence(f"{_ranks(gone)} left", posts, post.at, {}, _READ_ERROR if has_failed else _ADVICE)
+            text = _absence(f"{name_ranks(gone)} left", posts, post.at, {}, _READ_ERROR if has_failed else _ADVICE)
             return Finding(text, True)
     return _standstill(posts)
 
@@ -61,13 +61,15 @@ def died(posts: Sequence[Post], words: Mapping[int, str]) -> str:
     if not words and not gone:
         what = "connections between the ranks broke"
         return _absence(what, posts, _awaited(posts), {}, f"Look for errors of the network, {_RESTART}")
-    what = " and ".join(f"{_ranks(ranks)} {verb}" for ranks, verb in ((gone, "left"), (sorted(words), "died")) if ranks)
+    what = " and ".join(
+        f"{name_ranks(ranks)} {verb}" for ranks, verb in ((gone, "left"), (sorted(words), "died")) if ranks
+    )
     return _absence(what, posts, _awaited(posts), words, _READ_OUTPUT if words else _READ_ERROR)
 
 
 def frozen(posts: Sequence[Post], words: Mapping[int, str], silent_s: float) -> str:
     """The text for ranks that have not answered a roll call for `silent_s` seconds."""
-    what = f"{_ranks(sorted(words))} did not answer for {silent_s:.0f} s"
+    what = f"{name_ranks(sorted(words))} did not answer for {silent_s:.0f} s"
     return _absence(what, posts, _awaited(posts), words, _FIND_FROZEN)
 
 
@@ -76,7 +78,7 @@ def late(posts: Sequence[Post], places: Mapping[int, str], timeout_s: float) -> 
     at = _awaited(posts)
     missing = _missing(posts, at) if at else []
     words = {rank: f"in its own code, {place}" for rank, place in places.items() if rank in missing and place}
-    who = _ranks(missing) if missing else "a rank"
+    who = name_ranks(missing) if missing else "a rank"
     what = f"{who} did not come within the process group's timeout of {timeout_s:g} s"
     return _absence(what, posts, at, words, _RAISE_TIMEOUT)
 
@@ -150,7 +152,7 @@ def _table(posts: Sequence[Post], at: Place | None, words: Mapping[int, str]) ->
     lines: dict[str, list[int]] = {}
     for rank, post in enumerate(posts):
         lines.setdefault(words.get(rank) or _situation(post, at), []).append(rank)
-    return "\n".join(f"  {_ranks(ranks)}: {line}" for line, ranks in lines.items())
+    return "\n".join(f"  {name_ranks(ranks)}: {line}" for line, ranks in lines.items())
 
 
 def _situation(post: Post, at: Place | None) -> str:
@@ -166,7 +168,7 @@ def _situation(post: Post, at: Place | None) -> str:
     return "in its own code"
 
 
-def _ranks(ranks: Iterable[int]) -> str:
+def name_ranks(ranks: Iterable[int]) -> str:
     numbers = list(ranks)
     shown = ", ".join(map(str, numbers[:8])) + (f" and {len(numbers) - 8} more" if len(numbers) > 8 else "")
     return f"rank {shown}" if len(numbers) == 1 else f"ranks {shown}"

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 from shardwise.compare.job import ALONE, DEFAULT_PRESETS, CompareRow, Settings
 from shardwise.config.presets import PRESETS
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, DiskError
+from shardwise.files import read_json, validated, writing
 from shardwise.sizes import format_bytes
 
 SCHEMA = 1
@@ -132,17 +133,23 @@ class Comparison:
         return {"schema": SCHEMA, **settings, "alone_step_s": alone, **data, "runs": runs}
 
     def save(self, path: str | Path) -> None:
-        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+        text = json.dumps(self.to_dict(), indent=1) + "\n"
+        with writing(Path(path), DiskError, len(text)):
+            Path(path).write_text(text)
 
     @classmethod
     def load(cls, path: str | Path) -> Comparison:
         """Read what `save` wrote."""
-        data = json.loads(Path(path).read_text())
+        remedy = "write it again with `shardwise compare --json`"
+        try:
+            data = read_json(Path(path), dict[str, Any], ConfigError, remedy)
+        except FileNotFoundError:
+            raise ConfigError(f"there is no file {path}: write it with `shardwise compare --json`") from None
         if data.get("schema") != SCHEMA:
             raise ConfigError(f"schema {data.get('schema')!r} is not {SCHEMA}: another version wrote the file")
-        settings = Settings(**{each.name: data[each.name] for each in dataclasses.fields(Settings)})
+        settings = {each.name: data[each.name] for each in dataclasses.fields(Settings) if each.name in data}
         own = {each.name: data[each.name] for each in dataclasses.fields(cls) if each.name in data}
-        return cls(**own | {"settings": settings, "runs": [Run(**run) for run in data["runs"]]})
+        return validated(cls, own | {"settings": settings}, str(path), ConfigError, remedy)
 
 
 class Verdict(NamedTuple):

@@ -16,7 +16,7 @@ from shardwise.config.dialects import accelerate, deepspeed
 from shardwise.config.draft import ConfigDraft, Provenance, ValueOrigin, config_error, leaves, subsection
 from shardwise.config.explain import explain
 from shardwise.config.files import YAML_SUFFIXES, read_file, read_text
-from shardwise.config.presets import NVME_FOLDER, PRESETS
+from shardwise.config.presets import PRESETS, disk_folder
 from shardwise.config.sections import Batch, ConfigSections, Precision, Section
 from shardwise.config.values import nearest, one_of
 from shardwise.errors import ConfigError, ConfigWarning
@@ -251,7 +251,7 @@ def _apply_preset(name: object, draft: ConfigDraft) -> None:
     origin = ValueOrigin("preset", str(name))
     draft.set_placement(row, origin)
     if "disk" in (row.weights.tier, row.optim.tier):
-        draft.set("offload.nvme_path", NVME_FOLDER, origin)
+        draft.set("offload.nvme_path", disk_folder(), origin)
 
 
 def _flatten(section: type[Section], data: dict[str, Any], draft: ConfigDraft, prefix: str = "") -> None:

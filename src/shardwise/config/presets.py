@@ -11,6 +11,10 @@
 host as they are reduced. Replicated gradients stay on the device until they are reduced.
 """
 
+import os
+import tempfile
+from pathlib import Path
+
 from shardwise.config.sections import KindPlacement, Placement, Tier
 
 _REPLICATED = KindPlacement(sharding="replicated")
@@ -41,7 +45,14 @@ PRESETS: dict[str, Placement] = {f"zero{stage}": row for stage, row in enumerate
     "zero3_nvme": offloaded(STAGES[3], weights="disk", optim="disk"),
 }
 
-NVME_FOLDER = "shardwise_nvme"  # where presets that use the disk write, below the working directory
+
+def disk_folder() -> str:
+    """The folder for states on the disk where a preset needs one and nothing names it: `TMPDIR`, or `/var/tmp`.
+
+    Not `/tmp`, which is in memory on many systems, and not the working directory, which may be a network's.
+    """
+    usual = Path("/var/tmp")
+    return os.environ.get("TMPDIR") or (str(usual) if os.access(usual, os.W_OK) else tempfile.gettempdir())
 
 
 def preset_name(placement: Placement) -> str | None:

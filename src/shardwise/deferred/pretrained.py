@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import BaseModel
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from shardwise.errors import CheckpointError
+from shardwise.files import read_json
 from shardwise.partition.layout import Span
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -36,7 +38,7 @@ class PretrainedWeights:
         tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
         tensors.update(model.named_buffers(remove_duplicate=False))
         if self._strict and (unexpected := [name for name in self._files if name not in tensors]):
-            raise ValueError(
+            raise CheckpointError(
                 f"{self.path} has {_listing(unexpected, tensors)}, which the model does not have: give a checkpoint of "
                 "this model, or pass strict=False to ignore names that the model lacks"
             )
@@ -46,10 +48,19 @@ class PretrainedWeights:
             first = first_names.setdefault(id(tensor), name)  # a tied parameter may be stored under any of its names
             if first not in found and name in self._files:
                 found[first] = PretrainedTensor(str(self._files[name]), name, tuple(tensor.shape))
-                found[first].check()
+                found[first].check(tensor.is_floating_point())
         if missing := [name for name, _ in model.named_parameters() if name not in found]:
-            raise ValueError(f"{self.path} lacks {_listing(missing, self._files)}, which the model needs")
+            raise CheckpointError(
+                f"{self.path} lacks {_listing(missing, self._files)}, which the model needs: give a checkpoint of this "
+                "model"
+            )
         return found
+
+
+class WeightIndex(BaseModel):
+    """The index of several safetensors files: the file of each tensor."""
+
+    weight_map: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -60,10 +71,19 @@ class PretrainedTensor:
     name: str
     shape: tuple[int, ...]
 
-    def check(self) -> None:
-        """Raise a ValueError if the file has another shape."""
-        if self.shape != (seen := tuple(_opened(self.file).get_slice(self.name).get_shape())):
-            raise ValueError(f"{self.name!r} has shape {seen} in {self.file}, but {self.shape} in the model")
+    def check(self, is_float: bool) -> None:
+        """Raise a CheckpointError if the file has another shape, or integers instead of floating-point numbers."""
+        try:
+            found = _opened(self.file).get_slice(self.name)
+        except SafetensorError:
+            raise CheckpointError(
+                f"{self.file} does not have {self.name!r}, though its index names it: copy the folder again"
+            ) from None
+        if self.shape != (seen := tuple(found.get_shape())):
+            raise CheckpointError(f"{self.name!r} has shape {seen} in {self.file}, but {self.shape} in the model")
+        if is_float != ("F" in (dtype := str(found.get_dtype()))):
+            kind = "floating-point numbers" if is_float else "integers"
+            raise CheckpointError(f"{self.name!r} has dtype {dtype} in {self.file}, and the model needs {kind}")
 
     def read(self, part: Span) -> torch.Tensor:
         """The flat elements `part`; reads only the rows that contain them."""
@@ -84,7 +104,7 @@ def _opened(file: str) -> Any:
     try:
         return safe_open(file, framework="pt")
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"{file} cannot be read as safetensors: {error}") from error
+        raise CheckpointError(f"{file} cannot be read as safetensors: {error}") from error
 
 
 close_files = _opened.cache_clear
@@ -97,24 +117,23 @@ def _files(path: Path) -> dict[str, Path]:
         usual = [path / name for name in (_INDEX, _SINGLE) if (path / name).is_file()]
         inside = usual[:1] or sorted(path.glob("*.safetensors"))
         if not inside:
-            raise ValueError(f"{path} holds neither {_INDEX} nor a .safetensors file")
+            raise CheckpointError(f"{path} holds neither {_INDEX} nor a .safetensors file")
         return {name: file for one in inside for name, file in _files(one).items()}
     if not path.is_file():
-        raise ValueError(f"there is no {path}: give a .safetensors file, its index, or the folder of either")
+        raise CheckpointError(f"there is no {path}: give a .safetensors file, its index, or the folder of either")
     if path.suffix == ".json":
         return _indexed(path)
     return dict.fromkeys(_opened(str(path)).keys(), path)
 
 
 def _indexed(index: Path) -> dict[str, Path]:
-    try:
-        names = json.loads(index.read_text())["weight_map"]
-        files = {str(name): index.parent / str(file) for name, file in names.items()}
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ValueError(f"{index} is not an index of safetensors files (a JSON object with a weight_map)") from error
+    found = read_json(
+        index, WeightIndex, CheckpointError, "it is not an index of safetensors files, a JSON object with a weight_map"
+    )
+    files = {name: index.parent / file for name, file in found.weight_map.items()}
     for file in set(files.values()):
         if file.parent != index.parent or not file.is_file():
-            raise ValueError(f"{index} names {str(file.name)!r}, which is not a file beside it")
+            raise CheckpointError(f"{index} names {str(file.name)!r}, which is not a file beside it")
     return files
 
 

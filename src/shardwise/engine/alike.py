@@ -18,7 +18,7 @@ from torch import nn
 
 from shardwise._version import __version__
 from shardwise.comm import Comm
-from shardwise.comm.judge import _ranks as name_ranks
+from shardwise.comm.judge import name_ranks
 from shardwise.config import Config
 from shardwise.config.draft import leaves
 from shardwise.engine.habits import InputWatch

@@ -350,17 +350,27 @@ class Engine(nn.Module):
         return checkpoint.load(self, Path(dir), tag, fallback, missing_ok)
 
     def export(
-        self, dir: str | Path, dtype: str | None = None, max_file_bytes: int = checkpoint.MAX_FILE_BYTES
+        self,
+        dir: str | Path,
+        dtype: str | None = None,
+        max_file_bytes: int = checkpoint.MAX_FILE_BYTES,
+        merged: bool = False,
+        files_from: str | Path | None = None,
     ) -> None:
         """Write the weights into the new folder `dir` as Hugging Face does: safetensors, with an index if several
-        files are needed. A collective.
+        files are needed, and the model's configurations and tokenizer files. A collective.
 
         `dtype` is fp32, bf16 or fp16; without it, that of the weights that compute. A tied weight is written once,
-        under its first name. Each rank writes what it owns straight into place: nothing is gathered.
+        under its first name. Names are those of the model inside torch.compile and other wrappers. Of a model with
+        adapters of PEFT, the adapters are written as PEFT does; with `merged`, the whole model with its adapters
+        merged. Files that the model does not hold are copied from the folder `files_from` or, without it, from the
+        one that the model was loaded from. Each rank writes what it owns straight into place: nothing is gathered but
+        adapters, and with `merged` the units that have some, one after the other.
         """
         if dtype is not None and dtype not in DTYPES:
             raise ValueError(f"dtype is {dtype!r}: take one of {', '.join(DTYPES)}")
-        checkpoint.export(self, Path(dir), DTYPES[dtype] if dtype is not None else None, max_file_bytes)
+        wanted, beside = DTYPES[dtype] if dtype is not None else None, Path(files_from) if files_from else None
+        checkpoint.export(self, Path(dir), wanted, max_file_bytes, merged, beside)
 
     @property
     def is_at_rest(self) -> bool:

@@ -191,7 +191,7 @@ def open_offload(
     sizes = _file_bytes(on_disk, moments)
     staging, failure, demands = None, None, []
     try:
-        staging = Staging(ledger, settings, comm.rank, host, largest, sum(sizes))
+        staging = Staging(ledger, settings, host, largest, sum(sizes))
         demands = staging.demands(*sizes)
     except (ConfigError, DiskError) as error:
         failure = error

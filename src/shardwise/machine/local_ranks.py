@@ -48,8 +48,9 @@ class FailureReport:
     def read(cls, folder: Path, rank: int) -> FailureReport | None:
         """The report of a rank; None if it left none, or died while writing it."""
         try:
-            return cls(**json.loads(_report_path(folder, rank).read_text()))
-        except (OSError, ValueError, TypeError):
+            found = json.loads(_report_path(folder, rank).read_text())
+            return cls(str(found["message"]), float(found["order"]))
+        except (OSError, ValueError, TypeError, LookupError):
             return None
 
 

@@ -106,6 +106,8 @@ def from_config(config: Mapping[str, Any], name: str) -> Dimensions:
     is_gpt2 = kind == "gpt2"
     hidden, heads = _number(config, "hidden_size", name), _number(config, "num_attention_heads", name)
     experts, latent = _experts(config, name), _latent(config, name)
+    if heads > hidden:
+        raise ConfigError(f"{name}: {heads} attention heads do not fit a hidden_size of {hidden}: correct one of them")
     head_dim = latent.nope_dim + latent.rope_dim if latent else hidden // heads
     return Dimensions(
         name=name,
@@ -116,10 +118,10 @@ def from_config(config: Mapping[str, Any], name: str) -> Dimensions:
         width=_number(config, "intermediate_size", name, experts.width if experts else 4 * hidden),
         kv_heads=_number(config, "num_key_value_heads", name, heads),
         head_dim=_number(config, "head_dim", name, head_dim),
-        tied=is_gpt2 or bool(config.get("tie_word_embeddings", kind.startswith("gemma"))),
+        tied=is_gpt2 or _flag(config, "tie_word_embeddings", name, kind.startswith("gemma")),
         gated=not is_gpt2,
         positions=_number(config, "n_positions", name, 1024) if is_gpt2 else 0,
-        qkv_bias=is_gpt2 or bool(config.get("attention_bias", kind == "qwen2")),
+        qkv_bias=is_gpt2 or _flag(config, "attention_bias", name, kind == "qwen2"),
         out_bias=is_gpt2,
         qk_norm=kind.startswith("qwen3") or kind == "gemma3_text",
         norms=4 if kind in ("gemma2", "gemma3_text") else 2,
@@ -152,13 +154,20 @@ def _latent(config: Mapping[str, Any], name: str) -> Latent | None:
     return Latent(_number(config, "q_lora_rank", name, 0), *ranks)
 
 
+def _flag(config: Mapping[str, Any], key: str, name: str, default: bool) -> bool:
+    value = config.get(key)
+    if not isinstance(value, bool | None):
+        raise ConfigError(f"{name}: the key {key!r} is {value!r}, expected true or false")
+    return default if value is None else value
+
+
 def _number(config: Mapping[str, Any], key: str, name: str, default: int | None = None) -> int:
     """A positive whole number, or `default` if the key is absent, null or 0; a ConfigError names the key otherwise."""
     key = _GPT2_KEYS.get(key, key) if config["model_type"] == "gpt2" else key
     value = config.get(key)
     if not value and default is not None:
         return default
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**40:
         raise ConfigError(
             f"{name}: the key {key!r} is {value!r}, expected a whole number; "
             "is this the config.json of a decoder-only language model?"

@@ -5,9 +5,8 @@ Names, used throughout:
   extent run in the order in which they were issued; requests to different extents run in any order.
 - *block*: what one system call transfers, and what one checksum covers. Checksums are kept in memory.
 
-The file holds nothing that must survive its process: it is never synced, and a checkpoint does not refer to it. Its
-process holds a lock on it. A file without a lock was left behind by a process that died, and the next process that uses
-the folder removes it.
+The file holds nothing that must survive its process: it is never synced, and a checkpoint does not refer to it. It has
+no name, so the kernel frees its space when its process ends, in whatever way, and no file of a user is ever removed.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ from shardwise.errors import ConfigError, DiskError
 from shardwise.sizes import format_bytes
 
 ALIGN_BYTES = 4096
-SUFFIX = ".shardwise"
 _MOST_BLOCK_BYTES = 64 << 20
 _LEAST_THREADS = 8
 _LOG = logging.getLogger("shardwise")
@@ -51,16 +49,16 @@ class Extent:
 
 
 class DiskFile:
-    """One file of this process in `folder`, removed by `close` and at exit."""
+    """One file of this process in `folder`, without a name; it ends with `close`, and with the process."""
 
-    def __init__(self, folder: Path, name: str, settings: Offload) -> None:
+    def __init__(self, folder: Path, settings: Offload) -> None:
         _check_folder(folder)
-        remove_leftovers(folder)
         block = min(settings.aio.block_bytes, _MOST_BLOCK_BYTES)
         self.block_bytes = aligned(block)
-        self._handle, self.path = _create(folder, name)
-        self._remove = weakref.finalize(self, _remove, self._handle, self.path, os.getpid())
-        self.is_direct = _make_direct(self._handle, self.path)
+        self.folder = folder
+        self.handle = _create(folder)
+        self._close = weakref.finalize(self, os.close, self.handle)
+        self.is_direct = _make_direct(self.handle, folder)
         self._end = self._reserved_bytes = 0
         self._failure: BaseException | None = None
         # A thread has one system call in flight, where a library for asynchronous I/O queues many: a configuration
@@ -78,7 +76,7 @@ class DiskFile:
 
     def room(self) -> tuple[int, int]:
         """The number of the file system, and the bytes that are free there."""
-        return os.fstat(self._handle).st_dev, _free_bytes(self._handle)
+        return os.fstat(self.handle).st_dev, _free_bytes(self.handle)
 
     def reserve(self, size_bytes: int) -> None:
         """Reserve disk space for a file of `size_bytes`. A `DiskError` says how much is needed and how much is free."""
@@ -86,19 +84,19 @@ class DiskFile:
             return
         more = size_bytes - self._reserved_bytes
         try:
-            if _free_bytes(self._handle) < more:
+            if _free_bytes(self.handle) < more:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            os.posix_fallocate(self._handle, self._reserved_bytes, more)
+            os.posix_fallocate(self.handle, self._reserved_bytes, more)
         except OSError as error:
             if error.errno in (errno.EOPNOTSUPP, errno.EINVAL):  # the file system cannot reserve space
-                os.ftruncate(self._handle, size_bytes)
+                os.ftruncate(self.handle, size_bytes)
             else:
-                free = format_bytes(_free_bytes(self._handle))
+                free = format_bytes(_free_bytes(self.handle))
                 raise DiskError(
                     error.errno,
-                    f"{self.path.parent} has too little free space: this rank needs {format_bytes(size_bytes)}, of "
-                    f"which it has {format_bytes(self._reserved_bytes)}, and {free} are free ({error.strerror}); free "
-                    "some, or set offload.nvme_path to a folder on another disk",
+                    f"{self.folder} has too little free space: this rank needs {format_bytes(size_bytes)}, of "
+                    f"which it has {format_bytes(self._reserved_bytes)}, and {free} are free for all ranks of this "
+                    f"machine ({error.strerror}); free some, or set offload.nvme_path to a folder on another disk",
                 ) from error
         self._reserved_bytes = size_bytes
 
@@ -127,10 +125,10 @@ class DiskFile:
             raise self._failure
 
     def close(self) -> None:
-        """Finish pending requests, and remove the file."""
+        """Finish pending requests, and close the file, which frees its space."""
         self._copy_waiter.shutdown()
         self._workers.shutdown()
-        self._remove()
+        self._close()
 
     def _queue(self, extent: Extent, work: Callable[[], None], ready: Callable[[], None] | None = None) -> Future[None]:
         """Run `work` in a worker, after `ready` and after the request that was issued to `extent` before.
@@ -167,8 +165,9 @@ class DiskFile:
                 where = extent.offset + start
                 raise DiskError(
                     errno.EIO,
-                    f"{self.path}: the {stop - start} bytes at {where} are not those that were written there (torn or "
-                    "altered); training cannot continue from them: load the last checkpoint, and check the disk",
+                    f"the file in {self.folder}: the {stop - start} bytes at {where} are not those that were written "
+                    "there (torn or altered); training cannot continue from them: load the last checkpoint, and check "
+                    "the disk",
                 )
 
     def _write(self, extent: Extent, source: memoryview) -> None:
@@ -184,18 +183,20 @@ class DiskFile:
         done = 0
         while done < len(block):
             try:
-                count = call(self._handle, [block[done:]], offset + done)
+                count = call(self.handle, [block[done:]], offset + done)
             except OSError as error:
                 raise DiskError(
                     error.errno,
-                    f"{self.path}: {len(block)} bytes at {offset} could not be {what} ({error.strerror}); this run "
-                    "cannot continue: free space or check the disk, restart, and load the last checkpoint",
+                    f"the file in {self.folder}: {len(block)} bytes at {offset} could not be {what} "
+                    f"({error.strerror}); this run cannot continue: free space or check the disk, restart, and "
+                    "load the last checkpoint",
                 ) from error
             if not count:
                 raise DiskError(
                     errno.EIO,
-                    f"{self.path}: of {len(block)} bytes at {offset} only {done} could be {what}: the file was cut "
-                    "short; training cannot continue from it: load the last checkpoint, and check the disk",
+                    f"the file in {self.folder}: of {len(block)} bytes at {offset} only {done} could be {what}: the "
+                    "file was cut short; training cannot continue from it: load the last checkpoint, and check the "
+                    "disk",
                 )
             done += count
 
@@ -217,18 +218,6 @@ def aligned(size_bytes: int) -> int:
     return -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Remove the files of processes that died: those that are not locked."""
-    for path in folder.glob(f"*{SUFFIX}"):
-        with contextlib.suppress(OSError):  # its process lives, or another process removed it first
-            handle = os.open(path, os.O_RDWR)
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                path.unlink()
-            finally:
-                os.close(handle)
-
-
 def _check_folder(folder: Path) -> None:
     if not folder.is_dir():
         raise ConfigError(
@@ -238,24 +227,24 @@ def _check_folder(folder: Path) -> None:
         raise ConfigError(f"offload.nvme_path is {str(folder)!r}: files cannot be created in this folder")
 
 
-def _create(folder: Path, name: str) -> tuple[int, Path]:
-    """A new file, locked. Before it is locked, another process may take it for a leftover and remove it: then the path
-    no longer names the locked file, and another one is created."""
-    path = folder / f"{name}-{os.getpid()}-{os.urandom(4).hex()}{SUFFIX}"
-    while True:
-        try:
-            handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        except OSError as error:
-            raise DiskError(error.errno, f"{path} cannot be created ({error.strerror})") from error
-        with contextlib.suppress(OSError):  # without locks, `remove_leftovers` cannot lock it either, and leaves it
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(path.stat(), os.fstat(handle)):
-                return handle, path
-        os.close(handle)
+def _create(folder: Path) -> int:
+    """A new file without a name."""
+    try:
+        with contextlib.suppress(AttributeError, OSError):  # the system or the file system has no such files
+            return os.open(folder, os.O_RDWR | os.O_TMPFILE, 0o600)
+        path = folder / f".shardwise-{os.getpid()}-{os.urandom(8).hex()}"
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        path.unlink()
+    except OSError as error:
+        raise DiskError(
+            error.errno,
+            f"no file can be created in {folder} ({error.strerror}): set offload.nvme_path to a folder on a local disk "
+            "that can be written",
+        ) from error
+    return handle
 
 
-def _make_direct(handle: int, path: Path) -> bool:
+def _make_direct(handle: int, folder: Path) -> bool:
     """Bypass the page cache, if the file system can. Some refuse the flag, others the first request."""
     flags = fcntl.fcntl(handle, fcntl.F_GETFL)
     with contextlib.closing(mmap.mmap(-1, ALIGN_BYTES)) as page:
@@ -267,7 +256,7 @@ def _make_direct(handle: int, path: Path) -> bool:
             if error.errno == errno.ENOSPC:  # `reserve` reports it, with what is needed
                 return True
             fcntl.fcntl(handle, fcntl.F_SETFL, flags)
-            _warn_of_page_cache(path.parent)
+            _warn_of_page_cache(folder)
             return False
     return True
 
@@ -285,13 +274,6 @@ def _warn_of_page_cache(folder: Path) -> None:
 def _free_bytes(handle: int) -> int:
     found = os.fstatvfs(handle)
     return found.f_bavail * found.f_frsize
-
-
-def _remove(handle: int, path: Path, owner: int) -> None:
-    if os.getpid() == owner:  # not in a forked child, whose parent still uses the file
-        with contextlib.suppress(FileNotFoundError):
-            path.unlink()
-    os.close(handle)
 
 
 def _complete(done: Future[None], work: Callable[[], object]) -> None:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 
-from shardwise.config.presets import NVME_FOLDER
 from shardwise.config.sections import Offload
 from shardwise.memory.ledger import Ledger
 from shardwise.offload.disk_file import DiskFile, aligned
@@ -34,10 +33,10 @@ class Staging:
     """The files and buffers of an engine that keeps something on the disk."""
 
     def __init__(
-        self, ledger: Ledger, settings: Offload, rank: int, host: HostMemory, largest_bytes: int, disk_bytes: int
+        self, ledger: Ledger, settings: Offload, host: HostMemory, largest_bytes: int, disk_bytes: int
     ) -> None:
         """`largest_bytes` is the largest bucket of one state, `disk_bytes` what rests on the disk in all."""
-        self._settings, self._rank = settings, rank
+        self._settings = settings
         self._files: dict[str, DiskFile] = {}
         block = self._file(_folder(settings)).block_bytes
         most_bytes = max(block, min(_BUFFER_BLOCKS * block, _MOST_BYTES // _BUFFER_BLOCKS))
@@ -71,7 +70,7 @@ class Staging:
         for file, size_bytes in self._needed(weights_bytes, optim_bytes).items():
             number, free_bytes = file.room()
             disk = (socket.gethostname(), number)
-            found.append(DiskDemand(disk, str(file.path.parent), size_bytes - file.size_bytes, free_bytes))
+            found.append(DiskDemand(disk, str(file.folder), size_bytes - file.size_bytes, free_bytes))
         return found
 
     def reserve(self, weights_bytes: int, optim_bytes: int) -> None:
@@ -130,7 +129,7 @@ class Staging:
         self.check()
 
     def close(self) -> None:
-        """Finish pending requests, free the buffers and remove the files."""
+        """Finish pending requests, free the buffers and close the files."""
         self._reads.drop()
         self.incoming.close()
         self.outgoing.close()
@@ -139,7 +138,7 @@ class Staging:
 
     def _file(self, folder: str) -> DiskFile:
         if folder not in self._files:
-            self._files[folder] = DiskFile(_existing(folder), f"rank-{self._rank}", self._settings)
+            self._files[folder] = DiskFile(Path(folder), self._settings)
         return self._files[folder]
 
 
@@ -152,12 +151,3 @@ def _folder(settings: Offload) -> str:
     folder = settings.nvme_path or settings.weights_nvme_path
     assert folder is not None, "the configuration names a folder for what rests on the disk"
     return folder
-
-
-def _existing(folder: str) -> Path:
-    """The folder as a path. Only the preset's own folder is created: if one that a user named is missing, the disk may
-    not be mounted."""
-    path = Path(folder)
-    if folder == NVME_FOLDER:
-        path.mkdir(exist_ok=True)
-    return path

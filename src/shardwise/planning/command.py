@@ -15,7 +15,7 @@ from rich.console import Console
 
 from shardwise.checks import check_output_file
 from shardwise.config import Config
-from shardwise.config.presets import NVME_FOLDER, PRESETS, STAGES, offloaded
+from shardwise.config.presets import PRESETS, STAGES, disk_folder, offloaded
 from shardwise.errors import ConfigError
 from shardwise.planning import arithmetic, report, search
 from shardwise.planning import hardware as machines
@@ -190,7 +190,7 @@ def deepspeed_settings(workload: Workload, preset: str, device_memory: int | Non
         if kind.tier != "device":
             zero[key] = {"device": _DEEPSPEED_TIERS[kind.tier], "pin_memory": True}
             if kind.tier == "disk":
-                zero[key]["nvme_path"] = NVME_FOLDER
+                zero[key]["nvme_path"] = disk_folder()
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": workload.micro_batch,
         "gradient_accumulation_steps": workload.accumulation,

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwise.config import Config
 from shardwise.config.files import read_file
-from shardwise.config.presets import NVME_FOLDER, PRESETS
+from shardwise.config.presets import PRESETS, disk_folder
 from shardwise.errors import ConfigError
 from shardwise.models import loading
 from shardwise.models.built_in import BUILT_IN, Build
@@ -88,7 +88,7 @@ class Workload:
             "optimizer": {"name": self.optimizer},
         }
         if "disk" in (PRESETS[preset].optim.tier, PRESETS[preset].weights.tier):
-            settings["offload"] = {"nvme_path": NVME_FOLDER}
+            settings["offload"] = {"nvme_path": disk_folder()}
         return Config.load(settings)
 
 

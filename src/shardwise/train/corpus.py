@@ -189,7 +189,7 @@ def _tokens(paths: Sequence[str], vocabulary: int | None) -> TokenCorpus:
             array = np.load(path, mmap_mode="r", allow_pickle=False)
         else:
             array = np.memmap(path, dtype=np.uint16, mode="r")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, EOFError) as error:
         raise ConfigError(f"{path}: cannot be read as tokens: {error}") from None
     if array.ndim != 1 or array.dtype.kind not in "ui":
         raise ConfigError(f"{path}: expected a 1-D array of integers, found {array.ndim}-D {array.dtype}")

@@ -9,10 +9,40 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field
 
 from shardwise.checks import check_output_folder
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, DiskError
+from shardwise.files import parse_json, read_json, validated, writing
+
+Count = Annotated[int, Field(strict=True, ge=0)]
+REMEDY = "--fresh starts over"
+
+
+class RunIdentity(BaseModel):
+    """What a run must match to be continued: the model, and the data with its order."""
+
+    model: dict[str, Any]
+    data: dict[str, Any]
+
+
+class TrainPosition(BaseModel):
+    """The position of a run in a checkpoint: steps, samples that all ranks have used, seconds, and which run it is."""
+
+    step: Count
+    taken: Count
+    elapsed_s: float = Field(ge=0)
+    identity: RunIdentity
+
+
+class RunRecord(BaseModel):
+    """The record of the run in a folder: which run it is, where it began, its steps once it is finished."""
+
+    identity: RunIdentity | None = None
+    resume: str | None = None
+    finished_steps: Count = 0
 
 
 class RunFolder:
@@ -51,15 +81,15 @@ class RunFolder:
 
     def finished_steps(self) -> int:
         """The steps of the finished run in this folder; 0 if there is none."""
-        return int(self._read().get("finished_steps", 0))
+        return self._read().finished_steps
 
     def check(self, identity: dict[str, Any], resume: Path | None = None) -> None:
         """Raise a ConfigError if the folder contains a run of another model or other data, or with another --resume."""
         found = self._read()
-        if "identity" not in found or not self.has_checkpoint:
+        if found.identity is None or not self.has_checkpoint:
             return
-        check_identity(found["identity"], identity, str(self.root))
-        if resume is not None and _absolute(resume) not in (found.get("resume"), _absolute(self.checkpoints)):
+        check_identity(found.identity, identity, str(self.root))
+        if resume is not None and _absolute(resume) not in (found.resume, _absolute(self.checkpoints)):
             raise ConfigError(
                 f"--resume {resume}: {self.root} has checkpoints of its own, which would be used instead: "
                 "start over with --fresh, or give another --out"
@@ -67,20 +97,23 @@ class RunFolder:
 
     def write_record(self, identity: dict[str, Any], resume: Path | None = None, finished_steps: int = 0) -> None:
         """Write the record. It contains `resume`, so that the same command continues instead of starting again."""
-        source = _absolute(resume) if resume is not None else self._read().get("resume")
+        source = _absolute(resume) if resume is not None else self._read().resume
         text = json.dumps({"identity": identity, "resume": source, "finished_steps": finished_steps}, indent=1)
         new = self.record.with_suffix(".new")
-        new.write_text(text)
-        os.replace(new, self.record)
+        with writing(self.record, DiskError, len(text)):
+            new.write_text(text)
+            os.replace(new, self.record)
 
-    def _read(self) -> dict[str, Any]:
+    def write(self, path: Path, text: str) -> None:
+        """Write a file of the run; a DiskError names it if it cannot be written."""
+        with writing(path, DiskError, len(text)):
+            path.write_text(text)
+
+    def _read(self) -> RunRecord:
         try:
-            found = json.loads(self.record.read_text())
+            return read_json(self.record, RunRecord, ConfigError, REMEDY)
         except FileNotFoundError:
-            return {}
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{self.record}: cannot be read ({error}); --fresh starts over") from None
-        return found if isinstance(found, dict) else {}
+            return RunRecord()
 
 
 def check_resume(source: Path | None) -> None:
@@ -93,14 +126,14 @@ def _absolute(path: Path) -> str:
     return str(path.absolute())
 
 
-def check_identity(found: dict[str, Any], wanted: dict[str, Any], where: str) -> None:
+def check_identity(found: RunIdentity, wanted: dict[str, Any], where: str) -> None:
     """Raise a ConfigError that names what differs: a dimension of the model, the data, or the seed."""
     advice = "give another --out, or start over with --fresh"
     for key, value in wanted["model"].items():
-        if (there := found["model"].get(key)) != value:
+        if (there := found.model.get(key)) != value:
             raise ConfigError(f"{where} holds a run of another model ({key} is {there} there, {value} now): {advice}")
     for key, value in wanted["data"].items():
-        if (there := found["data"].get(key)) != value:
+        if (there := found.data.get(key)) != value:
             what = "on other data" if key == "fingerprint" else f"with another {key} ({there} there, {value} now)"
             raise ConfigError(f"{where} holds a run {what}: {advice}")
 
@@ -128,8 +161,9 @@ class MetricsFiles:
         self._lines, self._table = folder / "metrics.jsonl", folder / "metrics.csv"
         self._board = None
         kept = [row for row in read(self._lines) if row.step <= step]
-        self._lines.write_text("")
-        self._table.write_text(",".join(field.name for field in dataclasses.fields(StepMetrics)) + "\n")
+        with writing(folder, DiskError):
+            self._lines.write_text("")
+            self._table.write_text(",".join(field.name for field in dataclasses.fields(StepMetrics)) + "\n")
         self.add(kept)
         if tensorboard:
             self._board = check_tensorboard()(str(folder / "tensorboard"), purge_step=step + 1)
@@ -140,8 +174,9 @@ class MetricsFiles:
         return read(self._lines)
 
     def add(self, rows: list[StepMetrics]) -> None:
-        with self._lines.open("a") as lines, self._table.open("a", newline="") as table:
+        with writing(self._lines, DiskError), self._lines.open("a") as lines:
             lines.writelines(json.dumps(dataclasses.asdict(row)) + "\n" for row in rows)
+        with writing(self._table, DiskError), self._table.open("a", newline="") as table:
             csv.writer(table, lineterminator="\n").writerows(map(dataclasses.astuple, rows))
         if self._board is not None:
             for row in rows:
@@ -152,12 +187,13 @@ class MetricsFiles:
 
 
 def read(path: Path) -> list[StepMetrics]:
-    """The rows of a file of JSON lines, without a last line that a crash cut off."""
+    """The rows of a file of JSON lines, up to the first that is none, such as a last line that a crash cut off."""
     rows = []
-    for line in path.read_text().splitlines() if path.is_file() else ():
+    for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
         try:
-            rows.append(StepMetrics(**json.loads(line)))
-        except (ValueError, TypeError):
+            found = parse_json(line, str(path), ConfigError, REMEDY)
+            rows.append(validated(StepMetrics, found, str(path), ConfigError, REMEDY))
+        except ConfigError:
             break
     return rows
 

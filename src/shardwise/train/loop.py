@@ -18,7 +18,7 @@ from shardwise.engine.engine import Engine
 from shardwise.machine.memory import process_memory
 from shardwise.observe.analyzer import MemoryAnalyzer, MemoryPoint
 from shardwise.train.data import Indices, SampleLoader, validation_batches
-from shardwise.train.folder import MetricsFiles, RunFolder, StepMetrics
+from shardwise.train.folder import MetricsFiles, RunFolder, StepMetrics, TrainPosition
 from shardwise.train.job import TrainJob
 from shardwise.train.screen import Screen
 
@@ -126,11 +126,11 @@ class TrainLoop:
         self._speed = 0.0
         self._saved_step = 0
 
-    def resume(self, state: dict[str, float]) -> None:
-        """Continue from the state of a checkpoint."""
-        self.step = self._saved_step = int(state["step"])
-        self.loader.taken = int(state["taken"])
-        self.elapsed_s = float(state["elapsed_s"])
+    def resume(self, position: TrainPosition) -> None:
+        """Continue from the position in a checkpoint."""
+        self.step = self._saved_step = position.step
+        self.loader.taken = position.taken
+        self.elapsed_s = position.elapsed_s
 
     def train(self) -> bool:
         """Train the remaining steps. False if a signal stopped the loop before the last one."""

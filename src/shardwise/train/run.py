@@ -22,8 +22,9 @@ from shardwise.config.auto import UserObjects
 from shardwise.engine.engine import Engine
 from shardwise.engine.report import Report
 from shardwise.errors import ConfigError, ShardwiseWarning
+from shardwise.files import validated
 from shardwise.train.data import SampleLoader
-from shardwise.train.folder import MetricsFiles, RunFolder, StepMetrics, check_identity
+from shardwise.train.folder import REMEDY, MetricsFiles, RunFolder, StepMetrics, TrainPosition, check_identity
 from shardwise.train.job import TrainJob, rate_factor
 from shardwise.train.loop import MemoryTrace, RankProcess, TrainLoop
 from shardwise.train.model import LanguageModel
@@ -52,7 +53,7 @@ def run(job: TrainJob, process: RankProcess, comm: Comm) -> None:
         state = _load(folder, job, engine)
     metrics = None
     if comm.rank == 0:
-        metrics = MetricsFiles(folder.root, int(state["step"]) if state else 0, job.options.outputs.tensorboard)
+        metrics = MetricsFiles(folder.root, state.step if state is not None else 0, job.options.outputs.tensorboard)
     loader = SampleLoader(job.windows[0], job.share(comm.rank), job.options.updates.seed)
     loop = TrainLoop(job, process, comm, engine, loader, screen, metrics)
     if state is not None:
@@ -130,8 +131,8 @@ def _warnings_on(screen: Screen) -> Iterator[None]:
                 warnings.showwarning(each.message, each.category, each.filename, each.lineno)
 
 
-def _load(folder: RunFolder, job: TrainJob, engine: Engine) -> dict[str, Any] | None:
-    """Load the newest checkpoint and return its state; None if there is none."""
+def _load(folder: RunFolder, job: TrainJob, engine: Engine) -> TrainPosition | None:
+    """Load the newest checkpoint and return its position; None if there is none."""
     source = folder.checkpoints if folder.has_checkpoint else job.options.outputs.resume
     if source is None:
         return None
@@ -144,8 +145,9 @@ def _load(folder: RunFolder, job: TrainJob, engine: Engine) -> dict[str, Any] | 
             group["lr"] = base * shape(scheduler.last_epoch)
     if not isinstance(state, dict) or "identity" not in state:
         raise ConfigError(f"{source} was not made by `shardwise train`: it has no position in the data")
-    check_identity(state["identity"], job.identity, str(source))
-    return state
+    position = validated(TrainPosition, state, f"the state in {source}", ConfigError, REMEDY)
+    check_identity(position.identity, job.identity, str(source))
+    return position
 
 
 def _foresee(job: TrainJob, process: RankProcess, screen: Screen) -> int | None:
@@ -191,9 +193,9 @@ def finish(loop: TrainLoop, folder: RunFolder, foreseen_bytes: int | None) -> No
     loop.engine.export(folder.export)
     if loop.metrics is None:
         return
-    folder.report.write_text(report + "\n")
+    folder.write(folder.report, report + "\n")
     if text:
-        folder.sample.write_text(text + "\n")
+        folder.write(folder.sample, text + "\n")
         screen.text("sample", "\n".join(text.splitlines()[:SHOWN_LINES]))
     screen.text("report of rank 0", report)
     if rows := loop.metrics.rows:

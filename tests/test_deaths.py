@@ -13,12 +13,13 @@ import torch
 import torch.distributed as dist
 
 import shardwise
-from shardwise.comm import agreement, judge
+from shardwise.comm import agreement, judge, sight
 from shardwise.comm.agreement import Agreement
 from shardwise.comm.posts import Answer, Post, RankState
 from shardwise.comm.roll_call import Silence
 from shardwise.comm.store_link import StoreLink, StoreSilentError
 from shardwise.machine.local_ranks import FOLDER
+from shardwise.machine.process import Condition, Identity
 from support import ranks, run_ranks
 from support.fork_server import Forked
 from support.training import train_step
@@ -248,10 +249,10 @@ def test_a_death_names_the_operation_and_not_the_loop():
 def test_the_exit_that_the_launcher_saw_is_told(monkeypatch, tmp_path):
     (tmp_path / "rank1.exit").write_text("-11")
     monkeypatch.setenv(FOLDER, str(tmp_path))
-    identity = agreement.Identity.of_this_process()
+    identity = Identity.of_this_process()
     ended = type(identity)(identity.view, "here", 2**22 + 1, 0, "/log")
-    condition, text = agreement._see(1, ended)
-    assert condition is agreement.Condition.ENDED
+    condition, text = sight.see_process(1, ended)
+    assert condition is Condition.ENDED
     assert text == f"its process ({2**22 + 1} on here) was ended by signal SIGSEGV; its output is in /log"
 
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 import shardwise
 from shardwise.comm import agreement as watch
+from shardwise.comm.log import Log, Ticket
 from shardwise.models.built_in import BUILT_IN
 
 WARM_STEPS, CALLS, POLLS = 3, 20_000, 200
@@ -30,11 +31,11 @@ class Unchecked(watch.Agreement):
     def __init__(self, *_: object, **__: object) -> None:
         self._issued = 0
 
-    def issue(self, channel: str, text: str, has_tags: bool) -> watch.Ticket:
+    def issue(self, channel: str, text: str, has_tags: bool) -> Ticket:
         self._issued += 1
-        return watch.Ticket(channel, self._issued, text, self._issued)
+        return Ticket(channel, self._issued, text, self._issued)
 
-    def wait(self, ticket: watch.Ticket, works: list[Any], sends: list[Any]) -> None:
+    def wait(self, ticket: Ticket, works: list[Any], sends: list[Any]) -> None:
         for pending in (works, sends):
             while pending:
                 pending.pop(0).wait()
@@ -67,7 +68,7 @@ def count(agreement: watch.Agreement) -> int:
 
 def alone(agreement: watch.Agreement) -> tuple[float, float]:
     """Seconds of one operation's bookkeeping, and of one poll."""
-    other = watch.Log()
+    other = Log()
     with mock.patch.object(agreement, "_log", other):
         started = time.perf_counter()
         for _ in range(CALLS):

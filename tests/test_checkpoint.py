@@ -653,6 +653,20 @@ def test_a_program_that_ends_does_not_wait_for_ranks_that_are_gone(tmp_path):
     assert not list((tmp_path / "saved").iterdir())
 
 
+def test_it_ends_soon_if_a_rank_is_known_to_be_gone(tmp_path):
+    failed = """
+saving.FAILED_WAIT_S = 0.2
+checkpoint.AsyncSave = saving.AsyncSave
+from shardwise.comm.comm import ProcessGroupComm
+ProcessGroupComm.has_failed = True
+"""
+    (tmp_path / "script.py").write_text(ABANDONED + failed + ENDING)
+    started = time.monotonic()
+    ended = run_command([sys.executable, "script.py"], cwd=tmp_path, forked=True)
+    assert "not all ranks wrote their part" in ended.stderr
+    assert time.monotonic() - started < saving.LAST_WAIT_S / 2
+
+
 # Kills
 
 

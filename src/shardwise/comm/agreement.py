@@ -31,7 +31,6 @@ import sys
 import threading
 import time
 import weakref
-import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -39,16 +38,16 @@ from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 from torch._C._distributed_c10d import Store
-from torch.distributed import distributed_c10d as c10d
 
 from shardwise.comm import judge as words
 from shardwise.comm.judge import judge
-from shardwise.comm.posts import FAILED, Board, Operations, Post, RankState
+from shardwise.comm.log import Log, Ticket
+from shardwise.comm.posts import FAILED, Board, Post, RankState
 from shardwise.comm.roll_call import Silence
+from shardwise.comm.sight import main_place, outside_call, see_process
 from shardwise.comm.store_link import STORE_S, StoreSilentError, describe_holder
 from shardwise.errors import DisagreementError
-from shardwise.machine.local_ranks import recorded_exit
-from shardwise.machine.process import Condition, Identity, describe_end, start_thread
+from shardwise.machine.process import Condition, start_thread
 
 POLL_S = 0.5
 POLL_VARIABLE = "SHARDWISE_AGREEMENT_POLL_S"
@@ -64,19 +63,7 @@ FROZEN_VARIABLE = "SHARDWISE_FROZEN_S"
 JUDGES = 8
 """About how many ranks read the posts of all ranks in one poll, however many wait: the store serves one at a time."""
 _PATIENCE = 3  # polls
-_REMEMBERED, _POSTED = 4096, 256
-_NEVER_WAIT = ("isend", "irecv")
 _LOG = logging.getLogger("shardwise")
-_SPREAD = 0x9E3779B1  # an odd constant, so that neighbouring numbers give tags far apart
-
-
-class Ticket(NamedTuple):
-    """One operation: its channel, its number there, its description, and the tag of its messages."""
-
-    channel: str
-    number: int
-    text: str
-    tag: int
 
 
 class Wire(NamedTuple):
@@ -86,34 +73,6 @@ class Wire(NamedTuple):
     wake: Callable[[], None]
     error: Callable[[], str | None]
     timeout_s: float
-
-
-class Log:
-    """What this rank has issued in each channel.
-
-    >>> log = Log()
-    >>> log.add("gather", "gather head").number, log.add("gather", "gather head").number
-    (0, 1)
-    """
-
-    def __init__(self) -> None:
-        self._counts: dict[str, int] = {}
-        self._texts: dict[str, deque[str]] = {}
-
-    def add(self, channel: str, text: str) -> Ticket:
-        number = self._counts.get(channel, 0)
-        self._counts[channel] = number + 1
-        self._texts.setdefault(channel, deque(maxlen=_REMEMBERED)).append(text)
-        return Ticket(channel, number, text, (zlib.crc32(text.encode()) ^ (number * _SPREAD)) & 0x7FFFFFFF)
-
-    def recent(self, ticket: Ticket | None) -> dict[str, Operations]:
-        """The last operations of each channel; in the channel of `ticket`, from some time before it to the last."""
-        recent = {}
-        for channel, texts in list(self._texts.items()):  # a copy: the main thread may add a channel meanwhile
-            wanted = _POSTED + (self._counts[channel] - ticket.number if ticket and ticket.channel == channel else 0)
-            shown = list(texts)[-wanted:]
-            recent[channel] = (self._counts[channel] - len(shown), shown)
-        return recent
 
 
 class Agreement:
@@ -250,7 +209,7 @@ class Agreement:
 
     def _look(self) -> tuple[Ticket | None, str, bool]:
         """What this rank waits for, in the engine or outside of it, and whether it has moved since the last poll."""
-        ticket, outside = self._waits_for or self._unfinished(), _outside_call() if self._is_world else None
+        ticket, outside = self._waits_for or self._unfinished(), outside_call() if self._is_world else None
         seen = (ticket, outside)
         has_moved = seen != self._seen or seen == (None, None)
         self._seen, self._polls = seen, 0 if has_moved else self._polls + 1
@@ -262,7 +221,7 @@ class Agreement:
             self._post(RankState.WAITS if ticket else RankState.OUTSIDE, ticket, outside)
         elif self._state is not RankState.RUNS:
             self._post(RankState.RUNS)
-        if self._board.answer_call(_main_place):
+        if self._board.answer_call(main_place):
             self._called = time.monotonic()
 
     def _unfinished(self) -> Ticket | None:
@@ -388,7 +347,7 @@ class Agreement:
             verdict = self.failure or self._board.verdict()
             if verdict is not None:
                 return verdict
-            self._board.answer_call(_main_place)
+            self._board.answer_call(main_place)
             posts, is_over = self._board.read(), time.monotonic() >= deadline
             absent = self._absent(posts, called)
             if is_over or all(condition is Condition.ENDED for condition, _ in absent.values()):
@@ -407,7 +366,7 @@ class Agreement:
         ranks = zip(posts, self._board.answers(), self._board.identities(), strict=True)
         for rank, (post, answer, identity) in enumerate(ranks):
             if rank != self._rank and post.state is not RankState.GONE and (answer is None or answer.number < called):
-                absent[rank] = _see(rank, identity)
+                absent[rank] = see_process(rank, identity)
         return absent
 
     def _describe_loss(self, posts: Sequence[Post], absent: dict[int, tuple[Condition, str]], is_late: bool) -> str:
@@ -424,40 +383,6 @@ class Agreement:
 def poll_interval_s() -> float:
     """Seconds between two polls: `POLL_S`, or what the environment variable SHARDWISE_AGREEMENT_POLL_S says."""
     return float(os.environ.get(POLL_VARIABLE, POLL_S))
-
-
-def _outside_call() -> tuple[str, int] | None:
-    """The call of torch.distributed in which the main thread waits, if any, and what tells it from the next such call.
-
-    Two calls in a row may have frames of one identity, so a rank that sends all the time could look like one that
-    waits. Calls that never wait are known by their names: test_agreement.test_a_rank_that_sends_does_not_wait_outside.
-    """
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    if frame is None or frame.f_code.co_filename != c10d.__file__ or frame.f_code.co_name in _NEVER_WAIT:
-        return None
-    name, identity, caller = frame.f_code.co_name, id(frame), frame.f_back
-    while caller is not None and caller.f_globals.get("__name__", "").startswith("torch."):
-        caller = caller.f_back
-    place = f" at {caller.f_code.co_filename}:{caller.f_lineno}" if caller is not None else ""
-    return f"{name}{place}", identity
-
-
-def _main_place() -> str:
-    """Where the main thread is, in code that is neither torch's nor ours."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("torch", "shardwise"):
-        frame = frame.f_back
-    return f"at {frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}" if frame is not None else ""
-
-
-def _see(rank: int, identity: Identity | None) -> tuple[Condition, str]:
-    """The condition of a rank's process, with its signal and its log if they are known."""
-    if identity is None:
-        return Condition.UNKNOWN, "it has not started"
-    condition, text = identity.look()
-    if condition is Condition.ENDED and (code := recorded_exit(rank)) is not None:
-        text = f"its process ({identity.pid} on {identity.host}) {describe_end(code)}"
-    return condition, text + (f"; its output is in {identity.log}" if identity.log else "")
 
 
 def _watch(reference: weakref.ref[Agreement], is_closed: threading.Event, poll_s: float) -> None:

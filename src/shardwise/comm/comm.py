@@ -27,7 +27,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d as c10d
 
-from shardwise.comm.agreement import Agreement, Ticket, Wire, poll_interval_s
+from shardwise.comm.agreement import Agreement, Wire, poll_interval_s
+from shardwise.comm.log import Ticket
 
 # Renamed in torch 2.13, where the old name warns.
 _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"

@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-full lint types format clean bench-env bench-carry readme-tables models-page architectures soak
+.PHONY: help train test test-full lint types format clean bench-env bench-carry readme-tables models-page errors-page architectures soak
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -68,6 +68,9 @@ bench-carry: bench-env  ## .bench-carry: what Python 3.12 with torch needs for c
 
 readme-tables: $(STAMP)  ## write the measured tables of README.md from benchmarks/results
 	$(PY) benchmarks/readme_tables.py README.md
+
+errors-page: $(STAMP)  ## write docs/errors.md from the errors that the code raises
+	PYTHONPATH=src:tests $(PY) -c "from support import errors_page; errors_page.write()"
 
 models-page: $(STAMP)  ## write the tables of docs/models.md
 	PYTHONPATH=src:tests $(PY) -c "from support import page; page.write()"

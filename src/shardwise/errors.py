@@ -10,11 +10,20 @@ class ShardwiseError(Exception):
 
 
 class ConfigError(ShardwiseError, ValueError):
-    """A configuration is invalid, contradictory or not supported."""
+    """A configuration is invalid, contradictory or not supported.
+
+    `shardwise config FILE` shows what a configuration means, key by key, and `shardwise COMMAND --help` what an option
+    takes.
+    """
 
 
 class CheckpointError(ShardwiseError, ValueError):
-    """A checkpoint cannot be written, is missing or damaged, or does not fit the engine."""
+    """A checkpoint cannot be written, is missing or damaged, or does not fit the engine.
+
+    `shardwise inspect FOLDER` shows what a checkpoint holds. If it is damaged, load an older one (`tag=`, or
+    `fallback=True` for the newest that is complete); if it does not fit, build the model and the optimizer it was saved
+    with.
+    """
 
 
 class DamagedError(CheckpointError):
@@ -22,15 +31,25 @@ class DamagedError(CheckpointError):
 
 
 class DiskError(ShardwiseError, OSError):
-    """A file cannot be written, or state that is offloaded to disk is not read back as it was written."""
+    """A file cannot be written, or state that is offloaded to disk is not read back as it was written.
+
+    Free room on the disk that is named, or name another one. What is not read back as it was written is a fault of the
+    disk: load the last checkpoint on another one.
+    """
 
 
 class ModelChangedError(ShardwiseError, RuntimeError):
-    """The model was changed under its engine in a way that the engine cannot follow."""
+    """The model was changed under its engine in a way that the engine cannot follow.
+
+    Change the model first, then call `shardwise.initialize`.
+    """
 
 
 class GradientError(ShardwiseError, RuntimeError):
-    """Gradients are read, changed or dropped where the engine holds them, in a way that would have no effect."""
+    """Gradients are read, changed or dropped where the engine holds them, in a way that would have no effect.
+
+    `engine.full_grad(name)` reads one, `engine.register_grad_hook` changes them, `engine.clip_grad_norm_` clips them.
+    """
 
 
 class ShardwiseWarning(UserWarning):
@@ -38,15 +57,24 @@ class ShardwiseWarning(UserWarning):
 
 
 class ConfigWarning(ShardwiseWarning):
-    """A configuration is valid, but has an effect that its author may not expect."""
+    """A configuration is valid, but has an effect that its author may not expect.
+
+    If the effect is meant, `warnings.filterwarnings("ignore", category=shardwise.errors.ConfigWarning)` silences it.
+    """
 
 
 class HabitWarning(ShardwiseWarning):
-    """A habit from another library has an effect here that its user may not expect."""
+    """A habit from another library has an effect here that its user may not expect.
+
+    Each is said once, on rank 0.
+    """
 
 
 class DisagreementError(ShardwiseError, RuntimeError):
-    """The ranks do not issue the same operations, or one of them has ended. No rank can continue: restart all."""
+    """The ranks do not issue the same operations, or one of them has ended.
+
+    No rank can continue: end them all, mend the cause, and restart from the last checkpoint.
+    """
 
 
 class Notices:

@@ -6,9 +6,11 @@ import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from shardwise import errors
+from shardwise.comm import judge
+from shardwise.comm.posts import FAILED, Post, RankState
 
 ROOT = Path(__file__).parent.parent.parent
 PAGE = ROOT / "docs" / "errors.md"
@@ -20,18 +22,22 @@ INTERNAL = re.compile(
     r"cannot begin inside a|are … and cannot be …|a layout needs|an item of|is outside a world|has no attribute"
 )
 """Broken invariants of ours: no user can cause or mend them."""
-WRAPPED = {"judge.py": "DisagreementError"}
-"""Modules that write the text of an error that another one raises."""
 CALLS = {"say": "HabitWarning", "warn": "ConfigWarning", "error": "ConfigError"}
 """Methods that raise or warn with one of their arguments."""
 WARNS = re.compile(r"notices\.say$|\.warn$")
+OTHERS = {"WorkloadError": "ConfigError", "TypeError": "ValueError", "KeyError": "ValueError"}
+"""Classes whose messages are listed with those of another."""
 SECTIONS = {
     "ConfigError": "A configuration, a model or an option does not work",
     "DisagreementError": "Ranks do not go on together",
+    "GradientError": "Gradients are used where the engine holds them",
+    "ModelChangedError": "The model was changed under its engine",
     "CheckpointError": "A checkpoint cannot be written or read",
-    "DiskError": "The disk tier",
+    "DiskError": "Files and the disk tier",
     "MemoryError": "Memory",
     "RuntimeError": "Something is done at the wrong moment",
+    "FloatingPointError": "Numbers",
+    "ValueError": "An argument or a value is not allowed",
     "ConfigWarning": "Warnings about a configuration",
     "HabitWarning": "Warnings about habits from other libraries",
 }
@@ -71,34 +77,46 @@ def calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
 
 
 def texts(path: Path) -> Iterator[tuple[str, str]]:
-    tree = ast.parse(path.read_text())
-    if path.name in WRAPPED:
-        found = [template(node) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr)]
-        yield from ((WRAPPED[path.name], text) for text in found if text and len(text.split()) > 4)
-    for kind, call in calls(tree):
+    for kind, call in calls(ast.parse(path.read_text())):
         found = [text for arg in call.args if (text := template(arg)) and len(text.split()) > 2]
         if found:
             yield kind, found[-1]
 
 
-def classes() -> dict[str, Any]:
-    """Every class of error or warning that a section could be about, by name."""
-    ours = {
-        name: kind for name, kind in vars(errors).items() if inspect.isclass(kind) and issubclass(kind, BaseException)
-    }
-    return {**vars(builtins), **ours, "WorkloadError": errors.ConfigError}
+def verdicts() -> Iterator[Message]:
+    """What the agreement of ranks says: its own functions on an example of each case."""
+    one, two = {"gather": (0, ["gather blocks.0"])}, {"gather": (0, ["gather blocks.0", "gather blocks.1"])}
+    waits, lost = (Post(state, ("gather", 1), two) for state in (RankState.WAITS, RankState.LOST))
+    behind, left = Post(RankState.RUNS, None, one), Post(RankState.GONE, None, one, "its process ended")
+    failed = Post(RankState.GONE, None, one, f"{FAILED} KeyError")
+    other = Post(RankState.WAITS, ("gather", 1), {"gather": (1, ["gather head"])})
+    examples = [
+        judge.judge([waits, other]),
+        judge.judge([waits, left]),
+        judge.judge([waits, failed]),
+        judge.died([lost, behind], {1: ""}),
+        judge.died([lost, lost], {}),
+        judge.frozen([waits, behind], {1: ""}, 30),
+        judge.late([waits, behind], {}, 600),
+        judge.without_store(1, "gather blocks.1", "process 1234 on the first host", "does not answer"),
+    ]
+    for example in examples:
+        text = example if isinstance(example, str) else example.text
+        first, *_, advice = text.split("\n")
+        cause = re.sub(r"gather blocks.1|process 1234 on the first host|\d+(?= s\b)|(?<=rank )\d", GAP, first)
+        yield Message("DisagreementError", re.sub(r" \(operation.*|:$", "", cause), advice)
 
 
 def section_of(kind: str) -> str | None:
     """The section of a class: its own, or that of the first of its bases that has one."""
-    known = classes().get(kind)
+    known = {**vars(builtins), **vars(errors)}.get(OTHERS.get(kind, kind))
     bases = inspect.getmro(known) if inspect.isclass(known) else ()
     return next((base.__name__ for base in bases if base.__name__ in SECTIONS), None)
 
 
 def split(kind: str, text: str) -> Message:
     """Messages say what was found, then what to do."""
-    text = re.sub(r"\s+", " ", text).strip()
+    text = re.sub(r"\s+", " ", text.replace(f":\n{GAP}{GAP}\n", ": ")).strip()
     is_about_a_value = text.startswith(("--", GAP + ":"))  # "--disk …: what was found; what to do"
     marks = ("; ", ": ") if is_about_a_value else (": ", "; ")
     cause, _, remedy = text.partition(next((mark for mark in marks if mark in text), "\0"))
@@ -107,13 +125,13 @@ def split(kind: str, text: str) -> Message:
 
 def messages() -> list[Message]:
     found = [split(kind, text) for path in sorted(SRC.rglob("*.py")) for kind, text in texts(path)]
+    found += verdicts()
     return [one for one in dict.fromkeys(found) if section_of(one.kind) and not INTERNAL.search(one.cause)]
 
 
-def general(section: str) -> tuple[str, str]:
-    """What a class stands for and what to do in general: the paragraphs of its docstring."""
-    about, _, remedy = (inspect.getdoc(classes()[section]) or "").partition("\n\n")
-    return re.sub(r"\s+", " ", about), re.sub(r"\s+", " ", remedy)
+def general(section: str) -> list[str]:
+    """What a class stands for, and what to do in general: its docstring."""
+    return [*inspect.cleandoc(vars(errors)[section].__doc__).split("\n"), ""] if section in vars(errors) else []
 
 
 def cell(text: str) -> str:
@@ -122,10 +140,7 @@ def cell(text: str) -> str:
 
 def table(section: str) -> list[str]:
     rows = sorted((one for one in messages() if section_of(one.kind) == section), key=lambda one: one.cause.lower())
-    head = [f"## {SECTIONS[section]}: `{section}`", ""]
-    if hasattr(errors, section):
-        about, remedy = general(section)
-        head += [f"{about} {remedy}".strip(), ""]
+    head = [f"## {SECTIONS[section]}: `{section}`", "", *general(section)]
     shown = [f"| {cell(one.first_words)} | {cell(one.cause)} | {cell(one.remedy) or 'see above'} |" for one in rows]
     return [*head, "| it begins with | what was found | what to do |", "|---|---|---|", *shown, ""]
 

@@ -26,6 +26,7 @@ NEEDED = {
 """Arguments without which a command does nothing."""
 OUTPUTS = {("compare", "--json"), ("compare", "--plot"), ("plan", "--emit"), ("plan", "--plot"), ("train", "--out")}
 OUTPUTS |= {("env", "--disk")}
+INPUTS = {("train", "--resume"), ("export", "--files-from")}
 
 
 def options(*kinds):
@@ -82,7 +83,7 @@ def test_an_output_that_cannot_be_written_is_refused_at_once(command, option, ca
 
 def test_no_path_may_be_empty(call, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for command, option in sorted(OUTPUTS | {("train", "--resume")}):
+    for command, option in sorted(OUTPUTS | INPUTS):
         assert is_refused(call(command, option, "", *NEEDED.get(command, []))), option
     for words in (["inspect", ""], ["export", "", "out"], ["export", "in", ""], ["import-deepspeed", "", "out"]):
         assert is_refused(call(*words)), words
@@ -92,7 +93,7 @@ def test_no_path_may_be_empty(call, tmp_path, monkeypatch):
 
 
 def test_every_path_of_every_command_is_covered():
-    assert {(command, option) for command, option, _ in options(Path)} == OUTPUTS | {("train", "--resume")}
+    assert {(command, option) for command, option, _ in options(Path)} == OUTPUTS | INPUTS
 
 
 def test_an_existing_output_is_left_as_it_is(call, tmp_path):

@@ -116,7 +116,9 @@ def test_a_model_that_is_wrong_ends_everything_with_one_message(tmp_path, cli, m
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("def build():\n    raise RuntimeError('no luck')\n")
     code, _, errors = cli("compare", "--model", "mine.py:build", "--nproc", "1")
-    assert (code, errors) == (2, "error: model 'mine.py:build': build() raised RuntimeError: no luck\n")
+    progress, error = errors.splitlines()
+    assert progress.endswith("zero0: memory and bytes sent")
+    assert (code, error) == (2, "error: model 'mine.py:build': build() raised RuntimeError: no luck")
 
 
 @pytest.mark.full

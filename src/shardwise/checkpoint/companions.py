@@ -42,7 +42,9 @@ def companions(model: nn.Module, given: Path | None) -> dict[str, bytes]:
 def companions_in(folder: Path) -> dict[str, bytes]:
     """The configurations and tokenizer files in a folder, by name."""
     if not folder.is_dir():
-        raise CheckpointError(f"there is no folder {folder} to take configurations and tokenizer files from")
+        raise CheckpointError(
+            f"there is no folder {folder}: name one with the configurations and tokenizer files of the model"
+        )
     paths = [folder / name for name in (CONFIG, GENERATION, *TOKENIZER)]
     return {path.name: path.read_bytes() for path in paths if path.is_file()}
 

@@ -268,7 +268,9 @@ def export(
     dtype: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16 (default: as trained).")] = None,
     tag: Annotated[str, typer.Option(help="Which checkpoint of the folder.")] = "latest",
     max_file: Annotated[str, typer.Option(help="Largest size of a file.")] = "5GB",
-    files_from: Annotated[Path | None, typer.Option(help="A folder with tokenizer files and configurations.")] = None,
+    files_from: Annotated[
+        Path | None, typer.Option(help="A folder with tokenizer files and configurations.", **PATH)
+    ] = None,
     debug: Debug = False,
 ) -> None:
     """Write a checkpoint's weights in Hugging Face's format (safetensors, an index). Needs no GPU and little memory."""

@@ -24,7 +24,7 @@ from shardwise.planning.workload import Workload, from_dimensions
 from support import ranks
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-STAGES, OFFLOAD = (RESULTS / f"2026-11-15-gpu-{name}.json" for name in ("stages", "offload"))
+STAGES, OFFLOAD = RESULTS / "2026-11-15-gpu-stages.json", RESULTS / "2026-11-16-gpu-offload-zero3.json"
 CASES = [
     (Settings("mlp-100k", 2, "fp32"), "zero0"),
     (Settings("mlp-100k", 2, "bf16"), "zero3"),

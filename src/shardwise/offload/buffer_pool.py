@@ -62,7 +62,7 @@ class DeviceBufferPool:
         """An fp32 tensor for the update stream alone, which is ordered after its last use by others.
 
         It is memory of the compute stream, as everything here: what the allocator reserves for another stream,
-        activations can never use (test_gpu.test_little_more_is_reserved_than_allocated).
+        activations can never use (test_gpu.test_little_more_is_needed_than_allocated).
         """
         if self._scratch is None or self._scratch.tensor.numel() < numel:
             self._drop_scratch()

@@ -19,7 +19,8 @@ _ELEMENT_BYTES = 16
 _MOST_BUFFERS = 8
 _BUCKETS = 64
 """Into so many buckets, at least, a rank's states are cut: in 16 buffers, a quarter of them is on the device at most.
-Otherwise a small model would have all its states there, and offload would save nothing (test_plan and test_gpu)."""
+Otherwise a small model would have all its states there, and offload would save nothing
+(test_planning_dry_run.test_a_higher_stage_never_holds_more_offloaded_either)."""
 
 
 class OffloadContext:

@@ -349,11 +349,11 @@ class ProcessGroupComm(Comm):
 
     def _break_groups(self) -> None:
         """End all waits in these groups, on this rank and on the others, because no rank can continue."""
-        for group in {id(group): group for ways in self._groups.values() for group in ways}.values():
-            if self._waits_on_device:
-                with contextlib.suppress(RuntimeError):
-                    group.abort()
-                continue
+        groups = list({id(group): group for ways in self._groups.values() for group in ways}.values())
+        if self._waits_on_device:
+            self._abort(groups)
+            return
+        for group in groups:
             # A receive that times out breaks all connections of a Gloo group, which ends every wait on them. A receive
             # over a connection that its rank has closed already breaks nothing, so each rank is tried.
             for step in range(1, self.world_size):
@@ -362,6 +362,16 @@ class ProcessGroupComm(Comm):
                     receive = dist.irecv(torch.empty(1), group=group, group_src=other, tag=_WAKING_TAG)
                     assert receive is not None
                     receive.wait(timedelta(milliseconds=1))
+
+    def _abort(self, groups: Sequence[Any]) -> None:
+        """Abort NCCL groups together: an abort waits for the device, where the kernels of the other groups never end
+        (tests/test_deaths_gpu.py)."""
+        backend = groups[0]._get_backend(self.device)
+        with contextlib.suppress(RuntimeError):
+            backend._group_start()
+            for group in groups:
+                group.abort()
+            backend._group_end()
 
 
 def _present(works: Sequence[Any]) -> list[Any]:

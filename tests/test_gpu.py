@@ -178,6 +178,36 @@ def test_reserved_memory_of_a_model_that_was_built_before(preset):
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
 
 
+WITHIN_ITS_PEAK = """
+import torch, shardwise
+from shardwise.models.built_in import GPT
+with torch.device("cuda"):
+    model = GPT(512, 8, 8, 32000, 513, tied=True, recompute=True)
+config = {"preset": "PRESET", "precision": {"compute": "bf16"}, "gradients": {"clip_norm": 1.0}}
+engine = shardwise.initialize(model, torch.optim.AdamW(model.parameters()), config)
+data = torch.randint(32000, (4, 513), device="cuda")
+def train():
+    for _ in range(4):
+        engine.backward(engine(data))
+        engine.step()
+    torch.cuda.synchronize()
+train()
+assert {segment["stream"] for segment in torch.cuda.memory_snapshot()} == {0}, torch.cuda.memory_summary()
+peak = torch.cuda.max_memory_allocated()
+torch.cuda.empty_cache()
+torch.cuda.set_per_process_memory_fraction(1.1 * peak / torch.cuda.get_device_properties(0).total_memory)
+torch.cuda.reset_peak_memory_stats()
+train()
+assert torch.cuda.max_memory_reserved() <= 1.1 * peak, torch.cuda.memory_summary()
+"""
+
+
+@pytest.mark.parametrize("preset", ["zero1_offload", "zero2_offload", "zero3_offload"])
+def test_little_more_is_reserved_than_allocated(preset):
+    """No stream but the compute stream has memory of its own, and 1.1 times the allocated peak suffices to train."""
+    subprocess.run([sys.executable, "-c", WITHIN_ITS_PEAK.replace("PRESET", preset)], check=True, timeout=120)
+
+
 @pytest.mark.usefixtures("nccl")
 @pytest.mark.parametrize("preset", ["zero2", "zero3"])
 @pytest.mark.parametrize("checkpointed", [False, True])

@@ -18,7 +18,9 @@ from shardwise.compare.worker import Worker
 from shardwise.config import Config
 from shardwise.engine.engine import Engine
 from shardwise.models.built_in import BUILT_IN, GPT
-from shardwise.planning.dry_run import DryComm, Scenario, Untraceable, dry_run, foresee
+from shardwise.models.dimensions import Dimensions
+from shardwise.planning.dry_run import DryComm, Scenario, Untraceable, dry_run, foresee, foresee_workload
+from shardwise.planning.workload import Workload, from_dimensions
 from support import ranks
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -88,6 +90,15 @@ def offloaded_gpt():
     """The model of benchmarks/gpu_offload.py."""
     model = GPT(2560, 32, 20, vocabulary=32000, length=1025)
     return model, lambda rank, step: {"tokens": torch.zeros(8, 1025, dtype=torch.long)}
+
+
+def test_a_higher_stage_never_holds_more_offloaded_either():
+    """With few tokens the peak is in the update. A pool as large as the states would turn the order upside down."""
+    small = Dimensions("small", 576, 8, 9, 49152, 1536, kv_heads=3, tied=True)
+    workload, presets = Workload(sequence=128), ["zero1_offload", "zero2_offload", "zero3_offload"]
+    found = [foresee_workload(from_dimensions(small, None), workload, preset, world_size=2) for preset in presets]
+    peaks = [one.peak_bytes for one in found]
+    assert peaks == sorted(peaks, reverse=True)
 
 
 def test_any_number_of_ranks():

@@ -158,7 +158,7 @@ class Offload(Section):
     host_memory: Memory = setting(None, "host budget: states beyond it go to the disk, or stay on the device")
     ratio: Share = setting(1.0, "part of the optimizer states that leaves the device")
     buffer_count: Positive | None = setting(None, "upper bound of transfer buffers (none: derived)")
-    buffer_bytes: Bytes | None = setting(None, "upper bound per buffer (none: one unit)")
+    buffer_bytes: Bytes | None = setting(None, "upper bound per buffer (none: 64 MiB, less for small models)")
     aio: Aio = setting(Aio(), "disk requests")
 
 

@@ -177,12 +177,14 @@ def open_offload(
     The files' room is reserved here: all ranks can, or none continues. A collective if there are files.
     """
     host = host or host_memory(settings, comm.device)
+    numel = sum(plan.layout.shard_numel for plan in plans if offloaded_bytes(plan, moments))
     on_disk = [plan for plan in plans if plan.policy.uses_disk]
     if not on_disk:
-        return OffloadContext(comm.device, ledger, settings, host)
+        return OffloadContext(comm.device, ledger, settings, numel, host)
     staging, failure = None, None
     try:
-        staging = _reserved_staging(on_disk, moments, settings, comm, ledger, host)
+        most = bucket_numel(settings, numel)
+        staging = _reserved_staging(on_disk, moments, most, settings, comm, ledger, host)
     except (ConfigError, DiskError) as error:
         failure = error
     shared = comm.share_object(None if failure is None else f"rank {comm.rank}: {failure}", "the room on the disk")
@@ -190,13 +192,19 @@ def open_offload(
         raise failure
     if others := [text for text in shared if text is not None]:
         raise DiskError("; ".join(others))
-    return OffloadContext(comm.device, ledger, settings, host, staging)
+    return OffloadContext(comm.device, ledger, settings, numel, host, staging)
 
 
 def _reserved_staging(
-    plans: Sequence[UnitPlan], moments: int, settings: Offload, comm: Comm, ledger: Ledger, host: HostMemory
+    plans: Sequence[UnitPlan],
+    moments: int,
+    bucket_numel: int,
+    settings: Offload,
+    comm: Comm,
+    ledger: Ledger,
+    host: HostMemory,
 ) -> Staging:
-    largest = max(4 * min(plan.layout.shard_numel, bucket_numel(settings)) for plan in plans)
+    largest = max(4 * min(plan.layout.shard_numel, bucket_numel) for plan in plans)
     disk_bytes = sum(offloaded_bytes(plan, moments)["disk"] for plan in plans)
     staging = Staging(ledger, settings, comm.rank, host, largest, disk_bytes)
     weights_bytes = sum(

@@ -45,6 +45,7 @@ class DeviceBufferPool:
         self._idle: deque[PoolBuffer] = deque()
         self._out = 0
         self._scratch: Buffer | None = None
+        self._scratch_numel = 0
 
     def fit(self, size_bytes: int) -> None:
         """Make buffers at least this large from now on."""
@@ -58,15 +59,16 @@ class DeviceBufferPool:
         return self._out
 
     def scratch(self, numel: int) -> torch.Tensor:
-        """An fp32 tensor for the update stream.
+        """An fp32 tensor for the update stream alone, which is ordered after its last use by others.
 
-        Only that stream uses it, so it is allocated and freed there: torch's allocator keeps memory in the order of the
-        stream that allocated it, and no event is needed.
+        It is memory of the compute stream, as everything here: what the allocator reserves for another stream,
+        activations can never use (test_gpu.test_little_more_is_reserved_than_allocated).
         """
         if self._scratch is None or self._scratch.tensor.numel() < numel:
             self._drop_scratch()
-            with self._streams.update:
-                self._scratch = self._allocate(numel)
+            self._scratch_numel = max(self._scratch_numel, numel)
+            self._scratch = self._allocate(self._scratch_numel)
+            self._streams.update.wait(self._streams.now())
         return self._scratch.tensor[:numel]
 
     def take(self, most: int | None = None) -> PoolBuffer:
@@ -110,6 +112,7 @@ class DeviceBufferPool:
 
     def _drop_scratch(self) -> None:
         if self._scratch is not None:
+            self._streams.wait(self._streams.update.mark())
             self._scratch.free()
             self._scratch = None
 

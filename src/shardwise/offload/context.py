@@ -11,10 +11,15 @@ from shardwise.offload.pinned import HostMemory
 from shardwise.offload.staging import Staging
 from shardwise.offload.streams import Streams
 
-_BUFFER_BYTES = 256 << 20
+_LEAST_BYTES, _MOST_BYTES = 4 << 20, 64 << 20
+"""The size of a buffer, unless it is configured. On an H200, a pool of 256 MiB buffers was 1 to 2 % faster with 2.7 B
+parameters and reserved 1.9 GiB more; one of 32 MiB was 5 % slower (benchmarks/gpu_reserved.py, gpu_offload.py)."""
 _ELEMENT_BYTES = 16
 """What an element takes in a buffer, about: master, two moments and a gradient."""
 _MOST_BUFFERS = 8
+_BUCKETS = 64
+"""Into so many buckets, at least, a rank's states are cut: in 16 buffers, a quarter of them is on the device at most.
+Otherwise a small model would have all its states there, and offload would save nothing (test_plan and test_gpu)."""
 
 
 class OffloadContext:
@@ -25,15 +30,17 @@ class OffloadContext:
         device: torch.device,
         ledger: Ledger,
         settings: Offload,
+        numel: int,
         host: HostMemory | None = None,
         staging: Staging | None = None,
     ) -> None:
+        """`numel` counts the elements of this rank whose states rest off the device."""
         self.streams = Streams(device)
         self.pool = DeviceBufferPool(ledger, self.streams)
         self.ledger = ledger
         self.host = host or host_memory(settings, device)
         self.staging = staging
-        self.bucket_numel = bucket_numel(settings)
+        self.bucket_numel = bucket_numel(settings, numel)
         self._most_buffers = settings.buffer_count or _MOST_BUFFERS
 
     def expect(self, buckets: int) -> None:
@@ -66,6 +73,7 @@ def host_memory(settings: Offload, device: torch.device) -> HostMemory:
     return HostMemory(pinned=settings.pin_memory and device.type == "cuda")
 
 
-def bucket_numel(settings: Offload) -> int:
-    """The most elements of a bucket."""
-    return max(1024, (settings.buffer_bytes or _BUFFER_BYTES) // _ELEMENT_BYTES // 1024 * 1024)
+def bucket_numel(settings: Offload, numel: int) -> int:
+    """The most elements of a bucket, of a rank that has `numel` elements off the device."""
+    share_bytes = min(_MOST_BYTES, max(_LEAST_BYTES, numel * _ELEMENT_BYTES // _BUCKETS))
+    return max(1024, (settings.buffer_bytes or share_bytes) // _ELEMENT_BYTES // 1024 * 1024)

@@ -54,7 +54,10 @@ class Bucket(NamedTuple):
 class BucketUpdate(Protocol):
     """A pending update of one unit."""
 
-    def __call__(self, bucket: Bucket, views: Views) -> NewMoments:
+    needs_room: bool
+    """Whether it needs room for gradients in fp32."""
+
+    def __call__(self, bucket: Bucket, views: Views, room: torch.Tensor | None) -> NewMoments:
         """Update a bucket's states on the device; returns the moments that were allocated there and are to rest."""
 
     def done(self) -> None:
@@ -166,6 +169,7 @@ class OffloadedStates(UnitStates):
         self._grads_stored: Event = PAST
         self._fetched: Event = PAST
         self._on_device: dict[Span, tuple[PoolBuffer, Views]] = {}
+        self._makes_moments = self.holds_moments
         if policy.master_tier != "device":
             kind = Kind.WEIGHTS if policy.weight_dtype == policy.master_dtype else Kind.OPTIM
             self._add(MASTER, policy.master_dtype, kind, policy.master_tier)
@@ -263,6 +267,7 @@ class OffloadedStates(UnitStates):
             with self._reading_disk(is_update=update is not None):
                 for bucket in self.buckets:
                     self._carry(bucket, update, target if MASTER in self else None)
+            self._makes_moments = self._makes_moments and update is None
         return DeviceArrival(self.streams, self.streams.update.mark(), update)
 
     def prefetch(self, bucket: Bucket) -> None:
@@ -288,10 +293,6 @@ class OffloadedStates(UnitStates):
             self.storages[state].to_device(streams, self.everything, target)
         self._fetched = streams.h2d.mark()
         return self._fetched
-
-    def scratch(self, numel: int) -> torch.Tensor:
-        """Room in fp32 for the update stream alone."""
-        return self._offload.pool.scratch(numel)
 
     def read(self, state: str, span: Span) -> torch.Tensor:
         """Values of a state as they rest, in host memory."""
@@ -362,8 +363,9 @@ class OffloadedStates(UnitStates):
             self._fetch(bucket, [GRADS])
         views = self._on_device[span][1]
         streams.update.wait(self._fetched)
-        with streams.update:
-            made = update(bucket, views) if update else []
+        room = self._offload.pool.scratch(span.numel) if update and update.needs_room else None
+        with self._updating():
+            made = update(bucket, views, room) if update else []
             if target is not None:
                 target[span.slice].copy_(views[MASTER])
         if update is not None:
@@ -371,6 +373,22 @@ class OffloadedStates(UnitStates):
             self._give_back(bucket, self._stored)
         elif not was_prefetched:
             self._give_back(bucket, streams.update.mark())
+
+    @contextlib.contextmanager
+    def _updating(self) -> Iterator[None]:
+        """Within it, work is issued to the update stream.
+
+        In its first step the optimizer allocates its moments, and the update is issued to the compute stream instead:
+        so the update stream never allocates, see `DeviceBufferPool.scratch`.
+        """
+        streams = self.streams
+        if not self._makes_moments:
+            with streams.update:
+                yield
+            return
+        streams.wait(streams.update.mark())
+        yield
+        streams.update.wait(streams.now())
 
     def _store(self, bucket: Bucket, views: Views, made: NewMoments) -> None:
         streams = self.streams
@@ -383,8 +401,8 @@ class OffloadedStates(UnitStates):
                 self.storages[state].from_device(streams, bucket.span, values_of)
         self._stored = self._buckets_stored[bucket.span] = streams.d2h.mark()
         if made:
-            # The optimizer allocated them on the update stream, whose allocator does not know of the copy on d2h: the
-            # host keeps them alive until it is over. Only the first step makes any.
+            # The allocator does not know that d2h still reads them: the host keeps them alive until it is over. Only
+            # the first step makes any.
             self._stored.synchronize()
 
     def _acquire(self, bucket: Bucket, most: int | None = None) -> None:

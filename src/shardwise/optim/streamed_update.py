@@ -34,14 +34,15 @@ class StreamedUpdate:
         # of the compute stream that is freed before would be given to its next tensor (tests/test_offload_gpu.py).
         self._coefficient = coefficient
         self._reduced = None if GRADS in states else unit.grads.owned()
+        reduced_dtype = states.storages[GRADS].dtype if self._reduced is None else self._reduced.dtype
+        self.needs_room = reduced_dtype != torch.float32
         # The update may be issued after an LR scheduler has moved on.
         self._groups = [options_now(group) for group in optimizer.groups]
         offload_moments(optimizer.optimizer, unit)
 
-    def __call__(self, bucket: Bucket, views: Views) -> NewMoments:
+    def __call__(self, bucket: Bucket, views: Views, room: torch.Tensor | None) -> NewMoments:
         with mark("update", self._unit.name):
             reduced = views[GRADS] if self._reduced is None else self._reduced[bucket.span.slice]
-            room = None if reduced.dtype == torch.float32 else self._states.scratch(reduced.numel())
             grads = scaled(reduced, self._coefficient, room)
             state, pieces = self._optimizer.optimizer.state, self._unit.weights.pieces
             params: list[list[nn.Parameter]] = [[] for _ in self._groups]

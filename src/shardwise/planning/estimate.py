@@ -75,7 +75,9 @@ class _Sizes:
         self.unit = of.layer_numel() if of else model.parameters // UNKNOWN_LAYERS
         self.head = of.embedding_numel if of else self.unit
         self.trained_unit = max(_trained_units(model))
-        self._offload = OffloadContext(torch.device("cpu"), Ledger(), config.offload)
+        self._offload = OffloadContext(
+            torch.device("cpu"), Ledger(), config.offload, sum(_trained_units(model)) // world_size
+        )
         self.item = weight_bytes(config)
         self.layer_bytes = layer_activation_bytes(of, workload, self.item) if of else 0
         self.input_bytes = workload.tokens * of.hidden * self.item if of else 0

@@ -29,6 +29,10 @@ class GradientError(ShardwiseError, RuntimeError):
     """Gradients are read, changed or dropped where the engine holds them, in a way that would have no effect."""
 
 
+class CompatibilityError(ShardwiseError, NotImplementedError):
+    """A program asks DeepSpeed's API for something that shardwise does not do, or asks too late for that API."""
+
+
 class ShardwiseWarning(UserWarning):
     """Base of all warnings of shardwise."""
 

@@ -41,6 +41,11 @@ class DeepSpeedEngine(nn.Module):
     # The loop
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._is_destroyed:
+            raise CompatibilityError(
+                "this engine was destroyed, as accelerator.free_memory() and a Trainer's next train() do: call "
+                "deepspeed.initialize(model=engine.module, ...) again, or make a new Trainer with that model"
+            )
         return self.shardwise_engine(*args, **kwargs)
 
     def backward(

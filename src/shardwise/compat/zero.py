@@ -8,6 +8,7 @@ gathers and releases it.
 from __future__ import annotations
 
 import contextlib
+import copy
 import enum
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count
@@ -63,7 +64,7 @@ class EarlyShard:
 
     def take_back(self, values: torch.Tensor, source: int) -> None:
         """Cut the shard from what rank `source` has written. A collective."""
-        self.tensor = self._cut(values.detach(), source)
+        self.tensor = self._cut(values.detach(), source)  # a new tensor: copies of the parameter share the old one
 
     def _cut(self, values: torch.Tensor, source: int) -> torch.Tensor:
         values = values.contiguous()
@@ -83,9 +84,20 @@ class EarlyShard:
 class ZeroParameter(nn.Parameter):
     """A parameter with the attributes by which clients recognise stage 3."""
 
-    early: EarlyShard | None
+    early: EarlyShard | None = None
     ds_id: int
     ds_active_sub_modules: set[int]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """A parameter of its own: whole where the values are open, else one that rests in shards as well."""
+        if id(self) not in memo:
+            copied = nn.Parameter(self.detach().clone(), self.requires_grad)
+            if self.early is not None and self.early.users == 0:
+                mark(copied)
+                put_back(copied, copy.copy(self.early))
+            memo[id(self)] = copied
+        made: nn.Parameter = memo[id(self)]
+        return made
 
     @property
     def ds_shape(self) -> torch.Size:
@@ -141,8 +153,7 @@ def mark(param: nn.Parameter) -> None:
     """Give a parameter the attributes of stage 3."""
     if not isinstance(param, ZeroParameter):
         param.__class__ = ZeroParameter
-        param.early = None  # type: ignore[attr-defined]  # now a ZeroParameter
-        param.ds_id = next(_IDS)  # type: ignore[attr-defined]
+        param.ds_id = next(_IDS)  # type: ignore[attr-defined]  # now a ZeroParameter
         param.ds_active_sub_modules = set()  # type: ignore[attr-defined]
 
 
@@ -351,3 +362,14 @@ def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Iterable[Any], **
     """Returns the modules; whole blocks are gathered as one unit anyway."""
     names = {kind if isinstance(kind, str) else kind.__name__ for kind in leaf_module_classes}
     return [module for module in model.modules() if type(module).__name__ in names]
+
+
+class MultipleAllGatherHandles:
+    """Several handles as one."""
+
+    def __init__(self, handles: Iterable[Any]) -> None:
+        self.handles = list(handles)
+
+    def wait(self, **options: Any) -> None:
+        for handle in self.handles:
+            handle.wait(**options)

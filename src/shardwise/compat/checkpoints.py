@@ -26,8 +26,11 @@ convert_zero_checkpoint_to_fp32_state_dict(*sys.argv[1:])
 
 
 def save(engine: Engine, folder: str, tag: str, client_state: dict[str, Any] | None, save_latest: bool) -> None:
-    engine.save(folder, tag, state=dict(client_state or {}))
+    saved = engine.save(folder, tag, state=dict(client_state or {}))
     if engine.comm.rank == 0:
+        # A checkpoint that replaced one of the same tag has a number after it. Clients look for the tag alone.
+        if saved.name != tag:
+            saved.rename(Path(folder) / tag)
         if save_latest:
             (Path(folder) / _LATEST).write_text(tag)
         (Path(folder) / "zero_to_fp32.py").write_text(_SCRIPT)

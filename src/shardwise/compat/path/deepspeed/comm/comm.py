@@ -1,2 +1,9 @@
-from shardwise.compat.comm import *
-from shardwise.compat.comm import __getattr__, get_local_rank
+from shardwise.compat.comm import (
+    __getattr__,
+    configure,
+    get_local_rank,
+    init_distributed,
+    is_available,
+    is_initialized,
+    log_summary,
+)

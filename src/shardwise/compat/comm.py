@@ -59,6 +59,14 @@ def get_local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", 0))
 
 
+def all_gather_into_tensor(
+    output_tensor: torch.Tensor, tensor: torch.Tensor, group: Any = None, async_op: bool = False, **options: Any
+) -> Any:
+    """torch's, also of scalars, which Gloo does not take."""
+    gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(output_tensor, tensor.reshape(-1) if tensor.ndim == 0 else tensor, group=group, async_op=async_op)
+
+
 def log_summary(show_straggler: bool = False) -> None:
     """Prints nothing: `engine.report()` counts the bytes on the wire."""
 

@@ -57,22 +57,23 @@ class DeepSpeedEngine(nn.Module):
         scale_wrt_gas: bool = True,
         **further: Any,
     ) -> torch.Tensor:
-        """Gradients of `loss`, divided by the number of micro-batches unless `scale_wrt_gas` is False."""
+        """Gradients of `loss`, divided by the number of micro-batches unless `scale_wrt_gas` is False; returns that."""
         if not allreduce_gradients:
             raise CompatibilityError(
                 "engine.backward(allreduce_gradients=False) leaves the reduction to another call: use engine.no_sync() "
                 "around the micro-batches that are only added up"
             )
+        count = self.gradient_accumulation_steps() if scale_wrt_gas else 1
+        scaled = loss * (1.0 / count) if count > 1 else loss
         if not retain_graph:
-            self.shardwise_engine.backward(loss, scale=scale_wrt_gas)
-            return loss
+            self.shardwise_engine.backward(scaled, scale=False)
+            return scaled
         if self.fp16_enabled():
             raise CompatibilityError(
                 "engine.backward(retain_graph=True) in fp16: call it once on the sum of the losses"
             )
-        count = self.gradient_accumulation_steps() if scale_wrt_gas else 1
-        (loss * (1.0 / count)).backward(retain_graph=True)
-        return loss
+        scaled.backward(retain_graph=True)
+        return scaled
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """At the boundary of an accumulation: clip, update, step the schedule, drop the gradients."""

@@ -7,15 +7,19 @@ from typing import Any
 
 import torch
 
+from shardwise.compat.names import WARMUP_LINEAR_RATE, WARMUP_LOG_RATE, WARMUP_TYPE, logger
 from shardwise.config import schedules
 from shardwise.config.schedules import FormulaLR, check
 
 
 class NamedSchedule(FormulaLR):
-    """A schedule whose class has its name. `step(n)` goes to iteration n."""
+    """A schedule whose class has its name. Its parameters are attributes, and `step(n)` goes to iteration n."""
 
     def __init__(self, optimizer: Any, **params: Any) -> None:
         optimizer = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer.optimizer
+        if params.get(WARMUP_TYPE, WARMUP_LOG_RATE) not in (WARMUP_LOG_RATE, WARMUP_LINEAR_RATE):
+            logger.warning("warmup_type %r is unknown: the warm-up is logarithmic", params[WARMUP_TYPE])
+            params[WARMUP_TYPE] = WARMUP_LOG_RATE
         name, checked = check(type(self).__name__, params)
         super().__init__(optimizer, getattr(schedules, name)(**checked))
 
@@ -24,9 +28,18 @@ class NamedSchedule(FormulaLR):
             self.last_epoch = last_batch_iteration
         super().step()
 
+    def get_lr_ratio(self) -> float:
+        """The rate now, of a group whose own rate is 1."""
+        return self._schedule.rate(self.last_batch_iteration, 1.0, 0)
+
     @property
     def last_batch_iteration(self) -> int:
-        return self.last_epoch - 1
+        return self.last_epoch + self._schedule.last_batch_iteration
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._schedule, name)
 
 
 @cache

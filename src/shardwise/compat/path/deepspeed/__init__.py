@@ -7,7 +7,7 @@ from shardwise.compat.engine import DeepSpeedEngine
 from shardwise.compat.initialize import add_config_arguments, initialize, refused
 from shardwise.compat.optimizer import DeepSpeedOptimizer
 
-from . import accelerator, checkpoint, checkpointing, comm, launcher, ops, runtime, utils, zero
+from . import accelerator, checkpoint, checkpointing, comm, launcher, moe, ops, runtime, utils, zero
 
 __version__ = f"{_version}+shardwise.{_own_version}"
 version = __version__

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shardwise.compat.zero import EarlyShard, mark_module, put_back
+from shardwise.compat.zero import EarlyShard, mark_module, note_units, put_back
 from shardwise.errors import CompatibilityError
 
 if TYPE_CHECKING:
@@ -358,4 +358,5 @@ def adapt(engine: Engine, settings: dict[str, Any], dtypes: dict[str, torch.dtyp
     register(engine)
     if adapted.zero_optimization_stage() == 3:
         mark_module(engine.module)
+        note_units(engine.units)
     return adapted

@@ -10,9 +10,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import enum
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,9 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from shardwise.compat.accelerator import get_accelerator
 from shardwise.compat.comm import init_distributed
+
+if TYPE_CHECKING:
+    from shardwise.unit.unit import Unit
 
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 EMPTY_SHAPE = [0]
@@ -109,15 +113,11 @@ class ZeroParameter(nn.Parameter):
 
     @property
     def ds_status(self) -> ZeroParamStatus:
-        if self.early is not None:
-            is_here = self.early.users > 0
-        else:
-            from shardwise.engine.access import unit_of
-            from shardwise.unit.weights import WeightsState
+        from shardwise.engine.access import unit_of
 
-            unit = unit_of(self)
-            is_here = unit is None or unit.weights.state is WeightsState.GATHERED
-        return ZeroParamStatus.AVAILABLE if is_here else ZeroParamStatus.NOT_AVAILABLE
+        if self.early is None:
+            return _status(unit_of(self))
+        return ZeroParamStatus.AVAILABLE if self.early.users else ZeroParamStatus.NOT_AVAILABLE
 
     @property
     def ds_tensor(self) -> torch.Tensor:
@@ -343,6 +343,34 @@ def mark_module(model: nn.Module) -> None:
     for param in model.parameters():
         mark(param)
     nn.Module.ds_external_parameters = _no_external_parameters  # type: ignore[attr-defined]  # as DeepSpeed does
+    torch.Tensor.ds_status = property(_status_of_saved)  # type: ignore[attr-defined]
+
+
+def note_units(units: Iterable[Unit]) -> None:
+    """Remember the buffers of an engine's units."""
+    for unit in units:
+        _BUFFERS[unit.weights.storage_id] = unit
+
+
+_BUFFERS: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
+
+
+def _status(unit: Unit | None) -> ZeroParamStatus:
+    from shardwise.unit.weights import WeightsState
+
+    is_here = unit is None or unit.weights.state is WeightsState.GATHERED
+    return ZeroParamStatus.AVAILABLE if is_here else ZeroParamStatus.NOT_AVAILABLE
+
+
+def _status_of_saved(tensor: torch.Tensor) -> ZeroParamStatus:
+    """Of a tensor that autograd saved for a parameter: under hooks on saved tensors it is not the parameter itself.
+
+    TRL's chunked losses ask it in their backward.
+    """
+    unit = _BUFFERS.get(tensor.untyped_storage()._cdata) if not isinstance(tensor, nn.Parameter) else None
+    if unit is None:
+        raise AttributeError("'Tensor' object has no attribute 'ds_status'")
+    return _status(unit)
 
 
 def _no_external_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:

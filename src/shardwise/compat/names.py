@@ -30,6 +30,13 @@ WARMUP_LOG_RATE, WARMUP_LINEAR_RATE = "log", "linear"
 WARMUP_MIN_RATIO, COS_MIN_RATIO = "warmup_min_ratio", "cos_min_ratio"
 
 logger = logging.getLogger("DeepSpeed")
+torch_info: dict[str, Any] = {
+    "version": ".".join(torch.__version__.split(".")[:2]),
+    "bf16_support": True,
+    "cuda_version": torch.version.cuda or "0.0",
+    "nccl_version": "2.20" if torch.version.cuda else "0.0",
+    "hip_version": torch.version.hip or "0.0",
+}
 
 
 class ZeroStageEnum(int, enum.Enum):

@@ -7,7 +7,14 @@ from typing import Any
 
 import torch
 
-from shardwise.compat.names import WARMUP_LINEAR_RATE, WARMUP_LOG_RATE, WARMUP_TYPE, logger
+from shardwise.compat.names import (
+    TOTAL_NUM_STEPS,
+    WARMUP_LINEAR_RATE,
+    WARMUP_LOG_RATE,
+    WARMUP_NUM_STEPS,
+    WARMUP_TYPE,
+    logger,
+)
 from shardwise.config import schedules
 from shardwise.config.schedules import FormulaLR, check
 
@@ -20,6 +27,8 @@ class NamedSchedule(FormulaLR):
         if params.get(WARMUP_TYPE, WARMUP_LOG_RATE) not in (WARMUP_LOG_RATE, WARMUP_LINEAR_RATE):
             logger.warning("warmup_type %r is unknown: the warm-up is logarithmic", params[WARMUP_TYPE])
             params[WARMUP_TYPE] = WARMUP_LOG_RATE
+        if None in [params.get(key, 1) for key in (WARMUP_NUM_STEPS, TOTAL_NUM_STEPS)]:
+            raise ValueError("warmup_num_steps and total_num_steps are numbers of steps: None is none, leave it out")
         name, checked = check(type(self).__name__, params)
         super().__init__(optimizer, getattr(schedules, name)(**checked))
 
@@ -31,6 +40,11 @@ class NamedSchedule(FormulaLR):
     def get_lr_ratio(self) -> float:
         """The rate now, of a group whose own rate is 1."""
         return self._schedule.rate(self.last_batch_iteration, 1.0, 0)
+
+    def get_mom(self) -> list[float] | None:
+        """The momentum of each group now; None where the schedule does not change it."""
+        momentum = self._schedule.momentum(self.last_batch_iteration)
+        return None if momentum is None else [momentum for _ in self.optimizer.param_groups]
 
     @property
     def last_batch_iteration(self) -> int:

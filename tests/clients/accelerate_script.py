@@ -1,4 +1,4 @@
-"""A plain Accelerate loop, as `accelerate launch` runs it: accumulation, clipping, save_state, load_state, save_model."""
+"""A plain Accelerate loop, as `accelerate launch` runs it: accumulation, clipping, saved and loaded states, weights."""
 
 import sys
 

@@ -1,6 +1,9 @@
 """The API that DeepSpeed's users write by hand, on two ranks."""
 
+import json
 import sys
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -164,3 +167,33 @@ def test_one_process_without_torchrun_needs_no_process_group(rank, world_size):
     engine, *_ = ds.initialize(model=net, model_parameters=net.parameters(), config=settings(3))
     engine.backward(engine(torch.ones(2, 8)).mean())
     assert ds.comm.get_world_size() == 1
+
+
+def train_with_public_configurations(rank, world_size, cases):
+    """One step with each; the names of those that trained."""
+    warnings.simplefilter("ignore")
+    ds = deepspeed()
+    trained = []
+    for name, given in cases.items():
+        net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+        given.setdefault("optimizer", {"type": "AdamW"})
+        engine, *_ = ds.initialize(model=net, model_parameters=net.parameters(), config=given)
+        for _ in range(engine.gradient_accumulation_steps()):
+            engine.backward(engine(torch.ones(2, 8)).float().square().mean())
+            engine.step()
+        assert engine.global_steps == 1, name
+        engine.destroy()
+        trained.append(name)
+    return trained
+
+
+def test_public_configurations_train_a_step():
+    cases = {}
+    for case in json.loads((Path(__file__).parents[1] / "config" / "corpus.json").read_text()):
+        given = case["config"]
+        text = json.dumps(given)
+        # Trainer and Accelerate fill what is open in a schedule; the batch is theirs too; a disk is not here.
+        if not case["refused"] and "zero_optimization" in given and "nvme" not in text and "scheduler" not in given:
+            cases[case["name"]] = {key: value for key, value in given.items() if "batch_size" not in key}
+    assert len(cases) >= 25
+    assert run_ranks(train_with_public_configurations, 1, cases, fresh=True)[0] == list(cases)

@@ -222,8 +222,8 @@ class DeepSpeedEngine(nn.Module):
         return self.shardwise_engine.config.gradients.clip_norm or 0.0
 
     def zero_optimization_stage(self) -> int:
-        section = self._settings.get("zero_optimization")
-        return int((section.get("stage") or 0) if isinstance(section, dict) else bool(section))
+        placement = self.shardwise_engine.config.placement
+        return sum(kind.sharding == "sharded" for kind in (placement.optim, placement.grads, placement.weights))
 
     def zero_optimization(self) -> bool:
         return self.zero_optimization_stage() > 0

@@ -14,6 +14,7 @@ checkpoints        `save_checkpoint`, `load_checkpoint`, `zero_to_fp32`
 schedules          DeepSpeed's learning-rate schedules as classes
 comm, accelerator  what DeepSpeed puts around torch.distributed and torch.cuda
 launcher           the command `deepspeed`
+names, groups, experts, recompute, op_builder, lazy_schedules   constants and small functions by DeepSpeed's names
 
 Nothing here computes anything of its own: it translates calls. `import deepspeed` loads little more than torch, so
 modules import the engine inside functions.

@@ -65,12 +65,3 @@ def required_torch_version(min_version: Any = None, max_version: Any = None) -> 
 
 def _numbers(version: Any) -> tuple[int, ...]:
     return tuple(int(part) for part in str(version).partition("+")[0].split(".")[:2] if part.isdigit())
-
-
-def schedule_named(name: str) -> Any:
-    """The class of a schedule; loaded at first use."""
-    if name not in VALID_LR_SCHEDULES:
-        raise AttributeError(f"module 'deepspeed.runtime.lr_schedules' has no attribute {name!r}")
-    from shardwise.compat.schedules import schedule_class
-
-    return schedule_class(name)

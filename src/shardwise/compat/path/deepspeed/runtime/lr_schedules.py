@@ -1,3 +1,4 @@
+from shardwise.compat.lazy_schedules import schedule_named as __getattr__
 from shardwise.compat.names import (
     COS_MIN_RATIO,
     CYCLE_FIRST_STAIR_COUNT,
@@ -31,4 +32,3 @@ from shardwise.compat.names import (
     WARMUP_NUM_STEPS,
     WARMUP_TYPE,
 )
-from shardwise.compat.names import schedule_named as __getattr__

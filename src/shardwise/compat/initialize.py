@@ -184,6 +184,9 @@ def _say_who_serves(config: Config) -> None:
             f"shardwise {__version__} serves DeepSpeed's API (weights {weights}; optimizer states {optim}; "
             f"computes in {config.precision.compute})"
         )
+        if config.idle_keys:
+            names = ", ".join(key.rpartition(".")[2] for key in config.idle_keys)
+            _say_once(f"of the configuration, these keys have no effect in shardwise: {names}")
 
 
 def _say_once(sentence: str) -> None:

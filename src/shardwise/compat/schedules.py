@@ -41,10 +41,11 @@ class NamedSchedule(FormulaLR):
         """The rate now, of a group whose own rate is 1."""
         return self._schedule.rate(self.last_batch_iteration, 1.0, 0)
 
-    def get_mom(self) -> list[float] | None:
-        """The momentum of each group now; None where the schedule does not change it."""
-        momentum = self._schedule.momentum(self.last_batch_iteration)
-        return None if momentum is None else [momentum for _ in self.optimizer.param_groups]
+    def get_mom(self) -> list[Any] | None:
+        """The betas or momentum of each group now; None where the schedule does not change them."""
+        if self._schedule.momentum(self.last_batch_iteration) is None:
+            return None
+        return [group.get("betas", group.get("momentum")) for group in self.optimizer.param_groups]
 
     @property
     def last_batch_iteration(self) -> int:

@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-full lint types format clean bench-env bench-carry readme-tables models-page errors-page architectures soak
+.PHONY: help train test test-full test-clients deepspeed-suite lint types format clean bench-env bench-carry readme-tables models-page errors-page architectures soak
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -41,6 +41,14 @@ test: lint types  ## set up, then lint, types and the test suite
 test-full: lint types  ## the same with every matrix in full (long)
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements/full.txt
 	$(PY) -m pytest -m "not gpu" --timeout 1800
+
+test-clients: $(STAMP)  ## programs that use DeepSpeed: Trainer, Accelerate, PEFT, TRL, Lightning (long)
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements/clients.txt
+	$(PY) -m pytest tests/clients -m ""
+
+SUITE := ../shared/deepspeed_suite
+deepspeed-suite: $(STAMP)  ## DeepSpeed's own unit tests against `import deepspeed` (SUITE=folder; long)
+	$(PY) tests/clients/deepspeed_suite.py $(SUITE) $(ARGS)
 
 # Beside ours and on top of it: the same torch to the byte, so that ratios compare systems and not builds.
 BENCH := .bench-env

@@ -190,15 +190,47 @@ def run(
         int | None,
         typer.Option(help="Threads per process (default: its share of the cores).", callback=_within(1, MOST_THREADS)),
     ] = None,
+    as_deepspeed: Annotated[
+        bool, typer.Option("--as-deepspeed", help="Have `import deepspeed` in the script or command be shardwise.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="With --as-deepspeed: hide an installed DeepSpeed.")] = False,
     debug: Debug = False,
 ) -> None:
     """Run a script on several processes: torchrun, with the cores divided among them.
 
     shardwise run -n 4 train.py --lr 1e-4
+
+    shardwise run --as-deepspeed -- accelerate launch --config_file zero3.yaml train.py
     """
     from shardwise.machine import launch
 
-    launch.run(nproc, context.args, threads)
+    if not as_deepspeed:
+        launch.run(nproc, context.args, threads)
+    from shardwise.compat import activation
+
+    activation.check_may_go_first(force, "pass --force")
+    variables = activation.environment(os.environ)
+    if launch.is_script(context.args):
+        launch.run(nproc, context.args, threads, variables)
+    launch.run_program(context.args, variables)
+
+
+@app.command("as-deepspeed")
+def as_deepspeed(
+    install: Annotated[bool, typer.Option("--install", help="Make the variable work in this environment.")] = False,
+    remove: Annotated[bool, typer.Option("--remove", help="Undo --install.")] = False,
+    status: Annotated[bool, typer.Option("--status", help="Show what `import deepspeed` finds (default).")] = False,
+    debug: Debug = False,
+) -> None:
+    """Have `import deepspeed` be shardwise where SHARDWISE_AS_DEEPSPEED=1 is set."""
+    from shardwise.compat import activation
+
+    if install:
+        typer.echo(activation.install())
+    if remove:
+        typer.echo(activation.remove())
+    if status or not (install or remove):
+        typer.echo(activation.status())
 
 
 def train(**values: Any) -> None:

@@ -52,6 +52,10 @@ class GradientError(ShardwiseError, RuntimeError):
     """
 
 
+class CompatibilityError(ShardwiseError, NotImplementedError):
+    """A program asks DeepSpeed's API for something that shardwise does not do, or asks too late for that API."""
+
+
 class ShardwiseWarning(UserWarning):
     """Base of all warnings of shardwise."""
 

@@ -140,6 +140,15 @@ class Config(ConfigSections):
         """Where the value at a path such as "precision.compute" came from."""
         return self._provenance.origin(path)
 
+    @property
+    def idle_keys(self) -> list[str]:
+        """The keys of the file that have no effect here; `explain()` says why.
+
+        >>> Config.load({"zero_optimization": {"stage": 2, "overlap_comm": True}}).idle_keys
+        ['zero_optimization.overlap_comm']
+        """
+        return [note.key for note in self._provenance.notes if note.effect.startswith("no effect")]
+
     def explain(self) -> str:
         """Every effective value, its origin and its effect, as a text of 100 columns."""
         return explain(self, self._provenance)

@@ -98,6 +98,12 @@ def is_managed(param: torch.Tensor) -> bool:
     return param in _UNITS
 
 
+def unit_of(param: torch.Tensor) -> Unit | None:
+    """The unit that has this parameter; None if no engine has it."""
+    reference = _UNITS.get(param)
+    return reference() if reference is not None else None
+
+
 class Access:
     """Maps parameters to their units, and makes state_dict work over sharded weights."""
 
@@ -171,8 +177,7 @@ def _units_of(params: torch.Tensor | Iterable[torch.Tensor | None] | None) -> li
     given = [params] if isinstance(params, torch.Tensor) or params is None else list(params)
     found: dict[tuple[int, str], Unit] = {}
     for param in given:
-        reference = _UNITS.get(param) if param is not None else None
-        unit = reference() if reference is not None else None
+        unit = unit_of(param) if param is not None else None
         if unit is not None:
             found[unit.number, unit.name] = unit
     # Callers may pass sets, whose order differs between ranks: gather in the engine's order.

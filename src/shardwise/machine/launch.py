@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import NoReturn
@@ -62,10 +63,26 @@ def bf16_products_work() -> bool:
     return subprocess.run([sys.executable, "-c", _BF16_PRODUCT], capture_output=True).returncode == 0
 
 
-def run(ranks: int, command: Sequence[str], threads: int | None = None) -> NoReturn:
+def run(
+    ranks: int, command: Sequence[str], threads: int | None = None, variables: Mapping[str, str] | None = None
+) -> NoReturn:
     """Replace this process by torchrun with `ranks` processes of a script, or of a module named after `-m`."""
     arguments = run_command(ranks, command)
-    os.execve(arguments[0], arguments, run_environment(ranks, threads))
+    os.execve(arguments[0], arguments, {**run_environment(ranks, threads), **(variables or {})})
+
+
+def run_program(command: Sequence[str], variables: Mapping[str, str]) -> NoReturn:
+    """Replace this process by a command with `variables` added to the environment."""
+    environment = {**os.environ, **matmul_environment(), **variables}
+    program = shutil.which(command[0], path=environment.get("PATH"))
+    if program is None:
+        raise ConfigError(f"there is no script or command {command[0]!r}")
+    os.execve(program, list(command), environment)
+
+
+def is_script(command: Sequence[str]) -> bool:
+    """Whether a command is a script or module for torchrun, and not a program of its own."""
+    return not command or command[0] == "-m" or Path(command[0]).suffix == ".py"
 
 
 def run_command(ranks: int, command: Sequence[str]) -> list[str]:

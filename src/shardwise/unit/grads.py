@@ -33,6 +33,7 @@ import torch
 from torch import nn
 
 from shardwise.comm import Comm, Handle
+from shardwise.errors import GradientError
 from shardwise.memory import Buffer, Entry, Kind, Ledger, Tier
 from shardwise.memory.reduce_plan import UpdateSizes
 from shardwise.offload.unit_states import GRADS, OffloadedStates, UnitStates
@@ -292,6 +293,16 @@ class Grads:
         full[self._slice] = shard
         self._comm.gather(full, "control", self.name).wait()
         return full
+
+    def local_copy(self, name: str) -> torch.Tensor:
+        """One parameter's gradient as this rank alone has added it up, before it is reduced."""
+        if self._full is None:
+            raise GradientError(
+                f"the gradient of {name!r} is not reduced yet, and sharded gradients have no local sum: ask after the "
+                "backward that ends the accumulation"
+            )
+        slot = self._plan.layout.slot(name)
+        return self._full.tensor[slot.span.slice].view(slot.spec.shape).clone()
 
     @property
     def _makes_whole(self) -> bool:

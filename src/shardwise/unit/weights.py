@@ -39,6 +39,8 @@ from shardwise.unit.plan import UnitPlan
 ORIGIN = "_shardwise_origin"
 """The attribute of a parameter that is built without values (see `deferred`): a function of a part of its flat elements
 that returns the values there."""
+SHARED_ORIGIN = "_shardwise_shared_origin"
+"""The same for values that the ranks hold together: a function that returns all flat elements. A collective."""
 
 
 class WeightsState(enum.Enum):
@@ -138,7 +140,7 @@ class Weights:
             exact = self._full.allocate().zero_()
         else:
             exact = torch.zeros(self._full.tensor.numel(), dtype=self.policy.master_dtype, device=self._comm.device)
-        is_shared = not any(hasattr(param, ORIGIN) for param in self.params)
+        is_shared = not any(hasattr(param, ORIGIN) or hasattr(param, SHARED_ORIGIN) for param in self.params)
         self._read_origins(exact)
         if is_shared:
             self._comm.broadcast(exact, unit=self.name)
@@ -156,7 +158,10 @@ class Weights:
         for param, view in zip(self.params, self._views, strict=True):
             start = int(view.storage_offset() - base)
             slot, origin = Span(start, start + view.numel()), param.__dict__.pop(ORIGIN, None)
-            if origin is None:
+            shared = param.__dict__.pop(SHARED_ORIGIN, None)
+            if shared is not None:
+                exact[slot.slice].copy_(shared())
+            elif origin is None:
                 exact[slot.slice].copy_(param.detach().reshape(-1))
             elif part := slot.intersect(needed):
                 exact[part.slice].copy_(origin(part.shift(-start)))

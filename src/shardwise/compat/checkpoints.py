@@ -1,0 +1,167 @@
+"""DeepSpeed's checkpoint calls over shardwise's checkpoints: folders by tag, a file `latest`, a client state."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from shardwise.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from shardwise.engine.engine import Engine
+
+_LATEST = "latest"
+_SCRIPT = '''"""Merge the checkpoint in a folder into one file of fp32 weights: python zero_to_fp32.py FOLDER FILE"""
+
+import sys
+
+from shardwise.compat.checkpoints import convert_zero_checkpoint_to_fp32_state_dict
+
+convert_zero_checkpoint_to_fp32_state_dict(*sys.argv[1:])
+'''
+
+
+def save(engine: Engine, folder: str, tag: str, client_state: dict[str, Any] | None, save_latest: bool) -> None:
+    saved = engine.save(folder, tag, state=dict(client_state or {}))
+    if engine.comm.rank == 0:
+        # A checkpoint that replaced one of the same tag has a number after it. Clients look for the tag alone.
+        if saved.name != tag:
+            saved.rename(Path(folder) / tag)
+        if save_latest:
+            (Path(folder) / _LATEST).write_text(tag)
+        (Path(folder) / "zero_to_fp32.py").write_text(_SCRIPT)
+    torch.distributed.barrier()
+
+
+def load(engine: Engine, folder: str, tag: Any, with_schedule: bool) -> tuple[str | None, dict[str, Any] | None]:
+    found = _find(folder, tag)
+    if found is None:
+        return None, None
+    schedule = engine.lr_scheduler
+    if not with_schedule:
+        engine.lr_scheduler = None
+    try:
+        state = engine.load(folder, found)
+    finally:
+        engine.lr_scheduler = schedule
+    return str(Path(folder) / found), state or {}
+
+
+def load_weights(engine: Engine, folder: str, tag: Any, strict: bool) -> tuple[str | None, dict[str, Any] | None]:
+    """Load the weights alone; the optimizer's state and counters stay as they are."""
+    found = _find(folder, tag)
+    if found is None:
+        return None, None
+    state, client_state = _read(folder, found)
+    engine.load_state_dict(state, strict=strict)
+    return str(Path(folder) / found), client_state
+
+
+def _find(folder: str, tag: Any) -> str | None:
+    """The tag to load; None, with a warning, if none is given and no file says which is the latest."""
+    if tag is not None:
+        return str(tag)
+    latest = Path(folder) / _LATEST
+    if not latest.is_file():
+        logging.getLogger("DeepSpeed").warning(
+            "there is no file %s: pass a tag to load_checkpoint, or nothing is loaded", latest
+        )
+        return None
+    return latest.read_text().strip()
+
+
+def _read(folder: str, tag: str | None) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """All weights of a checkpoint, in the precision that was updated, and the client state."""
+    from shardwise.checkpoint.files import CheckpointReader
+    from shardwise.checkpoint.folder import LATEST, candidates
+    from shardwise.checkpoint.manifest import read_manifest
+    from shardwise.checkpoint.plain import from_plain
+    from shardwise.optim.states import MASTER
+
+    path = candidates(Path(folder), tag or LATEST, fallback=False)[0]
+    manifest = read_manifest(path)
+    with CheckpointReader(path, manifest) as reader:
+        weights = {
+            name: reader.whole(key)
+            for prefix in (f"{MASTER}/", "buffer/")
+            for key in manifest.tensors
+            if (name := key.removeprefix(prefix)) != key
+        }
+        return weights, from_plain(manifest.state, reader.whole) or {}
+
+
+def consolidated(model: nn.Module, keep: bool, exclude_frozen: bool) -> dict[str, torch.Tensor] | None:
+    """The model's state_dict with whole values, on the CPU, where `keep`; None elsewhere. A collective."""
+    from shardwise.engine.access import gathered
+
+    kept: dict[str, torch.Tensor] = {}
+    copies: dict[int, torch.Tensor] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if exclude_frozen and not param.requires_grad:
+            continue
+        with gathered(param):
+            if keep and id(param) not in copies:
+                copies[id(param)] = param.detach().to("cpu", copy=True)
+        if keep:
+            kept[name] = copies[id(param)]
+    if not keep:
+        return None
+    from shardwise.checkpoint.checkpointable import persistent_buffers
+
+    kept.update({name: buffer.detach().to("cpu", copy=True) for name, buffer in persistent_buffers(model).items()})
+    return kept
+
+
+def clone_tensors_for_torch_save(item: Any, device: Any = "cpu") -> Any:
+    """The same containers with every tensor copied to `device`, none sharing storage with the original."""
+    if isinstance(item, torch.Tensor):
+        return item.detach().to(device, copy=True)
+    if isinstance(item, dict):
+        return type(item)((key, clone_tensors_for_torch_save(value, device)) for key, value in item.items())
+    if isinstance(item, (list, tuple)):
+        return type(item)(clone_tensors_for_torch_save(value, device) for value in item)
+    return item
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: str, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
+) -> dict[str, torch.Tensor]:
+    """The fp32 weights of a checkpoint, whole. Needs no GPU and no process group."""
+    if tag is None and (Path(checkpoint_dir) / _LATEST).is_file():
+        tag = (Path(checkpoint_dir) / _LATEST).read_text().strip()
+    weights, _ = _read(checkpoint_dir, tag)
+    return {name: value.float() if value.is_floating_point() else value for name, value in weights.items()}
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: str, output_dir: str, *details: Any, tag: str | None = None, **options: Any
+) -> None:
+    """Write the fp32 weights of a checkpoint as `pytorch_model.bin` in a folder, or into a file of another name."""
+    target = Path(output_dir)
+    if not target.suffix:
+        target.mkdir(parents=True, exist_ok=True)
+        target = target / "pytorch_model.bin"
+    torch.save(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), target)
+
+
+def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: str, tag: str | None = None) -> nn.Module:
+    """Load the fp32 weights of a checkpoint into a plain model."""
+    model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
+    return model.cpu()
+
+
+def get_model_state_file(checkpoint_dir: str, zero_stage: int) -> str:
+    """The file with a checkpoint's structure and client state."""
+    path = Path(checkpoint_dir) / "manifest.json"
+    if not path.is_file():
+        raise CheckpointError(f"{checkpoint_dir} holds no manifest.json: name the folder of one checkpoint")
+    return str(path)
+
+
+def get_optim_files(checkpoint_dir: str) -> list[str]:
+    """The files with the values."""
+    return sorted(str(path) for path in Path(checkpoint_dir).glob("rank-*.safetensors"))

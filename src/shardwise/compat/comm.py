@@ -1,0 +1,79 @@
+"""`deepspeed.comm`: torch.distributed, and a group that starts without one being asked for."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = 29500,
+    verbose: bool = True,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Start the default process group, unless there is one: that of torchrun's variables, or of this process alone.
+
+    With NCCL the group has Gloo as well, for tensors on the CPU. MPI is not asked for ranks.
+    """
+    if dist.is_initialized() or dist_init_required is False:
+        return
+    options: dict[str, Any] = {"backend": _backend(dist_backend)}
+    if timeout is not None:
+        options["timeout"] = timeout
+    if init_method is not None:
+        dist.init_process_group(init_method=init_method, rank=rank, world_size=world_size, **options)
+    elif "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", str(distributed_port))
+        dist.init_process_group(**options)
+    else:
+        dist.init_process_group(store=HashStore(), rank=0, world_size=1, **options)
+
+
+def _backend(asked: str | None) -> str:
+    asked = asked or ("nccl" if torch.cuda.is_available() else "gloo")
+    return "cpu:gloo,cuda:nccl" if asked == "nccl" else "gloo" if asked == "ccl" else asked
+
+
+def is_initialized() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def is_available() -> bool:
+    return dist.is_available()
+
+
+def get_local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", 0))
+
+
+def all_gather_into_tensor(
+    output_tensor: torch.Tensor, tensor: torch.Tensor, group: Any = None, async_op: bool = False, **options: Any
+) -> Any:
+    """torch's, also of scalars, which Gloo does not take."""
+    gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(output_tensor, tensor.reshape(-1) if tensor.ndim == 0 else tensor, group=group, async_op=async_op)
+
+
+def log_summary(show_straggler: bool = False) -> None:
+    """Prints nothing: `engine.report()` counts the bytes on the wire."""
+
+
+def configure(*args: Any, **kwargs: Any) -> None:
+    """Does nothing: communication is not logged."""
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(dist, name)

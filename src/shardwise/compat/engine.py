@@ -1,0 +1,362 @@
+"""`DeepSpeedEngine`: the methods of DeepSpeed's engine, each a call to shardwise's."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from shardwise.compat.zero import EarlyShard, mark_module, note_units, put_back
+from shardwise.errors import CompatibilityError
+
+if TYPE_CHECKING:
+    from shardwise.config.sections import Batch
+    from shardwise.engine.engine import Engine
+
+
+class DeepSpeedEngine(nn.Module):
+    """A model under ZeRO, with DeepSpeed's methods. The engine that does the work is `shardwise_engine`."""
+
+    shardwise_engine: Engine
+
+    def __init__(self, engine: Engine, settings: dict[str, Any], dtypes: dict[str, torch.dtype]) -> None:
+        super().__init__()
+        self.module = engine.module
+        vars(self)["shardwise_engine"] = engine  # not a submodule: the names of parameters stay those of `module`
+        self._settings = settings
+        self._dtypes = dtypes  # in which the model was built, by parameter
+        self.optimizer: Any = None
+        self.basic_optimizer = engine.optimizer
+        self.training_dataloader: Any = None
+        self.client_lr_scheduler: Any = None
+        self.micro_steps = 0
+        self.loss_total = 0.0
+        self._is_in_no_sync = False
+        self._is_destroyed = False
+
+    # The loop
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._is_destroyed:
+            raise CompatibilityError(
+                "this engine was destroyed, as accelerator.free_memory() and a Trainer's next train() do: call "
+                "deepspeed.initialize(model=engine.module, ...) again, or make a new Trainer with that model"
+            )
+        return self.shardwise_engine(*args, **kwargs)
+
+    def backward(
+        self,
+        loss: torch.Tensor,
+        allreduce_gradients: bool = True,
+        release_loss: bool = False,
+        retain_graph: bool = False,
+        scale_wrt_gas: bool = True,
+        **further: Any,
+    ) -> torch.Tensor:
+        """Gradients of `loss`, divided by the number of micro-batches unless `scale_wrt_gas` is False; returns that."""
+        if not allreduce_gradients:
+            raise CompatibilityError(
+                "engine.backward(allreduce_gradients=False) leaves the reduction to another call: use engine.no_sync() "
+                "around the micro-batches that are only added up"
+            )
+        count = self.gradient_accumulation_steps() if scale_wrt_gas else 1
+        scaled = loss * (1.0 / count) if count > 1 else loss
+        if not retain_graph:
+            self.shardwise_engine.backward(scaled, scale=False)
+            return scaled
+        if self.fp16_enabled():
+            raise CompatibilityError(
+                "engine.backward(retain_graph=True) in fp16: call it once on the sum of the losses"
+            )
+        scaled.backward(retain_graph=True)
+        return scaled
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """At the boundary of an accumulation: clip, update, step the schedule, drop the gradients."""
+        if self._is_in_no_sync:
+            raise AssertionError("It is illegal to call Engine.step() inside no_sync context manager")
+        self.shardwise_engine.step()
+        self.micro_steps += 1
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Let the caller say whether the next `step()` updates."""
+        self.shardwise_engine.set_boundary(is_boundary)
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        return self.shardwise_engine.is_boundary
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it, backward adds up local gradients and sends nothing; stages 0 and 1."""
+        if self.zero_optimization_partition_gradients():
+            raise AssertionError(
+                "no_sync context manager is incompatible with gradient partitioning logic of ZeRO stage "
+                f"{self.zero_optimization_stage()}"
+            )
+        if self._is_in_no_sync:
+            raise AssertionError("no_sync context manager reentry is unsupported")
+        self._is_in_no_sync = True
+        try:
+            with self.shardwise_engine.no_sync():
+                yield
+        finally:
+            self._is_in_no_sync = False
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.shardwise_engine.zero_grad()
+
+    def train(self, mode: bool = True) -> DeepSpeedEngine:
+        super().train(mode)
+        self.shardwise_engine.training = mode
+        return self
+
+    def compile(self, backend: Any = None, compile_kwargs: dict[str, Any] | None = None, **further: Any) -> None:
+        """Compile the model's forward in place."""
+        options = dict(compile_kwargs or {})
+        if backend is not None:
+            options["backend"] = backend
+        self.module.compile(**options)
+
+    def destroy(self) -> None:
+        """Take the engine off the model, which keeps its values: in shards under stage 3, else whole. A collective."""
+        if self._is_destroyed or not torch.distributed.is_initialized():
+            return
+        self._is_destroyed = True
+        engine, device = self.shardwise_engine, self.device
+        is_sharded = self.zero_optimization_stage() == 3
+        kept: dict[str, torch.Tensor | EarlyShard] = {}
+        for name in self._dtypes:
+            value = engine.full_param(name).to(self._dtypes[name])
+            kept[name] = EarlyShard(value, device) if is_sharded else value
+        engine.destroy()
+        for name, param in self.module.named_parameters():
+            put_back(param, kept[name])
+
+    # Numbers
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return self._settings
+
+    @property
+    def global_steps(self) -> int:
+        return self.shardwise_engine.steps
+
+    @property
+    def global_samples(self) -> int:
+        return self.global_steps * (self.train_batch_size() or 0)
+
+    @property
+    def skipped_steps(self) -> int:
+        return self.shardwise_engine.skipped_steps
+
+    @property
+    def lr_scheduler(self) -> Any:
+        return self.shardwise_engine.lr_scheduler
+
+    @property
+    def device(self) -> torch.device:
+        return self.shardwise_engine.comm.device
+
+    @property
+    def local_rank(self) -> int:
+        return int(os.environ.get("LOCAL_RANK", 0))
+
+    @property
+    def global_rank(self) -> int:
+        return self.shardwise_engine.comm.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.shardwise_engine.comm.world_size
+
+    dp_world_size = world_size
+
+    @property
+    def sparse_tensor_module_names(self) -> set[str]:
+        return set()
+
+    def get_global_grad_norm(self) -> torch.Tensor | None:
+        """The norm before clipping of the last step."""
+        return self.shardwise_engine.grad_norm
+
+    def train_batch_size(self) -> int | None:
+        return self._batch.global_batch_size
+
+    def train_micro_batch_size_per_gpu(self) -> int | None:
+        return self._batch.micro_batch_size
+
+    def gradient_accumulation_steps(self) -> int:
+        return self._batch.accumulation
+
+    @property
+    def _batch(self) -> Batch:
+        return self.shardwise_engine.config.batch
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the number of micro-batches of a step."""
+        raise CompatibilityError(
+            "engine.set_train_batch_size() would change the accumulation in the middle of training: call "
+            "engine.set_gradient_accumulation_boundary(is_boundary) before each backward instead"
+        )
+
+    def get_lr(self) -> list[float]:
+        return self._of_groups("lr")
+
+    def get_mom(self) -> list[Any]:
+        return self._of_groups("betas") or self._of_groups("momentum")
+
+    def _of_groups(self, key: str) -> list[Any]:
+        groups = self.basic_optimizer.param_groups if self.basic_optimizer is not None else []
+        return [group[key] for group in groups if key in group]
+
+    def loss_scale(self) -> float:
+        """What the next loss is multiplied with; 1.0 but in fp16."""
+        return self.shardwise_engine.loss_scale
+
+    def gradient_clipping(self) -> float:
+        return self.shardwise_engine.config.gradients.clip_norm or 0.0
+
+    def zero_optimization_stage(self) -> int:
+        placement = self.shardwise_engine.config.placement
+        return sum(kind.sharding == "sharded" for kind in (placement.optim, placement.grads, placement.weights))
+
+    def zero_optimization(self) -> bool:
+        return self.zero_optimization_stage() > 0
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        return self.zero_optimization_stage() >= 2
+
+    def zero_optimization_partition_weights(self) -> bool:
+        return self.zero_optimization_stage() >= 3
+
+    def fp16_enabled(self) -> bool:
+        return self.shardwise_engine.config.precision.compute == "fp16"
+
+    def bfloat16_enabled(self) -> bool:
+        return self.shardwise_engine.config.precision.compute == "bf16"
+
+    def wall_clock_breakdown(self) -> bool:
+        return self.shardwise_engine.config.runtime.timers
+
+    # Weights and checkpoints
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """Always: whole weights are written under every stage."""
+        return True
+
+    zero_gather_fp16_weights_on_model_save = zero_gather_16bit_weights_on_model_save
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> Any:
+        """The model's whole weights in the precision that computes, on rank 0; None elsewhere. A collective."""
+        from shardwise.compat.checkpoints import consolidated
+
+        return consolidated(self.module, self.global_rank == 0, exclude_frozen_parameters)
+
+    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
+
+    def module_state_dict(self, destination: Any = None, prefix: str = "", keep_vars: bool = False, **_: Any) -> Any:
+        """The model's state_dict with whole values. A collective where weights are sharded."""
+        return self.module.state_dict(prefix=prefix, keep_vars=keep_vars)
+
+    def load_module_state_dict(self, checkpoint: Any, strict: bool = True, **_: Any) -> None:
+        """Load whole values into the model. A collective."""
+        state = checkpoint.get("module", checkpoint) if isinstance(checkpoint, dict) else checkpoint
+        self.shardwise_engine.load_state_dict(state, strict=strict)
+
+    def save_16bit_model(
+        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Write the whole weights, in the precision that computes, with torch.save. A collective."""
+        state = self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
+        if state is not None:
+            os.makedirs(save_dir, exist_ok=True)
+            torch.save(state, os.path.join(save_dir, save_filename))
+        torch.distributed.barrier()
+        return True
+
+    save_fp16_model = save_16bit_model
+
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: Any = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save everything that training goes on from into `save_dir/<tag>`, and its name into `latest`. A collective.
+
+        Without a tag it is `global_step<N>`. Frozen parameters are always saved.
+        """
+        from shardwise.compat.checkpoints import save
+
+        save(self.shardwise_engine, save_dir, str(tag or f"global_step{self.global_steps}"), client_state, save_latest)
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: Any = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Go on from a checkpoint, of any world size and stage; its path and client state. A collective.
+
+        Without a tag, the one that `latest` names; without that, nothing is loaded, and the path is None.
+        """
+        from shardwise.compat import checkpoints
+
+        if custom_load_fn is not None:
+            raise CompatibilityError("load_checkpoint(custom_load_fn=...) is not supported: load into engine.module")
+        if load_module_only or not load_optimizer_states:
+            return checkpoints.load_weights(self.shardwise_engine, load_dir, tag, load_module_strict)
+        return checkpoints.load(self.shardwise_engine, load_dir, tag, load_lr_scheduler_states)
+
+    def empty_partition_cache(self) -> None:
+        """Does nothing: units are released after their use."""
+
+    def deepspeed_io(self, dataset: Any, batch_size: int | None = None, collate_fn: Any = None, **options: Any) -> Any:
+        """A loader of this rank's part of a dataset."""
+        from torch.utils.data import DataLoader, DistributedSampler
+
+        size = batch_size or self.train_micro_batch_size_per_gpu() or 1
+        sampler: Any = DistributedSampler(dataset, self.world_size, self.global_rank, shuffle=True)
+        return DataLoader(
+            dataset, batch_size=size, sampler=options.get("data_sampler") or sampler, collate_fn=collate_fn
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "lr_scheduler":
+            self.shardwise_engine.lr_scheduler = value
+        else:
+            super().__setattr__(name, value)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                if name in ("module", "shardwise_engine"):
+                    raise
+                return getattr(self.module, name)
+
+
+def adapt(engine: Engine, settings: dict[str, Any], dtypes: dict[str, torch.dtype]) -> DeepSpeedEngine:
+    """The engine with DeepSpeed's methods."""
+    from shardwise.compat.fragments import register
+
+    adapted = DeepSpeedEngine(engine, settings, dtypes)
+    register(engine)
+    if adapted.zero_optimization_stage() == 3:
+        mark_module(engine.module)
+        note_units(engine.units)
+    return adapted

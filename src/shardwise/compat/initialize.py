@@ -1,0 +1,214 @@
+"""`deepspeed.initialize`: arguments and configuration in DeepSpeed's form, an engine of shardwise's."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+from argparse import ArgumentParser
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from shardwise._version import __version__
+from shardwise.compat.accelerator import get_accelerator
+from shardwise.compat.comm import init_distributed
+from shardwise.compat.engine import DeepSpeedEngine, adapt
+from shardwise.compat.optimizer import DeepSpeedOptimizer
+from shardwise.compat.zero import hand_over, is_early, mark_module, shard_early
+from shardwise.errors import CompatibilityError, ConfigError
+
+if TYPE_CHECKING:
+    from shardwise.config import Config
+
+_LOG = logging.getLogger("shardwise")
+_said: set[str] = set()
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[[Any], Any] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Any = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+    **further: Any,
+) -> tuple[DeepSpeedEngine, Any, Any, Any]:
+    """The engine, its optimizer, a loader of `training_data` if given, and the learning-rate schedule."""
+    if model is None:
+        raise AssertionError("deepspeed.initialize requires a model")
+    _refuse_parallelism(mpu, mesh_param, model)
+    init_distributed(distributed_port=distributed_port)
+    settings, parsed = read_config(config if config is not None else config_params, args)
+    _say_who_serves(parsed)
+    is_stage_3 = parsed.placement.weights.sharding == "sharded"
+    groups = list(model_parameters) if model_parameters is not None else []
+    _check_scheduler(lr_scheduler, optimizer)
+    dtypes = _prepare(model, is_stage_3)
+    from shardwise.engine.initialize import initialize as shard
+
+    engine = shard(
+        model,
+        _optimizer(optimizer, groups, parsed),
+        parsed.model_copy(update={"optimizer": None, "scheduler": None}),
+        lr_scheduler=_scheduler(lr_scheduler, parsed),
+    )
+    adapted = adapt(engine, settings, dtypes)
+    if engine.optimizer is not None:
+        stage = adapted.zero_optimization_stage()
+        is_plain = stage == 0 and parsed.precision.compute == "fp32"
+        adapted.optimizer = engine.optimizer if is_plain else DeepSpeedOptimizer(engine, engine.optimizer, stage == 3)
+    if training_data is not None:
+        adapted.training_dataloader = adapted.deepspeed_io(training_data, collate_fn=collate_fn)
+    return adapted, adapted.optimizer, adapted.training_dataloader, engine.lr_scheduler
+
+
+def read_config(config: Any, args: Any = None) -> tuple[dict[str, Any], Config]:
+    """A configuration as DeepSpeed's dictionary and as shardwise's object."""
+    from shardwise.config import Config
+    from shardwise.config.files import read_file, read_text
+
+    if config is None:
+        config = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
+    if config is None:
+        raise AssertionError("DeepSpeed requires --deepspeed_config to specify configuration file")
+    if isinstance(config, str) and config.lstrip().startswith("{"):
+        config = read_text(config, "JSON text")
+    elif isinstance(config, str | os.PathLike):
+        from pathlib import Path
+
+        if not Path(config).is_file():
+            raise ConfigError(f"{config}: no such file")
+        config = read_file(Path(config))
+    if not isinstance(config, dict):
+        raise ConfigError(f"config is {type(config).__name__}: pass a dictionary, a path or JSON text")
+    settings = copy.deepcopy(config)
+    return config, Config.load(_without_idle_offload(settings) or {"zero_optimization": {"stage": 0}})
+
+
+def _without_idle_offload(settings: dict[str, Any]) -> dict[str, Any]:
+    """The same settings without offload sections that do nothing at this stage, which DeepSpeed ignores."""
+    zero = settings.get("zero_optimization")
+    if isinstance(zero, dict):
+        stage = zero.get("stage", 0)
+        for key, needed in (("offload_param", 3), ("offload_optimizer", 1)):
+            section = zero.get(key)
+            if isinstance(section, dict) and section.get("device") not in (None, "none") and stage in range(needed):
+                _say_once(f"zero_optimization.{key} has no effect at stage {stage}, as in DeepSpeed")
+                del zero[key]
+    return settings
+
+
+def _refuse_parallelism(mpu: Any, mesh_param: Any, model: nn.Module) -> None:
+    if mpu is not None:
+        sizes = [getattr(mpu, f"get_{kind}_world_size", None) for kind in ("model_parallel", "tensor_model_parallel")]
+        if any(size is not None and size() > 1 for size in sizes):
+            raise CompatibilityError("deepspeed.initialize(mpu=...) asks for model parallelism: shard the data alone")
+    if mesh_param is not None:
+        raise CompatibilityError("deepspeed.initialize(mesh_param=...) asks for sequence parallelism: leave it out")
+
+
+def _check_scheduler(lr_scheduler: Any, optimizer: Any) -> None:
+    is_instance = isinstance(lr_scheduler, torch.optim.lr_scheduler.LRScheduler)
+    if is_instance and not isinstance(optimizer, torch.optim.Optimizer):
+        raise AssertionError(
+            "lr_scheduler is an instance on another optimizer: pass that optimizer as well, or a callable that takes "
+            "the optimizer and returns the scheduler"
+        )
+
+
+def _prepare(model: nn.Module, is_stage_3: bool) -> dict[str, torch.dtype]:
+    """Put the model where it trains; returns the dtypes that it was built in, by parameter. A collective."""
+    device = torch.device(get_accelerator().current_device_name())
+    dtypes = {name: param.dtype for name, param in model.named_parameters()}
+    if not is_stage_3:
+        _make_whole(model)
+        model.to(device)
+        return dtypes
+    mark_module(model)
+    params = list(model.parameters())
+    # A model on another device goes over parameter by parameter, and only its shards.
+    if any(is_early(param) or param.device != device for param in params):
+        for param in params:
+            shard_early(param, device)
+            hand_over(param, device)
+        for buffer_name, buffer in list(model.named_buffers(remove_duplicate=False)):
+            owner, _, own_name = buffer_name.rpartition(".")
+            model.get_submodule(owner)._buffers[own_name] = buffer.to(device)
+    return dtypes
+
+
+def _make_whole(model: nn.Module) -> None:
+    """Give parameters that were built under `zero.Init` their whole values."""
+    for param in model.parameters():
+        if is_early(param):
+            values = param.early.whole().view(param.early.shape).clone()  # type: ignore[attr-defined]  # a ZeroParameter
+            param.early = None  # type: ignore[attr-defined]
+            param.data = values
+
+
+def _optimizer(given: Any, groups: list[Any], config: Config) -> Any:
+    if isinstance(given, torch.optim.Optimizer):
+        return given
+    if callable(given):
+        return (lambda params: given(groups)) if groups else given
+    if config.optimizer is None:
+        return None
+    section = config.optimizer
+    trainable = [group for group in groups if not isinstance(group, torch.Tensor) or group.requires_grad]
+    return lambda params: section.build(trainable or params)
+
+
+def _scheduler(given: Any, config: Config) -> Any:
+    if given is not None or config.scheduler is None:
+        return given
+    from shardwise.compat.schedules import schedule_class
+
+    section = config.scheduler
+    return lambda optimizer: schedule_class(section.name)(optimizer, **section.params)
+
+
+def _say_who_serves(config: Config) -> None:
+    if torch.distributed.get_rank() == 0:
+        weights, optim = config.placement.weights, config.placement.optim
+        _say_once(
+            f"shardwise {__version__} serves DeepSpeed's API (weights {weights}; optimizer states {optim}; "
+            f"computes in {config.precision.compute})"
+        )
+        if config.idle_keys:
+            names = ", ".join(key.rpartition(".")[2] for key in config.idle_keys)
+            _say_once(f"of the configuration, these keys have no effect in shardwise: {names}")
+
+
+def _say_once(sentence: str) -> None:
+    if sentence not in _said:
+        _said.add(sentence)
+        logging.getLogger("DeepSpeed").warning("%s", sentence)
+
+
+def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
+    """Add `--deepspeed` and `--deepspeed_config` to a parser of command-line arguments."""
+    group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
+    group.add_argument("--deepspeed", default=False, action="store_true", help="Enable DeepSpeed.")
+    group.add_argument("--deepspeed_config", default=None, type=str, help="DeepSpeed json configuration file.")
+    group.add_argument("--deepscale", default=False, action="store_true", help="Deprecated name of --deepspeed.")
+    group.add_argument("--deepscale_config", default=None, type=str, help="Deprecated name of --deepspeed_config.")
+    return parser
+
+
+def refused(name: str, remedy: str) -> Callable[..., Any]:
+    """A function that stands where DeepSpeed has one that shardwise does not serve."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise CompatibilityError(f"deepspeed.{name} is not served by shardwise: {remedy}")
+
+    return refuse

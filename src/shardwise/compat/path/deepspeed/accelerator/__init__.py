@@ -1,0 +1,1 @@
+from shardwise.compat.accelerator import get_accelerator, is_current_accelerator_supported

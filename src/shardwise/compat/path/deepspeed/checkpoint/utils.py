@@ -1,0 +1,1 @@
+from shardwise.compat.checkpoints import clone_tensors_for_torch_save

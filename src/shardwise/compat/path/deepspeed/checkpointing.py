@@ -1,0 +1,3 @@
+from torch.utils.checkpoint import checkpoint
+
+from shardwise.compat.recompute import configure, is_configured, reset

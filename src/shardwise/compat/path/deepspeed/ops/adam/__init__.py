@@ -1,0 +1,2 @@
+from shardwise.compat.optimizer import DeepSpeedCPUAdam
+from shardwise.compat.optimizer import DeepSpeedCPUAdam as FusedAdam

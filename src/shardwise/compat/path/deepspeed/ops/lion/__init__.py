@@ -1,0 +1,2 @@
+from shardwise.compat.optimizer import DeepSpeedCPULion
+from shardwise.compat.optimizer import DeepSpeedCPULion as FusedLion

@@ -1,0 +1,1 @@
+from . import base_optimizer, config, engine, lr_schedules, utils, zero

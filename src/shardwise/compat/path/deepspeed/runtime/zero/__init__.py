@@ -1,0 +1,3 @@
+from shardwise.compat.zero import ZeroParamStatus
+
+from . import partition_parameters

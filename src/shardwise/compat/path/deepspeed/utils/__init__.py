@@ -1,0 +1,18 @@
+from shardwise.compat.comm import is_initialized
+from shardwise.compat.fragments import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_get_local_grad,
+    safe_get_local_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_optimizer_state,
+)
+from shardwise.compat.names import log_dist, logger
+from shardwise.compat.zero import set_z3_leaf_modules
+
+from . import groups, logging, torch, zero_to_fp32

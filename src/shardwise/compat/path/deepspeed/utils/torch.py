@@ -1,0 +1,1 @@
+from shardwise.compat.names import required_torch_version

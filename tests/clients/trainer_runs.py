@@ -1,0 +1,258 @@
+"""What ranks do in the tests of Trainer, Accelerate and PEFT: a tiny Llama, made on the spot, trained a few steps.
+
+Importing transformers takes longer than all of these runs, so one start of two processes does them all.
+"""
+
+import hashlib
+import os
+import warnings
+
+import torch
+import torch.distributed as dist
+
+VOCABULARY = 64
+
+
+def run_all(rank, world_size, folder):
+    """Everything on two ranks; returns rank 0's results by name."""
+    import shardwise.as_deepspeed  # noqa: F401  # first, before transformers
+
+    start(folder, rank)
+    found = {}
+    for stage in ("0", "1", "2", "3", "2 offload", "3 offload"):
+        found[stage] = train(folder, f"zero{stage}", config(stage))
+    for stage in ("1", "3"):
+        found[f"K2 {stage}"] = train(folder, f"k2-{stage}", config(stage), gradient_accumulation_steps=2)
+    again = {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
+    found["whole"] = train(folder, "resumed", config("3"), **again)
+    found["resumed"] = train(folder, "resumed", config("3"), resume=f"{folder}/resumed/checkpoint-6", **again)
+    found["files"] = sorted(os.listdir(f"{folder}/resumed/checkpoint-8"))
+    found["best"] = best(folder)
+    for stage in ("2", "3"):
+        found[f"missing {stage}"] = missing_keys(folder, stage)
+        found[f"resized {stage}"] = resized(folder, stage)
+        found[f"LoRA {stage}"] = lora(folder, stage)
+    found["DoRA 3"] = lora(folder, "3", use_dora=True, modules_to_save=["lm_head"])
+    found["generated"] = generated(folder, rank)
+    found["batch size"] = found_batch_size(folder)
+    found["own optimizer"] = train(folder, "own", {**config("3"), **optimizer_and_schedule()}, warmup_steps=2)
+    return found if rank == 0 else None
+
+
+def alone(rank, world_size, folder):
+    """On one rank: the same steps with as many micro-batches as there were ranks, and a resumed run of two ranks."""
+    import shardwise.as_deepspeed  # noqa: F401
+
+    start(folder, rank)
+    found = {"K2 alone": train(folder, "alone", config("3"), gradient_accumulation_steps=2)}
+    again = {"num_train_epochs": 2, "per_device_train_batch_size": 4}
+    found["resumed alone"] = train(folder, "smaller", config("2"), resume=f"{folder}/resumed/checkpoint-6", **again)
+    return found
+
+
+def start(folder, rank):
+    from accelerate import PartialState
+    from transformers import LlamaForCausalLM, set_seed
+    from transformers.utils import logging
+
+    warnings.simplefilter("ignore")
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    # With --deepspeed and no GPU, Accelerate chooses no backend: it has to be given here.
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    PartialState(backend="gloo")
+    del os.environ["ACCELERATE_USE_DEEPSPEED"]
+    if rank == 0 and not os.path.exists(f"{folder}/base"):
+        set_seed(0)
+        LlamaForCausalLM(llama()).save_pretrained(f"{folder}/base")
+    dist.barrier()
+
+
+def llama():
+    from transformers import LlamaConfig
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=32, pad_token_id=0, **sizes)
+
+
+def config(stage):
+    """As a user writes it for Trainer: `auto` wherever Trainer knows better."""
+    number, _, offload = stage.partition(" ")
+    zero = {"stage": int(number), "reduce_bucket_size": "auto", "overlap_comm": True}
+    if offload:
+        zero |= {"offload_optimizer": {"device": "cpu"}}
+    if offload and number == "3":
+        zero |= {"offload_param": {"device": "cpu", "nvme_path": None}}
+    keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    return {**dict.fromkeys(keys, "auto"), "bf16": {"enabled": "auto"}, "zero_optimization": zero}
+
+
+def optimizer_and_schedule():
+    params = dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")
+    schedule = dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), "auto")
+    return {
+        "optimizer": {"type": "AdamW", "params": params},
+        "scheduler": {"type": "WarmupLR", "params": schedule},
+    }
+
+
+def samples(count=16):
+    generator = torch.Generator().manual_seed(1)
+    return [{"input_ids": ids, "labels": ids} for ids in torch.randint(1, VOCABULARY, (count, 12), generator=generator)]
+
+
+def arguments(folder, name, settings, **options):
+    from accelerate.state import AcceleratorState
+    from transformers import TrainingArguments
+
+    AcceleratorState._reset_state(reset_partial_state=False)
+    chosen = {"num_train_epochs": 1, "per_device_train_batch_size": 2, "save_strategy": "no", "learning_rate": 1e-2}
+    return TrainingArguments(
+        output_dir=f"{folder}/{name}",
+        deepspeed=settings,
+        accelerator_config={"use_configured_state": True},
+        logging_steps=1,
+        max_grad_norm=0.5,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        **{**chosen, **options},
+    )
+
+
+def base(folder):
+    from transformers import LlamaForCausalLM
+
+    return LlamaForCausalLM.from_pretrained(f"{folder}/base", dtype=torch.float32)
+
+
+def train(folder, name, settings, resume=None, **options):
+    """Losses, and a digest of the weights that the client saves."""
+    from transformers import Trainer
+
+    args = arguments(folder, name, settings, **options)
+    trainer = Trainer(model=base(folder), args=args, train_dataset=samples())
+    trainer.train(resume_from_checkpoint=resume)
+    return finish(trainer, f"{folder}/{name}/final")
+
+
+def finish(trainer, final):
+    """Save, read what was saved, and take the engine off the model."""
+    trainer.save_model(final)
+    history = trainer.state.log_history
+    trainer.accelerator.free_memory()
+    digest = ""
+    if trainer.args.process_index == 0:
+        file = next(f"{final}/{name}" for name in os.listdir(final) if name.endswith(".safetensors"))
+        with open(file, "rb") as data:
+            digest = hashlib.sha256(data.read()).hexdigest()
+    dist.barrier()
+    return {
+        "losses": [entry["loss"] for entry in history if "loss" in entry],
+        "rates": [entry["learning_rate"] for entry in history if "learning_rate" in entry],
+        "norms": [entry["grad_norm"] for entry in history if "grad_norm" in entry],
+        "digest": digest,
+    }
+
+
+def best(folder):
+    """The best model is reloaded at the end, and only it and the last one are kept."""
+    from transformers import Trainer
+
+    every = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+    args = arguments(folder, "best", config("3"), load_best_model_at_end=True, save_total_limit=1, **every)
+    trainer = Trainer(model=base(folder), args=args, train_dataset=samples(), eval_dataset=samples(4))
+    trainer.train()
+    after = trainer.evaluate()["eval_loss"]
+    lowest = min(entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry)
+    finish(trainer, f"{folder}/best/final")
+    return {"lowest": lowest, "after": after}
+
+
+def missing_keys(folder, stage):
+    """A checkpoint without the head that the model has: `from_pretrained` makes one on rank 0."""
+    from transformers import LlamaForSequenceClassification, Trainer, set_seed
+
+    args = arguments(folder, f"missing{stage}", config(stage))
+    set_seed(3)
+    model = LlamaForSequenceClassification.from_pretrained(f"{folder}/base", num_labels=3, dtype=torch.float32)
+    data = [{"input_ids": one["input_ids"], "labels": torch.tensor(n % 3)} for n, one in enumerate(samples())]
+    trainer = Trainer(model=model, args=args, train_dataset=data)
+    trainer.train()
+    return finish(trainer, f"{folder}/missing{stage}/final")
+
+
+def resized(folder, stage):
+    """Embeddings that grow after the model was loaded."""
+    from transformers import Trainer, set_seed
+
+    args = arguments(folder, f"resized{stage}", config(stage))
+    set_seed(3)
+    model = base(folder)
+    model.resize_token_embeddings(VOCABULARY + 6)
+    data = [{key: ids + 6 for key, ids in one.items()} for one in samples()]
+    trainer = Trainer(model=model, args=args, train_dataset=data)
+    trainer.train()
+    return finish(trainer, f"{folder}/resized{stage}/final")
+
+
+def lora(folder, stage, **options):
+    """Adapters on a frozen base, which stays as it was, to the bit."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import Trainer, set_seed
+
+    args = arguments(folder, f"lora{stage}", config(stage))
+    set_seed(3)
+    adapters = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", **options)
+    model = get_peft_model(base(folder), adapters)
+    trainer = Trainer(model=model, args=args, train_dataset=samples())
+    trainer.train()
+    engine = trainer.model_wrapped.shardwise_engine
+    frozen = [name for name, param in model.named_parameters() if not param.requires_grad]
+    plain = base_state(folder)
+    same = [torch.equal(engine.full_param(name), plain[plain_name(name)]) for name in frozen]
+    return {**finish(trainer, f"{folder}/lora{stage}/final"), "frozen": len(frozen), "unchanged": sum(same)}
+
+
+def base_state(folder):
+    from safetensors.torch import load_file
+
+    return load_file(f"{folder}/base/model.safetensors")
+
+
+def plain_name(name):
+    parts = name.removeprefix("base_model.model.").split(".")
+    return ".".join(part for part in parts if part not in ("base_layer", "original_module"))
+
+
+def generated(folder, rank):
+    """Ranks generate different numbers of tokens: those that are done keep taking part."""
+    from transformers import Trainer
+
+    args = arguments(folder, "generated", config("3"))
+    trainer = Trainer(model=base(folder), args=args, train_dataset=samples())
+    trainer.train()
+    prompt = samples(2)[rank]["input_ids"][None]
+    made = trainer.model_wrapped.generate(prompt, max_new_tokens=2 + rank, do_sample=False)
+    finish(trainer, f"{folder}/generated/final")
+    return made.shape[1] - prompt.shape[1]
+
+
+def found_batch_size(folder):
+    """Memory runs out once: Trainer takes the engine off, halves the batch and starts again with the same model."""
+    from transformers import Trainer
+
+    steps = []
+
+    class Failing(Trainer):
+        def training_step(self, *args, **kwargs):
+            steps.append(self._train_batch_size)
+            if len(steps) == 2:
+                raise RuntimeError("CUDA out of memory.")
+            return super().training_step(*args, **kwargs)
+
+    args = arguments(folder, "found", config("2"), auto_find_batch_size=True, max_steps=2)
+    trainer = Failing(model=base(folder), args=args, train_dataset=samples())
+    trainer.train()
+    finish(trainer, f"{folder}/found/final")
+    return steps

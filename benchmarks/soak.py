@@ -103,10 +103,7 @@ class Launch:
     fired_at: float | None
     saved: int
     logs: list[str]
-
-    @property
-    def loaded(self) -> dict[str, Any] | None:
-        return next((told["loaded"] for told in self.told if "loaded" in told), None)
+    loaded: dict[str, Any] | None
 
 
 @dataclass
@@ -222,10 +219,11 @@ class Soak:
         told = [_read_json(run / f"rank{rank}.json") for rank in range(world_size)]
         fired = [float(path.read_text()) for path in run.glob("fired*")]
         saved = int((run / "saved").read_text()) if (run / "saved").exists() else 0
+        loaded = _read_json(run / "loaded.json") or None
         with self._lock:
             self.tally.launches += 1
         shutil.rmtree(run)
-        return Launch(codes, told, max(fired, default=None), saved, logs)
+        return Launch(codes, told, max(fired, default=None), saved, logs, loaded)
 
     def _start(self, run: Path, rank: int) -> Any:
         names = {"RANK": str(rank), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "SHARDWISE_POISON": "1"}

@@ -175,6 +175,7 @@ def train(spec: dict[str, Any], rank: int, told: dict[str, Any]) -> None:
         done = state["step"]
         told["loaded"] = {"step": done, "launch": state["launch"], "digest": digest(engine)}
         told["digests"][done] = told["loaded"]["digest"]
+        note(run / "loaded.json", json.dumps(told["loaded"]))  # at once: this rank may not live to tell it
     fault.arm(engine)
     for step in range(done, spec["steps"]):
         fault.step = step

@@ -443,6 +443,27 @@ def test_a_rank_that_sends_does_not_wait_outside(name, waits):
     assert (found[0] is not None) == waits
 
 
+@ranks(2)
+def test_a_slow_broadcast_is_no_standstill(rank, world_size):
+    """A rank in a broadcast of the engine waits there, for an operation that all have issued, and not outside."""
+    engine, seen, broadcast = begin("zero0"), [], dist.broadcast
+
+    def late(*args, **kwargs):
+        time.sleep(0.5 * (rank == 0))
+        return broadcast(*args, **kwargs)
+
+    look = threading.Timer(0.25, lambda: seen.append(engine.comm._agreement._look()))
+    with mock.patch.object(dist, "broadcast", late):
+        look.start()
+        engine.comm.broadcast(torch.ones(4), unit="blocks.0")
+    look.join()
+    if rank == 1:
+        ticket, outside, _ = seen[0]
+        assert "broadcast blocks.0" in ticket.text
+        assert not outside
+    engine.destroy()
+
+
 # The judge alone
 
 

@@ -287,7 +287,10 @@ class ProcessGroupComm(Comm):
         else:
             ticket = self._issue(_GATHER, f"broadcast {unit}", tensor.numel())
         with self._explaining(ticket):
-            dist.broadcast(tensor, group=self._groups[_GATHER].up, group_src=source)
+            work = dist.broadcast(tensor, group=self._groups[_GATHER].up, group_src=source, async_op=True)
+        # A wait of the engine's, not one of the user's outside of it: every rank has issued this operation
+        # (test_agreement.test_a_slow_broadcast_is_no_standstill).
+        self._checked(ticket, [work]).wait()
 
     def note(self, what: str) -> None:
         if self._agreement is not None:

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from support import run_command
 
 pytest.importorskip("accelerate")
-pytestmark = [pytest.mark.clients, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.clients, pytest.mark.timeout(700)]
 CLI = [sys.executable, "-c", "from shardwise.cli import main; main()"]
 SCRIPT = Path(__file__).parent / "accelerate_script.py"
 
@@ -30,7 +30,7 @@ def run(folder, stage, port):
     folder.mkdir()
     (folder / "config.yaml").write_text(yaml.safe_dump(top))
     launch = ["accelerate", "launch", "--config_file", folder / "config.yaml", "--main_process_port", str(port)]
-    shown = run_command([*CLI, "run", "--as-deepspeed", "--", *launch, SCRIPT, folder], timeout=180).stdout
+    shown = run_command([*CLI, "run", "--as-deepspeed", "--", *launch, SCRIPT, folder], timeout=300).stdout
     return next(line for line in shown.splitlines() if line.startswith("FOUND"))
 
 

@@ -53,7 +53,10 @@ class GradientError(ShardwiseError, RuntimeError):
 
 
 class CompatibilityError(ShardwiseError, NotImplementedError):
-    """A program asks DeepSpeed's API for something that shardwise does not do, or asks too late for that API."""
+    """A program asks DeepSpeed's API for something that shardwise does not do, or asks too late for that API.
+
+    docs/clients.md says how to start such a program, and docs/from-deepspeed.md what differs.
+    """
 
 
 class ShardwiseWarning(UserWarning):

@@ -35,6 +35,7 @@ SECTIONS = {
     "CheckpointError": "A checkpoint cannot be written or read",
     "DiskError": "Files and the disk tier",
     "MemoryError": "Memory",
+    "CompatibilityError": "DeepSpeed's API",
     "RuntimeError": "Something is done at the wrong moment",
     "FloatingPointError": "Numbers",
     "ValueError": "An argument or a value is not allowed",

@@ -279,6 +279,21 @@ class Counting(Lamb):
                 param.data.sub_(param.grad, alpha=group["lr"] / group["count"])
 
 
+class Late(Lamb):
+    """Needs whole tensors after ten steps."""
+
+    def update(self, param, grad, state, group):
+        state["count"] = state.get("count", 0) + 1
+        param.sub_(grad if state["count"] <= 10 else grad / grad.norm(), alpha=group["lr"])
+
+
+class Factored(Lamb):
+    """Needs large matrices whole."""
+
+    def update(self, param, grad, state, group):
+        param.sub_(grad / grad.norm() if param.ndim == 2 and min(param.shape) >= 128 else grad, alpha=group["lr"])
+
+
 class Coupled(Lamb):
     """Clips by the norm over all tensors."""
 
@@ -315,6 +330,8 @@ def make_lamb(model):
     [
         (Lamb, "TENSOR"),
         (Sign, "ELEMENT"),
+        (Late, "TENSOR"),
+        (Factored, "TENSOR"),
         (Counting, "GROUP"),
         (Coupled, "GROUP"),
         (Noisy, "UNKNOWN"),

@@ -376,6 +376,27 @@ def test_unknown_optimizers_get_what_they_need(rank, world_size, preset, make):
     engine.destroy()
 
 
+class Logging(Lamb):
+    """Writes into its group what differs from rank to rank: the number of its calls, and a norm of what it updated."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["calls"] = group.get("calls", 0) + 1
+            group["norm"] = sum(param.grad.norm().item() for param in group["params"])
+        super().step()
+
+
+@ranks(2)
+@pytest.mark.parametrize("preset", ["zero1", "zero3"])
+def test_what_an_optimizer_notes_in_its_groups_may_differ_between_ranks(rank, world_size, preset):
+    engine = start("gpt", {"preset": preset}, lambda model: Logging(model.parameters()))
+    for step in range(11):  # the tenth update compares the options of all ranks
+        train_step(engine, rank, step)
+    assert engine.steps == 11
+    assert len(set(engine.comm.share_object(engine.optimizer.param_groups[0]["norm"]))) == 2
+    engine.destroy()
+
+
 @pytest.mark.parametrize("preset", ["zero1", "zero3"])
 def test_optimizers_that_no_cut_can_serve_are_refused(preset):
     model = make_model("gpt")

@@ -140,7 +140,10 @@ class _Probe:
         self, start: Sequence[torch.Tensor], grads: Sequence[Sequence[torch.Tensor]], alone: bool, seed: int = 0
     ) -> list[torch.Tensor]:
         """Train on `start`, all tensors in one step, or each `alone`, as the engine does."""
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # not torch.manual_seed, which seeds the devices of all ranks
+        if start[0].is_cuda:
+            with torch.cuda.device(start[0].device):
+                torch.cuda.manual_seed(seed)
         params = [nn.Parameter(value.clone()) for value in start]
         optimizer = self._make(params)
         step, (group,) = bare_step(optimizer), optimizer.param_groups

@@ -678,3 +678,34 @@ def test_kills_at_random_moments_lose_nothing():
     shown = json.loads(run_command(command, timeout=180, forked=True).stdout)
     assert shown["loaded"] == 24, f"after {time.monotonic() - started:.0f} s"
     assert shown["inside"] >= 12
+
+
+class Phased:
+    """A schedule of a user's own, whose attributes change their kind."""
+
+    def __init__(self):
+        self.phase, self.best = False, 0.0
+
+    def step(self):
+        self.phase, self.best = "decay", None
+
+    def state_dict(self):
+        return vars(self)
+
+    def load_state_dict(self, state):
+        vars(self).update(state)
+
+
+def test_a_schedule_of_the_users_own_resumes(tmp_path):
+    for is_resumed in (False, True):
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine = shardwise.initialize(model, optimizer, "zero2", lr_scheduler=Phased())
+        if is_resumed:
+            engine.load(tmp_path)
+            assert (engine.lr_scheduler.phase, engine.lr_scheduler.best) == ("decay", None)
+        else:
+            engine.backward(engine(torch.ones(2, 4)).mean())
+            engine.step()
+            engine.save(tmp_path)
+        engine.destroy()

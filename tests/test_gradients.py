@@ -212,6 +212,10 @@ def test_accelerates_clipping_is_refused(preset):
     engine.destroy()
 
 
+def optimized(engine):
+    return [param for group in engine.optimizer.param_groups for param in group["params"]]
+
+
 DROPS = {
     "engine": lambda engine: engine.zero_grad(),
     "optimizer": lambda engine: engine.optimizer.zero_grad(),
@@ -219,6 +223,7 @@ DROPS = {
     "model": lambda engine: engine.module.zero_grad(),
     "a module around it": lambda engine: nn.ModuleList([engine.module]).zero_grad(),
     "by hand": lambda engine: [setattr(param, "grad", None) for param in engine.module.parameters()],
+    "by hand, in the optimizer": lambda engine: [setattr(param, "grad", None) for param in optimized(engine)],
 }
 
 
@@ -237,7 +242,7 @@ def test_a_batch_dropped_by_any_zero_grad_is_not_applied(rank, world_size, prese
         engine = begin(preset)
         engine.backward(loss_of(engine, rank, 0))
         drop(engine)
-        if name not in ("by hand", "a module around it"):
+        if name not in ("by hand", "by hand, in the optimizer", "a module around it"):
             assert engine.is_at_rest
         engine.step()
         assert engine.steps == 0, name
@@ -381,6 +386,20 @@ def test_gradients_set_after_a_backward_are_noticed(rank, world_size, preset):
                 use(engine)
             assert engine.steps == 0
             engine.destroy()
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("preset", [*STAGES, "zero3_offload"])
+def test_gradients_set_on_the_optimizers_parameters_are_noticed(rank, world_size, preset):
+    """They are the engine's master pieces, so loops over `optimizer.param_groups` set them."""
+    engine = begin(preset)
+    engine.backward(loss_of(engine, rank))
+    for param in optimized(engine):
+        param.grad = torch.zeros_like(param)
+    with pytest.raises(GradientError, match=r"\(master\)' was set by hand .*register_grad_hook"):
+        engine.step()
+    assert engine.steps == 0
+    engine.destroy()
 
 
 @conduct("`p.grad = x` before a backward, or without one", "works", "`step()` averages it over the ranks")

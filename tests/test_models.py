@@ -70,6 +70,37 @@ def test_a_penalty_made_before_the_forward_is_in_the_sum(rank, world_size, prese
     engine.destroy()
 
 
+@ranks(1, 2)
+@pytest.mark.parametrize("preset", STAGES)
+def test_a_backward_through_a_frozen_model_leaves_nothing_on_it(rank, world_size, preset):
+    """As GANs do: the generator learns through a discriminator that is frozen meanwhile."""
+    critic, plain = start("mlp", {"preset": preset}, make_sgd), make_model("mlp")
+    optimizer = make_sgd(plain)
+    x = make_batch(plain, rank, 0)
+    for _ in range(2):
+        for param in (*critic.module.parameters(), *plain.parameters()):
+            param.requires_grad_(True)
+        critic.backward(critic(x))
+        critic.step()
+        for peer in range(world_size):
+            (plain(make_batch(plain, peer, 0)) / world_size).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        grads = []
+        for model in (critic, plain):
+            for param in model.parameters():
+                param.requires_grad_(False)
+            made = x.clone().requires_grad_()
+            model(made * 2).backward()
+            grads.append(made.grad)
+        if world_size == 1:
+            torch.testing.assert_close(*grads)
+        assert critic.is_at_rest
+    for name, param in plain.named_parameters():
+        torch.testing.assert_close(critic.full_param(name), param.detach(), rtol=1e-4, atol=1e-7)
+    critic.destroy()
+
+
 class Reentrant(nn.Module):
     def __init__(self):
         super().__init__()

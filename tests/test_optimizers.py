@@ -279,6 +279,21 @@ class Counting(Lamb):
                 param.data.sub_(param.grad, alpha=group["lr"] / group["count"])
 
 
+class Late(Lamb):
+    """Needs whole tensors after ten steps."""
+
+    def update(self, param, grad, state, group):
+        state["count"] = state.get("count", 0) + 1
+        param.sub_(grad if state["count"] <= 10 else grad / grad.norm(), alpha=group["lr"])
+
+
+class Factored(Lamb):
+    """Needs large matrices whole."""
+
+    def update(self, param, grad, state, group):
+        param.sub_(grad / grad.norm() if param.ndim == 2 and min(param.shape) >= 128 else grad, alpha=group["lr"])
+
+
 class Coupled(Lamb):
     """Clips by the norm over all tensors."""
 
@@ -315,6 +330,8 @@ def make_lamb(model):
     [
         (Lamb, "TENSOR"),
         (Sign, "ELEMENT"),
+        (Late, "TENSOR"),
+        (Factored, "TENSOR"),
         (Counting, "GROUP"),
         (Coupled, "GROUP"),
         (Noisy, "UNKNOWN"),
@@ -356,6 +373,27 @@ def test_unknown_optimizers_get_what_they_need(rank, world_size, preset, make):
     expected = alone(make, world_size, 1, "local" if preset == "zero1" else "sharded", steps=2)
     for name, param in expected.named_parameters():
         assert torch.equal(engine.full_param(name), param.detach()), name
+    engine.destroy()
+
+
+class Logging(Lamb):
+    """Writes into its group what differs from rank to rank: the number of its calls, and a norm of what it updated."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["calls"] = group.get("calls", 0) + 1
+            group["norm"] = sum(param.grad.norm().item() for param in group["params"])
+        super().step()
+
+
+@ranks(2)
+@pytest.mark.parametrize("preset", ["zero1", "zero3"])
+def test_what_an_optimizer_notes_in_its_groups_may_differ_between_ranks(rank, world_size, preset):
+    engine = start("gpt", {"preset": preset}, lambda model: Logging(model.parameters()))
+    for step in range(11):  # the tenth update compares the options of all ranks
+        train_step(engine, rank, step)
+    assert engine.steps == 11
+    assert len(set(engine.comm.share_object(engine.optimizer.param_groups[0]["norm"]))) == 2
     engine.destroy()
 
 

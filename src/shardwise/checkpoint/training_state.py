@@ -75,10 +75,13 @@ def check_groups(groups: Sequence[Mapping[str, Any]], optimizer: torch.optim.Opt
 def check_schedule(stored: Mapping[str, Any], scheduler: Any, groups: int, source: str) -> None:
     """Raise a CheckpointError unless `stored` can be the state of this learning-rate scheduler."""
     current = scheduler.state_dict()
+    # Attributes of a user's class may change their kind, from False to None or from a number to a name.
+    is_torchs = type(scheduler).__module__.startswith("torch.")
     for key, value in stored.items():
         is_method = callable(getattr(type(scheduler), key, None))
         has_each = key not in _EACH_GROUP or (isinstance(value, list) and len(value) == groups)
-        if is_method or not has_each or not _fits(key, value, current.get(key)):
+        is_checked = is_torchs or key == "last_epoch" or key in _NOT_NEGATIVE
+        if is_method or not has_each or (is_checked and not _fits(key, value, current.get(key))):
             seen = f"{reprlib.repr(value)}, where {type(scheduler).__name__} has {reprlib.repr(current.get(key))}"
             raise CheckpointError(
                 f"{source}: {key} of the learning-rate scheduler is {seen}: give the scheduler that the checkpoint was "

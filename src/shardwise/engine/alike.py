@@ -79,14 +79,16 @@ class OptionsCheck:
 def describe_options(optimizer: torch.optim.Optimizer) -> str:
     """A short text that differs if an option does; the learning rates come first.
 
+    Options are what the optimizer was built with. Others write counters and norms of their own tensors into groups,
+    which differ from rank to rank.
+
     >>> describe_options(torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)).split(";")[0]
     'lr 0.1'
     """
     groups = optimizer.param_groups
     rates = list(dict.fromkeys(_plain(group.get("lr")) for group in groups))
-    options = repr(
-        [sorted((key, _plain(value)) for key, value in group.items() if key != "params") for group in groups]
-    )
+    known = {"lr", *(key for member in members(optimizer) for key in member.defaults)}
+    options = repr([sorted((key, _plain(value)) for key, value in group.items() if key in known) for group in groups])
     return f"lr {', '.join(rates)}"[:_TEXT] + f"; all of them {zlib.crc32(options.encode()):08x}"
 
 

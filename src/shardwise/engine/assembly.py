@@ -89,8 +89,9 @@ def _rule(config: Config, comm: Comm) -> GroupRule:
             )
         if scope is Scope.UNKNOWN and comm.rank == 0:
             warnings.warn(
-                f"optimizer {kind} could not be tried on small tensors, so it gets every tensor whole, on one rank: if "
-                "it updates each element by itself, set runtime.whole_tensors: false, which saves memory",
+                f"optimizer {kind} could not be tried on small tensors, so it gets every tensor whole, on one rank, in "
+                "several calls of step() for each update: if it counts its calls (Lookahead), use another; if it "
+                "updates each element by itself, set runtime.whole_tensors: false, which saves memory",
                 ConfigWarning,
                 stacklevel=2,
             )

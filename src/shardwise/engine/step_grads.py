@@ -52,11 +52,12 @@ class StepGrads:
         """A backward or an update begins. If the user has set all `p.grad` to None, `drop` is called."""
         if not self._is_held:
             return
-        changed = dict(change for unit in self._units for change in unit.grads.changed_by_hand())
-        if changed and all(grad is None for grad in changed.values()) and len(changed) == self._param_count:
+        changed = [change for unit in self._units for change in unit.grads.changed_by_hand()]
+        on_pieces = [change for unit in self._units for change in self._pieces(unit).changed()]
+        if _all_dropped(changed, self._param_count) or _all_dropped(on_pieces, self._piece_count):
             drop()
-        elif changed:
-            name, grad = next(iter(changed.items()))
+        elif changed or on_pieces:
+            name, grad = (changed or on_pieces)[0]
             raise GradientError(
                 f"p.grad of {name!r} was {'dropped' if grad is None else 'set by hand'} after a backward, while the "
                 "engine holds the gradients of the step, and would have no effect: edit them in "
@@ -71,6 +72,10 @@ class StepGrads:
     @property
     def _param_count(self) -> int:
         return sum(len(unit.params) for unit in self._units)
+
+    @property
+    def _piece_count(self) -> int:
+        return sum(len(unit.weights.pieces) for unit in self._units)
 
     def _pieces(self, unit: Unit) -> HeldGrads:
         """What shows the same on the optimizer's parameters: GradScaler and others look there."""
@@ -142,3 +147,8 @@ class StepGrads:
         self._take_off_pieces()
         self._norm = None
         self._limit = self._settings.clip_norm
+
+
+def _all_dropped(changed: Sequence[tuple[str, torch.Tensor | None]], count: int) -> bool:
+    """Whether the user has set `p.grad` to None for all of `count` parameters."""
+    return 0 < len(changed) == count and all(grad is None for _, grad in changed)

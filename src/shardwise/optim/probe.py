@@ -30,8 +30,9 @@ _BY_ELEMENT = {
     *(torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.ASGD),
 }
 _BY_TENSOR = tuple(getattr(torch.optim, name) for name in ("Muon", "Adafactor") if hasattr(torch.optim, name))
-_MATRIX, _VECTOR = (48, 96), (40,)  # more than 4096 elements: some optimizers treat small tensors differently
-_STEPS = 3
+# Some optimizers treat tensors of up to 4096 elements, or matrices with fewer than 128 rows or columns, differently.
+_MATRIX, _VECTOR = (136, 192), (40,)
+_STEPS = 12  # some begin to treat a tensor as a whole, or to average their weights, only after a few steps
 _RATE = 0.1  # in place of the user's learning rate, which may be zero at the start of a schedule
 _NOT_OPTIONS = {"params", "param_names", "initial_lr", "member"}
 _TOLERANCE = 1e-4  # of the largest change
@@ -139,7 +140,10 @@ class _Probe:
         self, start: Sequence[torch.Tensor], grads: Sequence[Sequence[torch.Tensor]], alone: bool, seed: int = 0
     ) -> list[torch.Tensor]:
         """Train on `start`, all tensors in one step, or each `alone`, as the engine does."""
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # not torch.manual_seed, which seeds the devices of all ranks
+        if start[0].is_cuda:
+            with torch.cuda.device(start[0].device):
+                torch.cuda.manual_seed(seed)
         params = [nn.Parameter(value.clone()) for value in start]
         optimizer = self._make(params)
         step, (group,) = bare_step(optimizer), optimizer.param_groups

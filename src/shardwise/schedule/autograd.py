@@ -33,10 +33,11 @@ def inside_backward() -> bool:
 def leaves_gradients_on(params: Iterable[torch.Tensor]) -> bool:
     """Whether the current backward adds to `p.grad` of any parameter, as far as it knows: one without a choice of
     inputs may reach others inside a re-entrant checkpoint. To ask in hooks on tensors that it does not end at."""
-    if torch.autograd.Variable._execution_engine.is_checkpoint_valid():
-        return True
     with PLAINLY():
-        return any(_is_added_to(param) for param in params if param.requires_grad)
+        trained = [param for param in params if param.requires_grad]  # none, where a GAN's other model is trained
+        if trained and torch.autograd.Variable._execution_engine.is_checkpoint_valid():
+            return True
+        return any(map(_is_added_to, trained))
 
 
 def awaits_gradient(params: Iterable[torch.Tensor]) -> bool:

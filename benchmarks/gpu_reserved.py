@@ -1,6 +1,6 @@
 """What torch's allocator reserves beside what is allocated at the peak, preset by preset.
 
-    python benchmarks/gpu_reserved.py --nproc 2                 # a 0.15 B GPT, two NCCL ranks on one GPU
+    PYTHONPATH=src:tests python benchmarks/gpu_reserved.py --nproc 2    # a 0.15 B GPT, two NCCL ranks on one GPU
     python benchmarks/gpu_reserved.py --size 2.7b --presets zero2_offload,zero3_offload
 
 One JSON line per row: peak allocated and reserved MiB of rank 0, the MiB that each stream's pool reserved, and the
@@ -23,22 +23,11 @@ import torch.multiprocessing as mp
 
 import shardwise
 from shardwise.models.built_in import GPT
+from support.nccl import nccl_environment
 
 SIZES = {"0.15b": (576, 30, 9, 49152), "2.7b": (2560, 32, 20, 32000)}
 PRESETS = "zero0,zero1,zero2,zero3,zero1_offload,zero2_offload,zero3_offload"
 MIB = 2**20
-
-
-def nccl_on_one_gpu(rank: int) -> dict[str, str]:
-    """The environment in which several NCCL ranks share a GPU: each claims a host of its own."""
-    off = dict.fromkeys(("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE"), "1")
-    return {
-        **off,
-        "NCCL_HOSTID": f"host{rank}",
-        "NCCL_SOCKET_IFNAME": "lo",
-        "NCCL_NVLS_ENABLE": "0",
-        "NCCL_CUMEM_ENABLE": "0",
-    }
 
 
 def plain(model: GPT) -> Callable[[torch.Tensor], None]:
@@ -124,7 +113,7 @@ def measure(preset: str, rank: int, args: argparse.Namespace) -> dict:
 
 
 def worker(rank: int, preset: str, args: argparse.Namespace, store: str) -> None:
-    os.environ |= nccl_on_one_gpu(rank)
+    os.environ |= nccl_environment(rank)
     torch.cuda.set_device(0)
     backend = "cpu:gloo,cuda:nccl" if args.backend == "nccl" else "gloo"
     dist.init_process_group(backend, store=dist.FileStore(store, args.nproc), rank=rank, world_size=args.nproc)

@@ -91,7 +91,7 @@ class Fault:
                 self.act("optimizer")
                 return step(*args, **kwargs)
 
-            torch.optim.AdamW.step = act_first  # type: ignore[method-assign]
+            torch.optim.AdamW.step = act_first  # type: ignore[method-assign]  # the fault
 
     def arm(self, engine: shardwise.Engine) -> None:
         at = self._spec["at"]
@@ -113,7 +113,7 @@ class Fault:
                     data = data[len(data) // 2 :]
                 write(writer, data)
 
-            files.BlockWriter.write = act_first  # type: ignore[method-assign]
+            files.BlockWriter.write = act_first  # type: ignore[method-assign]  # the fault
 
 
 class StopsTogether:

@@ -11,22 +11,13 @@ from torch import nn
 import shardwise
 from shardwise.engine.module_guard import ModuleGuard
 from support import ranks
-from support.awkward import COLLECTED, WIDTH, Chain, Gated, Recurrent, linear, square, with_collected
+from support.awkward import COLLECTED, Chain, Gated, Recurrent, linear, square, with_collected
+from support.chain import begin, data
 from support.conduct import conduct
 from support.training import digest, make_batch, make_optimizer, make_sgd, start, train_step
 
 STAGES = ["zero0", "zero1", "zero2", "zero3"]
 SHARDED = {"gradients": {"order": "sharded"}}
-
-
-def begin(preset, make=Chain, optimizer=make_sgd, **config):
-    torch.manual_seed(3)
-    model = make()
-    return shardwise.initialize(model, optimizer(model), {"preset": preset, **config})
-
-
-def data(rank, step=0):
-    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
 def train(engine, rank, steps=1):

@@ -6,26 +6,16 @@ import pytest
 import torch
 from torch import nn
 
-import shardwise
 from shardwise.errors import GradientError, HabitWarning
 from support import ranks
 from support.awkward import WIDTH, Chain, square
+from support.chain import begin, data
 from support.conduct import conduct
 from support.training import make_optimizer, make_sgd
 
 STAGES = ["zero0", "zero1", "zero2", "zero3"]
 SHARDED = {"gradients": {"order": "sharded"}}
 CLIP = 0.05
-
-
-def begin(preset, optimizer=make_sgd, **config):
-    torch.manual_seed(3)
-    model = Chain()
-    return shardwise.initialize(model, optimizer(model), {"preset": preset, **config})
-
-
-def data(rank, step=0):
-    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
 def loss_of(engine, rank, step=0):
@@ -261,7 +251,7 @@ def test_a_batch_dropped_by_any_zero_grad_is_not_applied(rank, world_size, prese
 def test_zero_grad_in_every_place_of_a_loop_that_steps_each_time(rank, world_size, preset):
     ends = []
     for places in ("", "abcd", "b", "d"):
-        engine = begin(preset, make_optimizer)
+        engine = begin(preset, optimizer=make_optimizer)
         for step in range(3):
             if "a" in places:
                 engine.optimizer.zero_grad()
@@ -341,7 +331,7 @@ def test_zero_grad_of_a_part_of_the_model(preset):
 @pytest.mark.parametrize("preset", ["zero1", "zero3"])
 @pytest.mark.parametrize("make", [make_sgd, lambda model: torch.optim.Adagrad(model.parameters(), foreach=True)])
 def test_the_users_optimizer_does_not_step(preset, make):
-    engine, reference = begin(preset, make), begin(preset, make)
+    engine, reference = begin(preset, optimizer=make), begin(preset, optimizer=make)
     for one in (engine, reference):
         one.backward(loss_of(one, 0))
     with pytest.raises(GradientError, match=r"call engine\.step\(\)"):
@@ -407,7 +397,7 @@ def test_gradients_set_on_the_optimizers_parameters_are_noticed(rank, world_size
 @pytest.mark.parametrize("preset", [*STAGES, "zero3_offload"])
 def test_gradients_set_without_a_backward_are_taken(rank, world_size, preset):
     """As pipeline schedules do that compute the gradients of weights with torch.autograd.grad."""
-    engine, reference = begin(preset, make_optimizer), begin(preset, make_optimizer)
+    engine, reference = begin(preset, optimizer=make_optimizer), begin(preset, optimizer=make_optimizer)
     for step in range(2):
         reference.backward(loss_of(reference, rank, step))
         reference.step()

@@ -41,7 +41,7 @@ def run_all(rank, world_size, folder):
 
 def alone(rank, world_size, folder):
     """On one rank: the same steps with as many micro-batches as there were ranks, and a resumed run of two ranks."""
-    import shardwise.as_deepspeed  # noqa: F401
+    import shardwise.as_deepspeed  # noqa: F401  # first, before transformers
 
     start(folder, rank)
     found = {"K2 alone": train(folder, "alone", config("3"), gradient_accumulation_steps=2)}

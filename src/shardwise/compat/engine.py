@@ -127,7 +127,7 @@ class DeepSpeedEngine(nn.Module):
             return
         self._is_destroyed = True
         engine, device = self.shardwise_engine, self.device
-        is_sharded = self.zero_optimization_stage() == 3
+        is_sharded = engine.config.placement.weights.sharding == "sharded"
         kept: dict[str, torch.Tensor | EarlyShard] = {}
         for name in self._dtypes:
             value = engine.full_param(name).to(self._dtypes[name])

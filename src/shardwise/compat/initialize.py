@@ -64,9 +64,8 @@ def initialize(
     )
     adapted = adapt(engine, settings, dtypes)
     if engine.optimizer is not None:
-        stage = adapted.zero_optimization_stage()
-        is_plain = stage == 0 and parsed.precision.compute == "fp32"
-        adapted.optimizer = engine.optimizer if is_plain else DeepSpeedOptimizer(engine, engine.optimizer, stage == 3)
+        is_plain = parsed.placement.optim.sharding == "replicated" and parsed.precision.compute == "fp32"
+        adapted.optimizer = engine.optimizer if is_plain else DeepSpeedOptimizer(engine, engine.optimizer, is_stage_3)
     if training_data is not None:
         adapted.training_dataloader = adapted.deepspeed_io(training_data, collate_fn=collate_fn)
     return adapted, adapted.optimizer, adapted.training_dataloader, engine.lr_scheduler
@@ -152,7 +151,7 @@ def _make_whole(model: nn.Module) -> None:
     for param in model.parameters():
         if is_early(param):
             values = param.early.whole().view(param.early.shape).clone()  # type: ignore[attr-defined]  # a ZeroParameter
-            param.early = None  # type: ignore[attr-defined]
+            param.early = None  # type: ignore[attr-defined]  # of our class
             param.data = values
 
 

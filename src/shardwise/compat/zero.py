@@ -154,7 +154,7 @@ def mark(param: nn.Parameter) -> None:
     if not isinstance(param, ZeroParameter):
         param.__class__ = ZeroParameter
         param.ds_id = next(_IDS)  # type: ignore[attr-defined]  # now a ZeroParameter
-        param.ds_active_sub_modules = set()  # type: ignore[attr-defined]
+        param.ds_active_sub_modules = set()  # type: ignore[attr-defined]  # read by TRL
 
 
 def shard_early(param: nn.Parameter, device: torch.device, checks_writes: bool = False) -> None:
@@ -343,7 +343,7 @@ def mark_module(model: nn.Module) -> None:
     for param in model.parameters():
         mark(param)
     nn.Module.ds_external_parameters = _no_external_parameters  # type: ignore[attr-defined]  # as DeepSpeed does
-    torch.Tensor.ds_status = property(_status_of_saved)  # type: ignore[attr-defined]
+    torch.Tensor.ds_status = property(_status_of_saved)  # type: ignore[attr-defined]  # read by TRL
 
 
 def note_units(units: Iterable[Unit]) -> None:

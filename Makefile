@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-full test-clients deepspeed-suite lint types format clean bench-env bench-carry readme-tables models-page errors-page architectures soak
+.PHONY: help train test test-full test-clients test-swift deepspeed-suite lint types format clean bench-env bench-carry readme-tables models-page errors-page architectures soak
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -45,6 +45,16 @@ test-full: lint types  ## the same with every matrix in full (long)
 test-clients: $(STAMP)  ## programs that use DeepSpeed: Trainer, Accelerate, PEFT, TRL, Lightning (long)
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements/clients.txt
 	$(PY) -m pytest tests/clients -m ""
+
+SWIFT := .swift-env
+test-swift: $(SWIFT)/.installed  ## the same for ms-swift, in an environment of its own (long)
+	PYTHONPATH=src $(SWIFT)/bin/python -m pytest -m swift tests/clients/test_swift.py
+
+$(SWIFT)/.installed: requirements/swift.txt
+	@test -x $(SWIFT)/bin/python || python3 -m venv $(SWIFT)
+	$(SWIFT)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	$(SWIFT)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/swift.txt
+	@touch $@
 
 SUITE := ../shared/deepspeed_suite
 deepspeed-suite: $(STAMP)  ## DeepSpeed's own unit tests against `import deepspeed` (SUITE=folder; long)
@@ -92,4 +102,4 @@ soak: $(STAMP)  ## 20 minutes of faults, one after the other, and a dated result
 	PYTHONPATH=src:tests $(PY) benchmarks/soak.py $(ARGS)
 
 clean:  ## remove what the set-up and the tests made
-	rm -rf $(VENV) $(BENCH) $(CARRY) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(BENCH) $(CARRY) $(SWIFT) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

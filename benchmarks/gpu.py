@@ -50,10 +50,12 @@ PARTS = {
         "gpu_offload.py --row zero3_nvme --size 20b --batch 4 --warm 1 --steps 1 --probe-gib 4"
         ' --offload {"host_memory":"108GiB","ratio":0.61}',
     ],
+    "inference": ["gpu_inference.py"],
     "reserved": [
         "gpu_reserved.py --nproc 2 --limit 1.1",
         "gpu_reserved.py --size 2.7b --batch 8 --length 1024 --presets plain,zero3_offload --limit 1.1",
     ],
+    "trainer": ["gpu_trainer.py"],
     "host": ["host_cost.py --device cuda --precision bf16 --steps 20"],
     "stages": [
         "gpu_stages.py --precision fp16 --peers fsdp2,deepspeed --steps 5",

@@ -11,14 +11,14 @@ import argparse
 import json
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from shardwise.comm.comm import ProcessGroupComm
+from shardwise.comm import Hop, ProcessGroupComm
 from shardwise.config import Config
 from shardwise.engine.engine import Engine
 from shardwise.models.built_in import GPT
@@ -56,12 +56,12 @@ class DelayedComm(ProcessGroupComm):
         self.delay_s += seconds
         return Delay(stream, int(seconds * self._cycles_per_s), fill)
 
-    def gather(self, full: torch.Tensor, kind: str, unit: str = "") -> Delay:
+    def gather(self, full: torch.Tensor, kind: str, unit: str = "", axes: Sequence[str] = ()) -> Delay:
         parts = full.view(self.world_size, -1)
         return self._delay(self._gathers, full.numel() * full.element_size(), lambda: parts[1:].copy_(parts[:1]))
 
     def exchange(
-        self, received: torch.Tensor, sent: torch.Tensor, kind: str, unit: str = ""
+        self, received: torch.Tensor, sent: torch.Tensor, kind: str, unit: str, hop: Hop
     ) -> tuple[Delay, list[torch.Tensor]]:
         delay = self._delay(self._reductions, sent.numel() * sent.element_size(), lambda: received.copy_(sent))
         return delay, list(received)

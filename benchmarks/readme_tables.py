@@ -3,8 +3,9 @@
     python benchmarks/readme_tables.py README.md
 
 replaces what stands between `<!-- table:compare CASE -->` and `<!-- /table -->`; CASE is a name from bench.py, and
-cpu-gpt-26m where it is left out. `<!-- table:single -->`, `stages`, `overlap`, `offload` and `offload zero3` are what
-gpu.py measured. With --check nothing is written, and the exit code says whether the file is current.
+cpu-gpt-26m where it is left out. `<!-- table:single -->`, `stages`, `overlap`, `offload`, `offload zero3`, `trainer`
+and `inference` are what gpu.py measured. With --check nothing is written, and the exit code says whether the file is
+current.
 """
 
 import json
@@ -35,7 +36,7 @@ def table(kind: str, case: str) -> str:
         return render(newest(case or DEFAULT_CASE))
     if kind == "offload":
         return offload(f"gpu-offload-{case}" if case else "gpu-offload")
-    return {"single": single, "stages": stages, "overlap": overlap}[kind]()
+    return {"single": single, "stages": stages, "overlap": overlap, "trainer": trainer, "inference": inference}[kind]()
 
 
 def single() -> str:
@@ -91,6 +92,36 @@ def offload(case: str) -> str:
     for name, row in rows.items():
         cells = [row["tokens_per_s"], f"{row['tokens_per_s'] / peer:.2f}", row["peak_gib"], row["rss_gib"]]
         lines.append(f"| {name} | {' | '.join(str(cell) for cell in cells)} |")
+    return "\n".join([*lines, ""])
+
+
+def trainer() -> str:
+    """Transformers' Trainer on one GPU, with each way to train that it offers."""
+    path = newest("gpu-trainer")
+    rows = {name: row for _, rows in runs(path) for name, row in rows.items()}
+    lines = [
+        f"{gpu_caption([path])}:",
+        "",
+        "| | tokens/s | × plain | peak GiB | reserved GiB |",
+        "|---|---|---|---|---|",
+    ]
+    for name, row in rows.items():
+        share = f"{row['tokens_per_s'] / rows['plain']['tokens_per_s']:.2f}"
+        lines.append(f"| {name} | {row['tokens_per_s']} | {share} | {row['peak_gib']} | {row['reserved_gib']} |")
+    return "\n".join([*lines, ""])
+
+
+def inference() -> str:
+    """Seconds for each pass of a model whose weights do not rest on the GPU."""
+    path = newest("gpu-inference")
+    rows = {name: row for _, rows in runs(path) for name, row in rows.items()}
+    lines = [f"{gpu_caption([path])}; pinned memory is copied at {rows['copy']['gbs']} GB/s:", ""]
+    lines += ["| | batch | s a pass | fetched GB | GB/s | peak GiB (foreseen) |", "|---|---|---|---|---|---|"]
+    for name, row in rows.items():
+        if name != "copy":
+            fetched = [str(row.get(key, "")) for key in ("fetched_gb_a_pass", "fetched_gbs")]
+            peak = f"{row['peak_gib']}" + (f" ({row['foreseen_gib']})" if "foreseen_gib" in row else "")
+            lines.append(f"| {' | '.join([name, str(row['batch']), str(row['pass_s']), *fetched, peak])} |")
     return "\n".join([*lines, ""])
 
 

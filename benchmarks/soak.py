@@ -100,7 +100,7 @@ class Launch:
 
     codes: list[int | None]
     told: list[dict[str, Any]]
-    fired_at: float | None
+    fired: dict[int, float]  # when, by rank
     saved: int
     logs: list[str]
     loaded: dict[str, Any] | None
@@ -217,27 +217,22 @@ class Soak:
         codes = self._await(run, processes, frozen)
         logs = [(run / f"log{rank}").read_text(errors="replace") for rank in range(world_size)]
         told = [_read_json(run / f"rank{rank}.json") for rank in range(world_size)]
-        fired = [float(path.read_text()) for path in run.glob("fired*")]
+        fired = {int(path.name.removeprefix("fired")): float(path.read_text()) for path in run.glob("fired*")}
         saved = int((run / "saved").read_text()) if (run / "saved").exists() else 0
         loaded = _read_json(run / "loaded.json") or None
         with self._lock:
             self.tally.launches += 1
         shutil.rmtree(run)
-        return Launch(codes, told, max(fired, default=None), saved, logs, loaded)
+        return Launch(codes, told, fired, saved, logs, loaded)
 
     def _start(self, run: Path, rank: int) -> Any:
         names = {"RANK": str(rank), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "SHARDWISE_POISON": "1"}
         names |= {"SHARDWISE_FROZEN_S": str(FROZEN_S), "SHARDWISE_AGREEMENT_POLL_S": "0.1"}
         command = [sys.executable, str(WORKER), str(run / "spec.json")]
-        with (run / f"log{rank}").open("w") as log:
-            if self.options.backend == "gloo":
-                with self._lock:  # the fork server answers one request at a time
-                    return Forked(command, env={**os.environ, **names}, stdout=log, stderr=subprocess.STDOUT)
+        if self.options.backend == "nccl":
             names |= {**nccl_environment(rank), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-            names["PYTHONPATH"] = os.pathsep.join(sys.path)
-            return subprocess.Popen(
-                command, env={**os.environ, **names}, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-            )
+        with (run / f"log{rank}").open("w") as log, self._lock:  # the fork server answers one request at a time
+            return Forked(command, env={**os.environ, **names}, stdout=log, stderr=subprocess.STDOUT)
 
     def _await(self, run: Path, processes: list[Any], frozen: list[int]) -> list[int | None]:
         """The exit codes; None for a rank that hung. A rank that was frozen is killed once all others have ended."""
@@ -387,7 +382,7 @@ class Chain:
             raise Failed(f"{what}: {failure}") from None
         if launch.saved:
             self._saved = launch.saved
-        if fault is not None and fault["kind"] == "cut" and launch.fired_at is not None:
+        if fault is not None and fault["kind"] == "cut" and launch.fired:
             words += f"; {self._cut_file()}"
         self._soak.say(f"{what}: {words}")
 
@@ -411,7 +406,7 @@ class Chain:
             raise Failed(
                 f"HANG of ranks {[r for r, c in enumerate(launch.codes) if c is None]}:\n{_last(launch.logs, 60)}"
             )
-        has_fired = fault is not None and launch.fired_at is not None
+        has_fired = fault is not None and bool(launch.fired)
         if kind is not None and not has_fired:
             tally.not_reached += 1
         elif kind not in (None, "cut"):
@@ -472,7 +467,8 @@ class Chain:
             raise Failed(f"{what}, step {step}, differs from the undisturbed run {self._paths[launch]}")
 
     def _check_named(self, launch: Launch, fault: dict[str, Any]) -> str:
-        tally, kind, at_fault = self._soak.tally, fault["kind"], fault["ranks"]
+        tally, kind = self._soak.tally, fault["kind"]
+        at_fault = sorted(launch.fired)  # of several ranks, one may be stopped by the death of another before its own
         shows = [rank for rank in range(len(launch.codes)) if kind == "full disk" or rank not in at_fault]
         codes = dict.fromkeys(shows, 1)
         codes |= dict.fromkeys([] if kind == "full disk" else at_fault, 1 if kind == "raise" else -fault["signal"])
@@ -494,8 +490,7 @@ class Chain:
         if not shows:
             tally.alone[kind] += 1
             return "no survivors"
-        assert launch.fired_at is not None
-        seconds = max(launch.told[rank]["ended"] for rank in shows) - launch.fired_at
+        seconds = max(launch.told[rank]["ended"] for rank in shows) - max(launch.fired.values())
         tally.seconds.append(seconds)
         tally.named[kind] += 1
         tally.naming_ranks += len(shows)
@@ -544,8 +539,7 @@ def main(words: list[str] | None = None, report: Callable[[str], None] = print) 
     parser.add_argument("--out", type=Path, help="the result, benchmarks/results/DATE-soak-BACKEND.json by default")
     options = parser.parse_args(words)
     started = time.monotonic()
-    if options.backend == "gloo":
-        fork_server()
+    fork_server()
     with tempfile.TemporaryDirectory(prefix="shardwise-soak-") as root:
         soak = Soak(options, Path(root))
         soak.run()

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 import shardwise
-from shardwise.comm import agreement, judge, sight
-from shardwise.comm.comm import ProcessGroupComm
+from shardwise.comm import ProcessGroupComm, agreement, judge, outstanding, sight
+from shardwise.comm.log import Ticket
 from shardwise.comm.posts import Post, RankState
 from support import ranks, run_ranks
 from support.fork_server import Forked
@@ -240,8 +240,8 @@ def test_the_ranks_that_agree_are_told_from_the_one_that_does_not(rank, world_si
 class WithoutTags(ProcessGroupComm):
     """As over NCCL: nothing on the wire tells operations apart."""
 
-    def __init__(self, group, device):
-        super().__init__(group, device)
+    def __init__(self, *args):
+        super().__init__(*args)
         self._sends_directly = False
 
 
@@ -457,11 +457,32 @@ def test_a_slow_broadcast_is_no_standstill(rank, world_size):
         look.start()
         engine.comm.broadcast(torch.ones(4), unit="blocks.0")
     look.join()
-    if rank == 1:
-        ticket, outside, _ = seen[0]
-        assert "broadcast blocks.0" in ticket.text
-        assert not outside
+    ticket, outside, _ = seen[0]  # rank 0 is in the call that issues it, as one that makes a communicator is
+    assert "broadcast blocks.0" in ticket.text
+    assert not outside
     engine.destroy()
+
+
+def test_a_device_that_does_not_answer_blocks_only_who_asked():
+    """CUDA's driver may keep the question after an operation until a kernel has ended that never does."""
+    answer, asked = threading.Event(), threading.Event()
+
+    class Stuck:
+        def is_completed(self):
+            asked.set()
+            return answer.wait()
+
+    waits = outstanding.Outstanding(poll_s=0.01)
+    ticket = Ticket("gather", 1, "gather blocks.0", 0)
+    waits.add(ticket, Stuck())
+    assert asked.wait(LIMIT_S)
+    assert waits.oldest() is ticket
+    answer.set()
+    deadline = time.monotonic() + LIMIT_S
+    while waits.oldest() is not None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert waits.oldest() is None
+    waits.close()
 
 
 # The judge alone

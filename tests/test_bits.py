@@ -197,8 +197,8 @@ def pad(tensor):
 
 @ranks(2, 3)
 def test_exact_norm_depends_on_the_values_alone(rank, world_size):
-    from shardwise.comm.comm import ProcessGroupComm
-    from shardwise.unit.norm import global_norm
+    from shardwise.comm import ProcessGroupComm
+    from shardwise.unit.norm import exact_norm
 
     torch.manual_seed(3)
     values = torch.randn(world_size * 4096) * torch.logspace(-12, 6, world_size * 4096)
@@ -206,11 +206,11 @@ def test_exact_norm_depends_on_the_values_alone(rank, world_size):
     mine = values.view(world_size, -1)[rank]
     norms = set()
     for cut in (1, 100, 2048, 4095):
-        norms.add(global_norm([mine[:cut], mine[cut:]], comm, exact=True).item())
+        norms.add(exact_norm([mine[:cut], mine[cut:]], comm).item())
     shuffled = values[torch.randperm(values.numel(), generator=torch.Generator().manual_seed(1))]
-    norms.add(global_norm([shuffled.view(world_size, -1)[rank]], comm, exact=True).item())
-    norms.add(global_norm([mine, torch.zeros(5000)], comm, exact=True).item())
+    norms.add(exact_norm([shuffled.view(world_size, -1)[rank]], comm).item())
+    norms.add(exact_norm([mine, torch.zeros(5000)], comm).item())
     assert len(norms) == 1
     assert norms.pop() == pytest.approx(values.double().norm().item(), rel=1e-9)
-    assert not global_norm([mine * torch.inf], comm, exact=True).isfinite()
+    assert not exact_norm([mine * torch.inf], comm).isfinite()
     comm.close()

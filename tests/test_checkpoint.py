@@ -19,6 +19,9 @@ from torch import nn
 import shardwise
 from shardwise import checkpoint
 from shardwise.checkpoint import files, folder, prepare, saving
+from shardwise.checkpoint.export import export_checkpoint
+from shardwise.checkpoint.inspect import describe
+from shardwise.checkpoint.manifest import read_manifest
 from shardwise.errors import CheckpointError, DamagedError
 from support import matrix, ranks, run_command, run_ranks
 from support.training import digest, make_model, make_optimizer, make_sgd, start, train_step
@@ -64,6 +67,32 @@ def test_resuming_is_never_having_stopped(rank, world_size, preset, precision, a
     state = engine.load(tmp_path)
     assert (state["epoch"], state["seen"].tolist(), engine.steps) == (3, [0, 1, 2, 3], 2)
     assert go_on(engine, rank) == expected
+    engine.destroy()
+
+
+@ranks(2)
+@pytest.mark.parametrize("preset", ["zero1", "zero3"])
+def test_frozen_parameters_can_be_left_out(rank, world_size, preset, tmp_path):
+    engine = start("odd", {"preset": preset})
+    train_step(engine, rank, 0)
+    path = engine.save(tmp_path, frozen=False)
+    expected = go_on(engine, rank)
+    engine.destroy()
+    manifest = read_manifest(path)
+    assert manifest.left_out == ("frozen.weight", "frozen.bias")
+    assert not any("frozen" in key for key in (*manifest.tensors, *manifest.params))
+    assert re.search(r"left out +2 frozen tensors", describe(path))
+    with pytest.raises(CheckpointError, match="saved without 2 frozen parameters"):
+        export_checkpoint(path, tmp_path / "out")
+    engine = start("odd", {"preset": preset})
+    engine.load(tmp_path)
+    assert go_on(engine, rank) == expected
+    engine.destroy()
+    model = make_model("odd")
+    model.frozen.requires_grad_(True)
+    engine = shardwise.initialize(model, make_optimizer(model), {"preset": preset})
+    with pytest.raises(CheckpointError, match=r"no parameter 'frozen\.weight'"):
+        engine.load(tmp_path)
     engine.destroy()
 
 
@@ -657,7 +686,7 @@ def test_it_ends_soon_if_a_rank_is_known_to_be_gone(tmp_path):
     failed = """
 saving.FAILED_WAIT_S = 0.2
 checkpoint.AsyncSave = saving.AsyncSave
-from shardwise.comm.comm import ProcessGroupComm
+from shardwise.comm import ProcessGroupComm
 ProcessGroupComm.has_failed = True
 """
     (tmp_path / "script.py").write_text(ABANDONED + failed + ENDING)
@@ -709,3 +738,39 @@ def test_a_schedule_of_the_users_own_resumes(tmp_path):
             engine.step()
             engine.save(tmp_path)
         engine.destroy()
+
+
+class Sums(nn.Module):
+    def __init__(self, numel):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(numel))
+
+    def forward(self, x):
+        return x * self.weight.sum()
+
+
+@ranks(4)
+@pytest.mark.parametrize("preset", ["zero1", "zero3_offload"])
+def test_a_rank_with_padding_alone_resumes_momentum(rank, world_size, preset, tmp_path):
+    """Of five elements, some ranks own none: fused SGD needs momentum there too, beside that of other units."""
+
+    def begin():
+        model = nn.Sequential(Sums(5), Sums(400), Sums(2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9)
+        return shardwise.initialize(model, optimizer, {"preset": preset, "runtime": {"units": ["Sums"]}})
+
+    def step(engine):
+        engine.backward(engine(torch.ones(1)).sum())
+        engine.step()
+
+    engine = begin()
+    step(engine)
+    engine.save(tmp_path)
+    step(engine)
+    expected = digest(engine)
+    engine.destroy()
+    resumed = begin()
+    resumed.load(tmp_path)
+    step(resumed)
+    assert digest(resumed) == expected
+    resumed.destroy()

@@ -26,7 +26,7 @@ NEEDED = {
 """Arguments without which a command does nothing."""
 OUTPUTS = {("compare", "--json"), ("compare", "--plot"), ("plan", "--emit"), ("plan", "--plot"), ("train", "--out")}
 OUTPUTS |= {("env", "--disk")}
-INPUTS = {("train", "--resume"), ("export", "--files-from")}
+INPUTS = {("train", "--resume"), ("export", "--files-from"), ("generate", "--prompts")}
 
 
 def options(*kinds):
@@ -87,7 +87,7 @@ def test_no_path_may_be_empty(call, tmp_path, monkeypatch):
         assert is_refused(call(command, option, "", *NEEDED.get(command, []))), option
     for words in (["inspect", ""], ["export", "", "out"], ["export", "in", ""], ["import-deepspeed", "", "out"]):
         assert is_refused(call(*words)), words
-    for words in (["train", ""], ["plan", ""], ["config", ""], ["train", "--resume", "nowhere"]):
+    for words in (["train", ""], ["plan", ""], ["config", ""], ["train", "--resume", "nowhere"], ["generate", ""]):
         assert is_refused(call(*words)), words
     assert not any(tmp_path.iterdir())
 

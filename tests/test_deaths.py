@@ -214,6 +214,25 @@ def test_no_thread_is_left_when_the_interpreter_ends(tmp_path):
 
 
 @ranks(2)
+def test_what_a_death_leaves_in_a_buffer_is_no_object(rank, world_size):
+    """On a device an operation that was broken off ends like any other; what it should have received is zeros."""
+    engine = begin("zero0")
+    share = engine.comm.share
+
+    def broken_off(values, name="norm", channel="reduce"):
+        rows = share(values, name, channel)
+        if name == "checkpoint":
+            rows[1 - rank] = 0
+        return rows
+
+    at_once = mock.patch.object(agreement, "ANSWER_S", 0.2)
+    fails = pytest.raises(shardwise.DisagreementError, match="broke")
+    with mock.patch.object(engine.comm, "share", broken_off), at_once, fails:
+        engine.comm.share_object({"wrote": True}, "checkpoint")
+    assert engine.comm.has_failed
+
+
+@ranks(2)
 def test_a_forked_process_does_not_speak_for_its_rank(rank, world_size):
     engine = begin("zero3")
     pid = os.fork()

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from shardwise.comm import groups
 from shardwise.engine import own_group
 from support import run_command
 
@@ -42,9 +43,10 @@ def ending(monkeypatch):
     fake = SimpleNamespace(
         group=SimpleNamespace(WORLD=group),
         is_initialized=lambda: True,
-        destroy_process_group=lambda: calls.append("destroyed"),
+        destroy_process_group=lambda _: calls.append("destroyed"),
     )
     monkeypatch.setattr(own_group, "dist", fake)
+    monkeypatch.setattr(groups, "dist", fake)
     monkeypatch.setattr(os, "_exit", calls.append)
     return group, calls
 
@@ -61,8 +63,8 @@ def test_a_forked_child_and_a_later_group_are_left_alone(ending):
 def test_a_rank_that_hangs_does_not_hold_the_exit(ending, monkeypatch, capsys):
     group, calls = ending
     release = threading.Event()
-    monkeypatch.setattr(own_group.dist, "destroy_process_group", release.wait)
-    monkeypatch.setattr(own_group, "MOST_S", 0.05)
+    monkeypatch.setattr(groups.dist, "destroy_process_group", lambda _: release.wait())
+    monkeypatch.setattr(groups, "END_S", 0.05)
     own_group._destroy(group, os.getpid())
     release.set()
     assert calls == [1]

@@ -34,7 +34,7 @@ def test_faults_are_named_and_no_bit_is_lost(soak, tmp_path):
 
 def launch(soak, codes, texts):
     told = [{"is_ours": text is not None, "text": text, "error": "DisagreementError", "ended": 2.0} for text in texts]
-    return soak.Launch(codes, told, 1.0, 0, ["" for _ in codes], None)
+    return soak.Launch(codes, told, {1: 1.0}, 0, ["" for _ in codes], None)
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,10 @@ if TYPE_CHECKING:
     from shardwise.engine.engine import Engine
     from shardwise.engine.initialize import initialize
     from shardwise.errors import ConfigError, DisagreementError, DiskError, ShardwiseError
+    from shardwise.inference.start import stream
     from shardwise.observe.analyzer import MemoryAnalyzer
     from shardwise.partition.units import describe_units
+    from shardwise.pipelining.pipeline import pipeline
     from shardwise.planning import foresee, plan
 
 # Loaded at first use: `import shardwise` then costs little more than `import torch`.
@@ -32,7 +34,9 @@ _MODULES = {
     "foresee": "planning",
     "gathered": "engine.access",
     "initialize": "engine.initialize",
+    "pipeline": "pipelining.pipeline",
     "plan": "planning",
+    "stream": "inference.start",
 }
 
 __all__ = [
@@ -50,7 +54,9 @@ __all__ = [
     "foresee",
     "gathered",
     "initialize",
+    "pipeline",
     "plan",
+    "stream",
 ]
 
 

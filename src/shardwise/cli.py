@@ -14,7 +14,7 @@ import typer
 from shardwise._version import __version__
 from shardwise.checks import MOST_SAMPLES, check_range
 from shardwise.errors import ShardwiseError
-from shardwise.train.options import SECTIONS, options_from
+from shardwise.train.options import SECTIONS, options_from, options_of
 
 app = typer.Typer(
     name="shardwise",
@@ -120,6 +120,7 @@ def plan(
     host_memory: Annotated[str | None, typer.Option(help="Host memory of each node.")] = None,
     disk: Annotated[str | None, typer.Option(help="Disk space of each node, for NVMe offload.")] = None,
     nodes: Annotated[int, typer.Option(help="Nodes that the GPUs are spread over.", callback=_within(None, 10**6))] = 1,
+    tp: Annotated[int, typer.Option(help="GPUs that hold one copy of the model (tensor parallel).", **COUNT)] = 1,
     here: Annotated[bool, typer.Option("--here", help="Use the GPUs, memory, disk and links of this machine.")] = False,
     tflops: Annotated[
         float | None, typer.Option(help="TFLOP/s that a GPU reaches in training.", callback=_within(None, 1e9))
@@ -147,6 +148,11 @@ def plan(
         bool, typer.Option("--search", help="Vary micro-batch, recomputation and resident states too.")
     ] = False,
     explain: Annotated[bool, typer.Option("--explain", help="Show the arithmetic.")] = False,
+    inference: Annotated[
+        bool, typer.Option("--inference", help="Plan generating with streamed weights instead of training.")
+    ] = False,
+    batch: Annotated[int, typer.Option(help="With --inference: sequences at a time.", **COUNT)] = 1,
+    context: Annotated[int, typer.Option(help="With --inference: tokens of each, prompt included.", **COUNT)] = 2048,
     accounting: Annotated[str | None, typer.Option(help="Model states alone: full, no-master or fp32.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     emit: Annotated[
@@ -275,6 +281,41 @@ def _parsed_type(kind: Any) -> Any:
 
 train.__signature__ = Signature(list(_train_parameters()))  # type: ignore[attr-defined]  # typer reads it
 app.command()(train)
+
+
+@app.command()
+def generate(
+    model: Annotated[
+        str | None, typer.Argument(help="The folder of a Hugging Face model (default: what `shardwise train` wrote).")
+    ] = None,
+    prompt: Annotated[str | None, typer.Option(help="Text to continue.")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="A file with a prompt in each line.", **PATH)] = None,
+    weights: Annotated[str, typer.Option(help="Where weights rest that the GPU has no room for: host, disk.")] = "auto",
+    device_memory: Annotated[str | None, typer.Option(help="Memory of the GPU to use in all: 22GiB (all).")] = None,
+    host_memory: Annotated[str | None, typer.Option(help="Host memory for weights.")] = None,
+    precision: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32 (default: as stored).")] = None,
+    kv: Annotated[str, typer.Option(help="Where keys and values of past tokens rest: device or host.")] = "device",
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate for each prompt.", **COUNT)] = 64,
+    batch: Annotated[int, typer.Option(help="Prompts at a time.", **COUNT)] = 8,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda (default: the GPU, if there is one).")] = None,
+    debug: Debug = False,
+) -> None:
+    """Continue prompts with a model that need not fit the GPU: weights are streamed from host, disk and other ranks.
+
+    Under torchrun, each process is one rank, which reads its part of the weights and continues its part of the prompts.
+    """
+    from shardwise.inference import command
+
+    trained = options_of().outputs.out / "export"
+    folder = command.check_folder(_path(model) if model is not None else None, trained)
+    if model is None and prompt is None and prompts is None:
+        prompt = options_of().outputs.prompt
+    command.run(
+        command.GenerateOptions(
+            *(folder, prompt, prompts, weights, device_memory, host_memory),
+            *(precision, kv, max_new_tokens, batch, device),
+        )
+    )
 
 
 @app.command()

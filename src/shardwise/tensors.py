@@ -1,4 +1,4 @@
-"""Finding and replacing the tensors inside whatever a module takes, returns, or keeps aside."""
+"""Finding and replacing the tensors inside whatever a module takes, returns, or keeps aside; flags for the host."""
 
 from __future__ import annotations
 
@@ -14,6 +14,29 @@ _OPAQUE = (nn.Module, type, FunctionType, MethodType, ModuleType, str, bytes, in
 _KEPT: frozenset[Any] = frozenset((torch.Tensor, list, tuple, dict))
 _KEPT_COUNT = 64  # longer lists on a module are tables, not losses
 _OWN = frozenset(vars(nn.Module()))
+
+
+class HostFlags:
+    """Flags that were decided on a device, copied to the host without waiting for them."""
+
+    def __init__(self, flags: torch.Tensor) -> None:
+        self._event = torch.cuda.Event() if flags.is_cuda else None
+        self._flags = torch.empty(flags.shape, dtype=torch.bool, pin_memory=flags.is_cuda)
+        self._flags.copy_(flags, non_blocking=True)
+        if self._event is not None:
+            self._event.record(torch.cuda.current_stream(flags.device))
+
+    @property
+    def are_here(self) -> bool:
+        """Whether `wait` would not wait."""
+        return self._event is None or self._event.query()
+
+    def wait(self) -> list[bool]:
+        """The flags. Waits for the device."""
+        if self._event is not None:
+            self._event.synchronize()
+        flags: list[bool] = self._flags.tolist()
+        return flags
 
 
 def tensors_in(*values: Any) -> list[torch.Tensor]:

@@ -7,7 +7,8 @@ from accelerate import Accelerator, InitProcessGroupKwargs
 from torch import nn
 from torch.utils.data import DataLoader
 
-accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")])
+BACKEND = "nccl" if torch.cuda.is_available() else "gloo"
+accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend=BACKEND)])
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

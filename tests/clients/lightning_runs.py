@@ -1,41 +1,69 @@
-"""What ranks do in the tests of Lightning: its own DeepSpeedStrategy, on the CPU."""
+"""What ranks do in the tests of Lightning: its own DeepSpeedStrategy."""
+
+import importlib
+import importlib.util
+
+from clients.devices import share_gpu
 
 
-def run_all(rank, world_size, folder):
+def run_all(rank, world_size, folder, device):
     import shardwise.as_deepspeed  # noqa: F401  # first, before lightning
 
-    found = {stage: fit(stage, f"{folder}/{stage}") for stage in (2, 3)}
+    if device == "cuda":
+        share_gpu(rank)
+    found = {stage: fit(stage, f"{folder}/{stage}", device, world_size) for stage in (2, 3)}
     return found if rank == 0 else None
 
 
-def fit(stage, folder):
+def lightning(module=""):
+    """Lightning is published under two names; both may be installed, and their classes differ."""
+    name = "lightning.pytorch" if importlib.util.find_spec("lightning") else "pytorch_lightning"
+    return importlib.import_module(name + module)
+
+
+def fit(stage, folder, *place):
     """Losses of two epochs, and of a third one that goes on from the checkpoint."""
-    model, trainer = module(), make_trainer(stage, folder, epochs=2)
+    model, trainer = module(), make_trainer(stage, folder, 2, *place)
     trainer.fit(model, loader(), loader())
     again = module()
-    make_trainer(stage, folder, epochs=3).fit(again, loader(), ckpt_path=trainer.checkpoint_callback.best_model_path)
+    make_trainer(stage, folder, 3, *place).fit(again, loader(), ckpt_path=trainer.checkpoint_callback.best_model_path)
     straight = module()
-    make_trainer(stage, f"{folder}/straight", epochs=3).fit(straight, loader())
-    return {"losses": model.seen, "resumed": again.seen, "straight": straight.seen}
+    make_trainer(stage, f"{folder}/straight", 3, *place).fit(straight, loader())
+    return {"losses": model.seen, "resumed": again.seen, "straight": straight.seen, "merged": merged(folder, trainer)}
 
 
-def make_trainer(stage, folder, epochs):
-    import lightning.pytorch as pl
-    from lightning.pytorch.strategies import DeepSpeedStrategy
+def merged(folder, trainer):
+    """The checkpoint as one file, by Lightning's own function: its keys, and the weights that a plain module gets."""
+    import torch
 
+    convert = lightning(".utilities.deepspeed").convert_zero_checkpoint_to_fp32_state_dict
+    if trainer.global_rank > 0:
+        return None
+    convert(trainer.checkpoint_callback.best_model_path, f"{folder}/merged.pt")
+    found = torch.load(f"{folder}/merged.pt", weights_only=False)
+    again = module()
+    again.configure_model()
+    again.load_state_dict(found["state_dict"])
+    return found["epoch"], found["global_step"], [param.sum().item() for param in again.parameters()]
+
+
+def make_trainer(stage, folder, epochs, device, world_size):
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    strategy = DeepSpeedStrategy(stage=stage)
-    return pl.Trainer(
-        accelerator=cpu(), devices=2, strategy=strategy, max_epochs=epochs, default_root_dir=folder, **quiet
+    return lightning().Trainer(
+        accelerator=cpu() if device == "cpu" else device,
+        devices=world_size,
+        strategy=lightning(".strategies").DeepSpeedStrategy(stage=stage),
+        max_epochs=epochs,
+        default_root_dir=folder,
+        **quiet,
     )
 
 
 def cpu():
     """Lightning's strategy asks for CUDA; this accelerator says so and is the CPU."""
     import torch
-    from lightning.pytorch.accelerators import CUDAAccelerator
 
-    class CpuAsCuda(CUDAAccelerator):
+    class CpuAsCuda(lightning(".accelerators").CUDAAccelerator):
         def setup_device(self, device):
             pass
 
@@ -77,11 +105,10 @@ def loader():
 
 
 def module():
-    import lightning.pytorch as pl
     import torch
     from torch import nn
 
-    class Small(pl.LightningModule):
+    class Small(lightning().LightningModule):
         def __init__(self):
             super().__init__()
             self.seen = []

@@ -7,6 +7,7 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
+from clients.devices import DEVICES
 from support import run_command
 
 pytest.importorskip("accelerate")
@@ -15,7 +16,7 @@ CLI = [sys.executable, "-c", "from shardwise.cli import main; main()"]
 SCRIPT = Path(__file__).parent / "accelerate_script.py"
 
 
-def run(folder, stage, port):
+def run(folder, stage, port, device):
     section = {
         "zero_stage": stage,
         "gradient_accumulation_steps": 2,
@@ -26,17 +27,20 @@ def run(folder, stage, port):
         "zero3_save_16bit_model": True,
     }
     top = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "DEEPSPEED", "mixed_precision": "no"}
-    top |= {"num_machines": 1, "machine_rank": 0, "num_processes": 2, "use_cpu": True, "deepspeed_config": section}
+    count = 2 if device == "cpu" else 1  # Accelerate gives every rank a GPU of its own
+    top |= {"num_machines": 1, "machine_rank": 0, "num_processes": count, "use_cpu": device == "cpu"}
+    top |= {"deepspeed_config": section}
     folder.mkdir()
     (folder / "config.yaml").write_text(yaml.safe_dump(top))
     launch = ["accelerate", "launch", "--config_file", folder / "config.yaml", "--main_process_port", str(port)]
-    shown = run_command([*CLI, "run", "--as-deepspeed", "--", *launch, SCRIPT, folder], timeout=300).stdout
+    shown = run_command([*CLI, "run", "--as-deepspeed", "--force", "--", *launch, SCRIPT, folder], timeout=300).stdout
     return next(line for line in shown.splitlines() if line.startswith("FOUND"))
 
 
-def test_every_stage_prints_the_same_losses_and_saves_plain_weights(tmp_path):
-    lines = [run(tmp_path / str(stage), stage, 29700 + stage) for stage in (2, 3)]
-    assert lines[0].startswith("FOUND 2 Sequential True [")
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_stage_prints_the_same_losses_and_saves_plain_weights(tmp_path, device):
+    lines = [run(tmp_path / str(stage), stage, 29700 + stage, device) for stage in (2, 3)]
+    assert lines[0].startswith(f"FOUND {2 if device == 'cpu' else 1} Sequential True [")
     assert lines[1] == lines[0]
     two, three = (load_file(tmp_path / str(stage) / "model" / "model.safetensors") for stage in (2, 3))
     assert set(two) == {"0.weight", "0.bias", "2.weight", "2.bias"}

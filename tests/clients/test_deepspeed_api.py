@@ -1,6 +1,8 @@
 """The API that DeepSpeed's users write by hand, on two ranks."""
 
+import contextlib
 import json
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -10,7 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from clients.devices import DEVICES, share_gpu
 from shardwise.compat import activation
+from shardwise.errors import CompatibilityError
 from support import ranks, run_ranks
 
 
@@ -178,22 +182,120 @@ def train_with_public_configurations(rank, world_size, cases):
         net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
         given.setdefault("optimizer", {"type": "AdamW"})
         engine, *_ = ds.initialize(model=net, model_parameters=net.parameters(), config=given)
-        for _ in range(engine.gradient_accumulation_steps()):
-            engine.backward(engine(torch.ones(2, 8)).float().square().mean())
-            engine.step()
+        engine.set_gradient_accumulation_boundary(True)
+        engine.backward(engine(torch.ones(2, 8)).float().square().mean())
+        engine.step()
         assert engine.global_steps == 1, name
         engine.destroy()
         trained.append(name)
     return trained
 
 
-def test_public_configurations_train_a_step():
-    cases = {}
-    for case in json.loads((Path(__file__).parents[1] / "config" / "corpus.json").read_text()):
-        given = case["config"]
-        text = json.dumps(given)
-        # Trainer and Accelerate fill what is open in a schedule; the batch is theirs too; a disk is not here.
-        if not case["refused"] and "zero_optimization" in given and "nvme" not in text and "scheduler" not in given:
-            cases[case["name"]] = {key: value for key, value in given.items() if "batch_size" not in key}
-    assert len(cases) >= 25
+def filled(config, disk):
+    """As Trainer passes it on: no batch of another machine, a schedule of a few steps, the user's own disk."""
+    given = {key: value for key, value in config.items() if "batch_size" not in key}
+    if "params" in given.get("scheduler", {}):
+        known = {"total_num_steps": 8, "warmup_num_steps": 2, "warmup_min_lr": 0, "warmup_max_lr": 1e-3}
+        params = given["scheduler"]["params"]
+        given["scheduler"]["params"] = {
+            key: known.get(key, value) if value == "auto" else value for key, value in params.items()
+        }
+    return json.loads(re.sub(r'/local_nvme[^"]*', disk, json.dumps(given)))
+
+
+def test_public_configurations_train_a_step(tmp_path):
+    cases = {
+        case["name"]: filled(case["config"], str(tmp_path))
+        for case in json.loads((Path(__file__).parents[1] / "config" / "corpus.json").read_text())
+        if not case["refused"] and "zero_optimization" in case["config"]
+    }
+    assert len(cases) >= 50
     assert run_ranks(train_with_public_configurations, 1, cases, fresh=True)[0] == list(cases)
+
+
+SHARED = Path(__file__).parents[3] / "shared" / "ds_configs"
+STYLES = ("ms-swift", "LLaMA-Factory", "accelerate", "transformers", "LOMO")
+
+
+@pytest.mark.clients
+@pytest.mark.skipif(not SHARED.is_dir(), reason="no folder of public configurations beside the checkout")
+def test_the_configurations_of_a_folder_train_a_step(tmp_path):
+    from shardwise.config import Config
+    from shardwise.errors import ConfigError
+
+    cases = {}
+    for path in sorted(SHARED.glob("*.json")):
+        given = json.loads(path.read_text())
+        if not path.name.startswith(STYLES) or "zero_optimization" not in given:
+            continue
+        with contextlib.suppress(ConfigError), warnings.catch_warnings():  # refused: tests/config/test_config_corpus.py
+            warnings.simplefilter("ignore")
+            Config.load(given)
+            cases[path.name] = filled(given, str(tmp_path))
+    assert len(cases) >= 40
+    assert run_ranks(train_with_public_configurations, 1, cases, fresh=True)[0] == list(cases)
+
+
+def larger_than_its_budget(rank, world_size):
+    """512 MiB of weights that rest on the host: from the constructor on, few of them are on the device at a time."""
+    share_gpu(rank)
+    ds = deepspeed()
+    ds.init_distributed()
+    offload = {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
+    config = {**settings(3), "gradient_accumulation_steps": 1, "zero_optimization": offload}
+    with ds.zero.Init(config_dict_or_path=config):
+        net = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(32)))
+    base = nn.Sequential(net, nn.Linear(2048, 1))
+    for param in net.parameters():
+        param.requires_grad_(False)
+    engine, *_ = ds.initialize(model=base, model_parameters=list(base[1].parameters()), config=config)
+    engine.backward(engine(torch.ones(2, 2048, device="cuda")).sum())
+    engine.step()
+    return torch.cuda.max_memory_allocated() / 2**20
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("device", DEVICES[1:])
+def test_weights_of_the_host_are_never_all_on_the_device(device, world_size):
+    for peak_mib in run_ranks(larger_than_its_budget, world_size, fresh=True, init=False, torchrun=True):
+        assert peak_mib < 300
+
+
+@ranks(4)
+def test_a_second_partition_in_the_node_is_stage_3(rank, world_size):
+    ds = deepspeed()
+
+    def run(**zero):
+        net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+        with ds.zero.Init(), ds.zero.GatheredParameters(list(net.parameters()), modifier_rank=0):
+            for param in net.parameters():
+                nn.init.constant_(param, 0.1)
+        config = settings(3)
+        config["zero_optimization"].update(zero)
+        engine = ds.initialize(model=net, model_parameters=net.parameters(), config=config)[0]
+        assert engine.zero_optimization_stage() == 3
+        assert engine.zero_optimization_partition_weights()
+        assert all(hasattr(param, "ds_id") for param in net.parameters())
+        losses = steps(engine, 4)
+        engine.destroy()
+        return losses, [param.ds_numel for param in net.parameters()]
+
+    hybrid, flat = run(zero_hpz_partition_size=2), run()
+    assert hybrid[1] == flat[1]
+    torch.testing.assert_close(torch.tensor(hybrid[0]), torch.tensor(flat[0]))
+
+
+@ranks(2)
+def test_an_engine_on_a_quantised_base_can_be_destroyed(rank, world_size):
+    from test_quantized import build, wrapped
+
+    net = build(wrapped)
+    trained = [param for param in net.parameters() if param.requires_grad]
+    before = net[0].weight.plain().clone()
+    engine = deepspeed().initialize(model=net, model_parameters=trained, config=settings(2))[0]
+    engine.backward(engine(torch.ones(2, 24)).square().mean())
+    engine.destroy()
+    assert torch.equal(net[0].weight.plain(), before)
+    assert net(torch.ones(2, 24)).isfinite().all()
+    with pytest.raises(CompatibilityError, match=r"'0.weight' is a \w+, which cannot have the attributes"):
+        deepspeed().initialize(model=net, model_parameters=trained, config=settings(3))

@@ -3,6 +3,7 @@
 Importing transformers takes longer than all of these runs, so one start of two processes does them all.
 """
 
+import gc
 import hashlib
 import os
 import warnings
@@ -10,19 +11,23 @@ import warnings
 import torch
 import torch.distributed as dist
 
+from clients.devices import share_gpu
+
 VOCABULARY = 64
+STAGES = ("0", "1", "2", "3", "3 offload")
+MORE_STAGES = ("1 offload", "2 offload", "3 nvme")
 
 
-def run_all(rank, world_size, folder):
+def run_all(rank, world_size, folder, device):
     """Everything on two ranks; returns rank 0's results by name."""
     import shardwise.as_deepspeed  # noqa: F401  # first, before transformers
 
-    start(folder, rank)
+    start(folder, rank, device)
     found = {}
-    for stage in ("0", "1", "2", "3", "2 offload", "3 offload"):
+    for stage in ("0", "1", "3"):
         found[stage] = train(folder, f"zero{stage}", config(stage))
-    for stage in ("1", "3"):
-        found[f"K2 {stage}"] = train(folder, f"k2-{stage}", config(stage), gradient_accumulation_steps=2)
+    for stage in STAGES:
+        found[f"K2 {stage}"] = accumulated(folder, stage)
     again = {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
     found["whole"] = train(folder, "resumed", config("3"), **again)
     found["resumed"] = train(folder, "resumed", config("3"), resume=f"{folder}/resumed/checkpoint-6", **again)
@@ -32,36 +37,60 @@ def run_all(rank, world_size, folder):
         found[f"missing {stage}"] = missing_keys(folder, stage)
         found[f"resized {stage}"] = resized(folder, stage)
         found[f"LoRA {stage}"] = lora(folder, stage)
-    found["DoRA 3"] = lora(folder, "3", use_dora=True, modules_to_save=["lm_head"])
+    found["LoRA resumed"] = lora(folder, "3", resume=f"{folder}/lora3/checkpoint-2")
+    found["left out"] = left_out(f"{folder}/lora3/checkpoint-2/global_step2")
+    for stage in ("2", "3"):
+        found[f"DoRA {stage}"] = lora(folder, stage, use_dora=True, modules_to_save=["lm_head"])
     found["generated"] = generated(folder, rank)
     found["batch size"] = found_batch_size(folder)
     found["own optimizer"] = train(folder, "own", {**config("3"), **optimizer_and_schedule()}, warmup_steps=2)
     return found if rank == 0 else None
 
 
-def alone(rank, world_size, folder):
+def run_more(rank, world_size, folder, device):
+    """What `make test-clients` runs besides."""
+    import shardwise.as_deepspeed  # noqa: F401  # first, before transformers
+
+    start(folder, rank, device)
+    found = {f"K2 {stage}": accumulated(folder, stage) for stage in MORE_STAGES}
+    found["second train"] = trained_twice(folder)
+    found["fp16"] = overflowing(folder)
+    return found if rank == 0 else None
+
+
+def accumulated(folder, stage):
+    return train(folder, f"k2-{stage}", config(stage, folder), gradient_accumulation_steps=2)
+
+
+def alone(rank, world_size, folder, device):
     """On one rank: the same steps with as many micro-batches as there were ranks, and a resumed run of two ranks."""
     import shardwise.as_deepspeed  # noqa: F401  # first, before transformers
 
-    start(folder, rank)
+    start(folder, rank, device)
     found = {"K2 alone": train(folder, "alone", config("3"), gradient_accumulation_steps=2)}
     again = {"num_train_epochs": 2, "per_device_train_batch_size": 4}
     found["resumed alone"] = train(folder, "smaller", config("2"), resume=f"{folder}/resumed/checkpoint-6", **again)
     return found
 
 
-def start(folder, rank):
+def start(folder, rank, device="cpu"):
+    import peft  # noqa: F401  # so that it is frozen below
     from accelerate import PartialState
-    from transformers import LlamaForCausalLM, set_seed
+    from transformers import LlamaForCausalLM, Trainer, set_seed  # noqa: F401  # so that they are frozen below
     from transformers.utils import logging
 
     warnings.simplefilter("ignore")
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    if device == "cuda":
+        share_gpu(rank)
     # With --deepspeed and no GPU, Accelerate chooses no backend: it has to be given here.
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    PartialState(backend="gloo")
+    PartialState(backend="nccl" if device == "cuda" else "gloo")
     del os.environ["ACCELERATE_USE_DEEPSPEED"]
+    # Accelerate collects garbage twice a run: without the modules, that takes a tenth of the time of a run.
+    gc.collect()
+    gc.freeze()
     if rank == 0 and not os.path.exists(f"{folder}/base"):
         set_seed(0)
         LlamaForCausalLM(llama()).save_pretrained(f"{folder}/base")
@@ -75,14 +104,15 @@ def llama():
     return LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=32, pad_token_id=0, **sizes)
 
 
-def config(stage):
+def config(stage, disk=None):
     """As a user writes it for Trainer: `auto` wherever Trainer knows better."""
     number, _, offload = stage.partition(" ")
     zero = {"stage": int(number), "reduce_bucket_size": "auto", "overlap_comm": True}
+    device = {"device": "nvme", "nvme_path": disk} if offload == "nvme" else {"device": "cpu", "nvme_path": None}
     if offload:
-        zero |= {"offload_optimizer": {"device": "cpu"}}
+        zero |= {"offload_optimizer": device}
     if offload and number == "3":
-        zero |= {"offload_param": {"device": "cpu", "nvme_path": None}}
+        zero |= {"offload_param": device}
     keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
     return {**dict.fromkeys(keys, "auto"), "bf16": {"enabled": "auto"}, "zero_optimization": zero}
 
@@ -102,7 +132,7 @@ def samples(count=16):
 
 
 def arguments(folder, name, settings, **options):
-    from accelerate.state import AcceleratorState
+    from accelerate.state import AcceleratorState, PartialState
     from transformers import TrainingArguments
 
     AcceleratorState._reset_state(reset_partial_state=False)
@@ -114,7 +144,7 @@ def arguments(folder, name, settings, **options):
         logging_steps=1,
         max_grad_norm=0.5,
         report_to=[],
-        use_cpu=True,
+        use_cpu=PartialState().device.type == "cpu",
         disable_tqdm=True,
         **{**chosen, **options},
     )
@@ -196,21 +226,65 @@ def resized(folder, stage):
     return finish(trainer, f"{folder}/resized{stage}/final")
 
 
-def lora(folder, stage, **options):
+def trained_twice(folder):
+    """`train()` twice: Trainer takes the engine off, and makes another if it is told that the model is not wrapped."""
+    from transformers import Trainer
+
+    losses = {}
+    for stage in ("2", "3"):
+        args = arguments(folder, f"twice{stage}", config(stage))
+        trainer = Trainer(model=base(folder), args=args, train_dataset=samples())
+        for attempt in range(2):
+            trainer.model_wrapped = trainer.model
+            trainer.train()
+            losses[stage, attempt] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        finish(trainer, f"{folder}/twice{stage}/final")
+    return losses
+
+
+def overflowing(folder):
+    """Computes in fp16; the scale is too large for the first steps, which are skipped."""
+    from transformers import Trainer
+
+    found = {}
+    for stage in ("1", "3"):
+        settings = {**config(stage), "fp16": {"enabled": True, "initial_scale_power": 26, "hysteresis": 1}}
+        del settings["bf16"]
+        args = arguments(folder, f"half{stage}", settings, num_train_epochs=4, fp16=True)
+        trainer = Trainer(model=base(folder), args=args, train_dataset=samples())
+        trainer.train()
+        engine = trainer.model_wrapped
+        counts = {"steps": engine.global_steps, "skipped": engine.skipped_steps, "scale": engine.loss_scale()}
+        found[stage] = {**finish(trainer, f"{folder}/half{stage}/final"), **counts}
+    return found
+
+
+def left_out(folder):
+    """How many parameters a checkpoint has, and how many frozen ones it was saved without."""
+    from pathlib import Path
+
+    from shardwise.checkpoint.manifest import read_manifest
+
+    manifest = read_manifest(Path(folder))
+    return len(manifest.params), len(manifest.left_out)
+
+
+def lora(folder, stage, resume=None, **options):
     """Adapters on a frozen base, which stays as it was, to the bit."""
     from peft import LoraConfig, get_peft_model
     from transformers import Trainer, set_seed
 
-    args = arguments(folder, f"lora{stage}", config(stage))
+    saved = {"save_strategy": "steps", "save_steps": 2} if not options else {}
+    args = arguments(folder, f"lora{stage}", config(stage), **saved)
     set_seed(3)
     adapters = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", **options)
     model = get_peft_model(base(folder), adapters)
     trainer = Trainer(model=model, args=args, train_dataset=samples())
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     engine = trainer.model_wrapped.shardwise_engine
     frozen = [name for name, param in model.named_parameters() if not param.requires_grad]
     plain = base_state(folder)
-    same = [torch.equal(engine.full_param(name), plain[plain_name(name)]) for name in frozen]
+    same = [torch.equal(engine.full_param(name).cpu(), plain[plain_name(name)]) for name in frozen]
     return {**finish(trainer, f"{folder}/lora{stage}/final"), "frozen": len(frozen), "unchanged": sum(same)}
 
 
@@ -232,7 +306,7 @@ def generated(folder, rank):
     args = arguments(folder, "generated", config("3"))
     trainer = Trainer(model=base(folder), args=args, train_dataset=samples())
     trainer.train()
-    prompt = samples(2)[rank]["input_ids"][None]
+    prompt = samples(2)[rank]["input_ids"][None].to(args.device)
     made = trainer.model_wrapped.generate(prompt, max_new_tokens=2 + rank, do_sample=False)
     finish(trainer, f"{folder}/generated/final")
     return made.shape[1] - prompt.shape[1]

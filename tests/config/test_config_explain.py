@@ -19,6 +19,7 @@ def formula(preset, tier=None, k=1, **sections):
         ("zero1", "4Ψ + 12Ψ/W", "6Ψ + 12Ψ/W"),
         ("zero2", "2Ψ + 14Ψ/W", "2Ψ + 16Ψ/W"),
         ("zero3", "14Ψ/W", "16Ψ/W"),
+        ("zero3_hybrid", "4Ψ/n + 12Ψ/W", "6Ψ/n + 12Ψ/W"),  # with one micro-batch on nodes: 2Ψ/n + 14Ψ/W (test_mesh)
     ],
 )
 def test_resting_bytes_are_those_of_the_design(preset, one, several):
@@ -84,7 +85,7 @@ def test_every_effective_value_is_there_in_100_columns(preset):
     lines = text.splitlines()
     assert max(map(len, lines)) <= 100
     assert all(line == line.rstrip() for line in lines)
-    idle = {"zero0", "zero1", "zero2", "zero3"}
+    idle = {"zero0", "zero1", "zero2", "zero3", "zero3_hybrid"}
     for path, _, _ in leaves(config):
         section, _, name = path.partition(".")
         unused = (

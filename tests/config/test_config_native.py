@@ -30,6 +30,7 @@ def test_the_rows_are_those_of_the_design():
         "zero1": "replicated, device | replicated, device | sharded, device",
         "zero2": "replicated, device | sharded, device | sharded, device",
         "zero3": "sharded, device | sharded, device | sharded, device",
+        "zero3_hybrid": "node, device | node, device | sharded, device",
         "zero1_offload": "replicated, device | replicated, device | sharded, host",
         "zero2_offload": "replicated, device | sharded, host | sharded, host",
         "zero3_offload": "sharded, host | sharded, host | sharded, host",

@@ -1,4 +1,4 @@
-"""The command as a user sees it: the table, the files, messages; and every claim of docs/claims.md."""
+"""The command as a user sees it: table, files, messages; and the figures of docs/claims.md and docs/lora-24gb.md."""
 
 import doctest
 import importlib
@@ -35,9 +35,9 @@ def run(monkeypatch, capsys):
     return call
 
 
-def claims():
-    text = (ROOT / "docs" / "claims.md").read_text()
-    blocks = re.findall(r"^```\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+def claims(page):
+    text = (ROOT / "docs" / page).read_text()
+    blocks = re.findall(r"^```\n(\$ .*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
     lines = [line for block in blocks for line in block.splitlines()]
     found = []
     for line in lines:
@@ -48,13 +48,21 @@ def claims():
     return found
 
 
+def guide():
+    """The same of the guide to LoRA. A dry run of billions of parameters is for `make test-full`."""
+    for command, expected in claims("lora-24gb.md"):
+        yield pytest.param(command, expected, marks=[pytest.mark.full] if "--detailed" in command else [])
+
+
 @pytest.fixture(scope="module")
 def seen_before():
     """What commands printed: two claims may be proven by one comparison."""
     return {}
 
 
-@pytest.mark.parametrize(("command", "expected"), claims(), ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    ("command", "expected"), [*claims("claims.md"), *guide()], ids=lambda value: value if isinstance(value, str) else ""
+)
 def test_every_claim_is_proven_by_its_command(command, expected, run, seen_before, forked_ranks):
     if command not in seen_before:
         with forked_ranks():
@@ -64,6 +72,17 @@ def test_every_claim_is_proven_by_its_command(command, expected, run, seen_befor
     assert expected
     for figure in expected:
         assert shows(out, figure), (figure, out)
+
+
+def test_the_page_on_nodes_shows_what_plan_prints(run):
+    command, printed = re.search(
+        r"```\n(shardwise plan [^\n]*)\n```.*?```\n(.*?)```", (ROOT / "docs/parallelism.md").read_text(), re.DOTALL
+    ).groups()
+    code, out, err = run(command)
+    assert code == 0, err
+    rows = [" ".join(line.split()) for line in out.splitlines()]
+    for line in printed.splitlines():
+        assert " ".join(line.split()) in rows, out
 
 
 def shows(out, figure):

@@ -28,6 +28,29 @@ def test_from_fast_to_slow():
     assert advice(70 * GB, host_bytes=100 * GB, disk_bytes=GB).preset is None
 
 
+def test_on_several_nodes_weights_stay_in_the_node():
+    nodes = {"gpus": 128, "nodes": 16}
+    assert advice("llama3-70b", **nodes).preset == "zero3_hybrid"
+    assert advice("llama3-8b", **nodes).preset == "zero1"
+    # With several micro-batches, zero2 would send each of them out of the node.
+    small = {"gpus": 32, "nodes": 4, "gpu_bytes": 40 * GB}
+    assert advice("llama3-8b", **small).preset == "zero2"
+    assert advice("llama3-8b", **small, workload=Workload(accumulation=4)).preset == "zero3_hybrid"
+    assert advice("llama3-405b", gpus=512, nodes=64).preset == "zero3"
+
+
+def test_traffic_in_a_node_and_out_of_it():
+    made = shardwise.plan("llama3-8b", hardware=Hardware(16, nodes=2), workload=Workload(accumulation=4))
+    psi, zero3, hybrid = made.model.trainable, made.row("zero3"), made.row("zero3_hybrid")
+    assert zero3.outside_bytes == pytest.approx(3 * 4 * 2 * psi / 2)
+    assert hybrid.outside_bytes == pytest.approx((4 + 2) * psi / 2)  # added up in fp32; new weights in bf16
+    assert hybrid.wire_bytes == pytest.approx(3 * 4 * 2 * psi * 7 / 8 + hybrid.outside_bytes / 8)
+    assert "out: leaves a node" in str(made)
+    alone = shardwise.plan("llama3-8b", hardware=Hardware(16))
+    assert "zero3_hybrid" not in [row.preset for row in alone.rows]
+    assert {row.outside_bytes for row in alone.rows} == {0}
+
+
 def test_the_disk_is_the_last_resort():
     on_disk = advice("llama3-70b", 1, host_bytes=300 * GB, disk_bytes=10**13)
     assert on_disk.preset == "zero3_nvme"

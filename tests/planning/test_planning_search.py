@@ -91,9 +91,10 @@ def test_what_is_moved_is_what_the_engine_moves(preset, accumulation, precision)
 
 def test_between_nodes_the_shared_link_counts():
     rates = Rates(gpu_link=100e9, node_link=50e9)
-    assert wire_s(7 * GB, Hardware(8, rates=rates)) == pytest.approx(0.07)
-    # Of 15 others 8 are on the other node, and 8 GPUs share the link.
-    assert wire_s(15 * GB, Hardware(16, nodes=2, rates=rates)) == pytest.approx(8 * 8 / 50)
+    assert wire_s({"inner": 7 * GB, "outer": 0}, Hardware(8, rates=rates)) == pytest.approx(0.07)
+    # 8 GPUs share the link, and each sends its eighth of a half.
+    two = Hardware(16, nodes=2, rates=rates)
+    assert wire_s({"inner": 14 * GB, "outer": GB}, two) == pytest.approx(8 / 50)
 
 
 def test_operations_of_a_step():

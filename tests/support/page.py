@@ -21,7 +21,7 @@ def models() -> list[str]:
 
 def conduct() -> list[str]:
     import test_conduct  # noqa: F401  (its tests register themselves)
-    import test_gradients  # noqa: F401
+    import test_gradients  # noqa: F401  (so do its)
 
     ordered = sorted(CONDUCTS, key=lambda one: one.test.rpartition(".")[0])  # whichever module was imported first
     return ["| what | | |", "|---|---|---|", *(f"| {one.what} | {one.outcome} | {one.how} |" for one in ordered)]

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import shardwise.train
-from shardwise.comm.comm import ProcessGroupComm
+from shardwise.comm import ProcessGroupComm
 from shardwise.errors import ConfigError
 from shardwise.train.folder import RunFolder, read
 from shardwise.train.job import prepare
@@ -68,6 +68,7 @@ def train(
     layers=1,
     intervals=None,
     foresee=False,
+    tp=1,
     **outputs,
 ):
     """One run on this rank, to its end or to a signal."""
@@ -77,7 +78,7 @@ def train(
         data={"paths": (text,)},
         model={"size": "nano", "context": 16, "layers": layers},
         updates={"steps": steps, "batch": 12, "accumulate": accumulate},
-        placing={"config": config, "foresee": foresee},
+        placing={"config": config, "foresee": foresee, "tp": tp},
         intervals={"eval_every": 3, "save_every": 0} | (intervals or {}),
         outputs={"out": out, "sample": 5, "plot": False} | outputs,
     )
@@ -133,6 +134,26 @@ def test_a_signal_at_a_step_that_is_being_saved_loses_nothing(rank, world_size, 
     out = tmp_path / "run"
     train(write_text(tmp_path, rank), out, process=Process(2), intervals={"save_every": 2})
     assert [path.name for path in out.glob("checkpoints/[!.]*")] == ["step-2"]
+
+
+@ranks(4)
+def test_ranks_that_hold_one_copy_together_train_the_same_and_continue_without(rank, world_size, tmp_path):
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()  # it has meshes of earlier tests, whose groups are gone
+    text, out = write_text(tmp_path, rank), tmp_path / "run"
+    train(text, tmp_path / "whole", steps=3)
+    train(text, out, steps=3, tp=2)
+    for got, expected in zip(results(out), results(tmp_path / "whole"), strict=True):
+        assert [each for each in got if each] == pytest.approx([each for each in expected if each], rel=1e-3)
+    saved = weights(out)
+    assert saved.keys() == weights(tmp_path / "whole").keys()
+    train(text, out, steps=4, config="zero1")  # at tp 1
+    assert len(results(out)) == 4
+    with pytest.raises(ConfigError, match=r"--tp 3 does not divide 4 rank\(s\): take --nproc 3"):
+        train(text, out, tp=3)
+    with pytest.raises(ConfigError, match=r"--tp 4 does not divide heads \(2\)"):
+        train(text, out, tp=4)
 
 
 @ranks(3)

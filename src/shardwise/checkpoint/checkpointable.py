@@ -13,6 +13,7 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
@@ -21,12 +22,15 @@ from torch import nn
 from shardwise._version import __version__
 from shardwise.checkpoint.companions import config_text
 from shardwise.checkpoint.files import TensorSlice, as_bytes, joined
+from shardwise.checkpoint.manifest import VERSION
 from shardwise.checkpoint.plain import dtype_name, rng_states, to_plain
-from shardwise.comm.comm import Comm
+from shardwise.comm import Comm
+from shardwise.comm.model_group import Everyone
 from shardwise.errors import CheckpointError, DamagedError
 from shardwise.optim.optimizers import members
 from shardwise.optim.states import extras_of, state_views
 from shardwise.partition.layout import Slot, Span
+from shardwise.partition.stored import stored_tensors
 from shardwise.unit.state_view import StateView
 from shardwise.unit.unit import Unit
 
@@ -72,19 +76,19 @@ class Checkpointable(Protocol):
     def zero_grad(self) -> None: ...
 
 
-def on_all_ranks(comm: Comm | None, work: Callable[[], T]) -> T:
+def on_all_ranks(comm: Everyone | None, work: Callable[[], T]) -> T:
     """This rank's result of `work`; a CheckpointError on all ranks if any failed. A collective if `comm` is given."""
     results: list[T] = []
     _run(comm, lambda: results.append(work()))
     return results[0]
 
 
-def on_rank_0(comm: Comm | None, work: Callable[[], T]) -> T:
+def on_rank_0(comm: Everyone | None, work: Callable[[], T]) -> T:
     """Rank 0's result of `work`, on all ranks; a CheckpointError on all ranks if it failed. As `on_all_ranks`."""
     return cast(T, _run(comm, lambda: work() if comm is None or comm.rank == 0 else None)[0])
 
 
-def _run(comm: Comm | None, work: Callable[[], T]) -> list[T]:
+def _run(comm: Everyone | None, work: Callable[[], T]) -> list[T]:
     """The results of all ranks. Damage that another checkpoint can make up for stays a DamagedError."""
     if comm is None:
         return [work()]
@@ -142,9 +146,12 @@ class RankContents:
     head: dict[str, Any] = field(default_factory=dict)
 
 
-def contents_of(engine: Checkpointable, state: Any, own_buffers: set[str], staged: bool) -> RankContents:
-    """What this rank writes of `engine`, and on rank 0 also of `state`; copied to host memory if `staged`."""
-    rank, tensors = engine.comm.rank, dict[str, torch.Tensor]()
+def contents_of(engine: Checkpointable, state: Any, own_buffers: set[str], staged: bool, frozen: bool) -> RankContents:
+    """What this rank writes of `engine`, and on rank 0 also of `state`; copied to host memory if `staged`.
+
+    Without `frozen`, the values of frozen parameters are left out.
+    """
+    rank, tensors = engine.comm.everyone.rank, dict[str, torch.Tensor]()
     extras: dict[str, dict[str, Any]] = defaultdict(dict)
     for name, key, value in _extras(engine):
         extras[name][key] = to_plain(value, tensors, f"extra/{key}/{name}")
@@ -152,8 +159,8 @@ def contents_of(engine: Checkpointable, state: Any, own_buffers: set[str], stage
     buffers = persistent_buffers(engine.module)
     tensors.update({f"rank-{rank}/buffer/{name}": buffers[name] for name in own_buffers})
     tensors.update({f"buffer/{name}": buffer for name, buffer in buffers.items()} if rank == 0 else {})
-    head = _head(engine, state, tensors) if rank == 0 else {}
-    slices = [*owned_slices(engine, engine.optimizer)]
+    head = _head(engine, state, tensors, frozen) if rank == 0 else {}
+    slices = [*owned_slices(engine, engine.optimizer, frozen)]
     slices += [TensorSlice.whole(key, tensor) for key, tensor in tensors.items()]
     # Joined last: each piece is staged by itself.
     slices = joined(_staged(slices, engine.comm.device) if staged else slices)
@@ -177,32 +184,37 @@ def _staged(slices: list[TensorSlice], device: torch.device) -> list[TensorSlice
 def own_buffers(engine: Checkpointable) -> set[str]:
     """The buffers that differ from rank 0's, such as running statistics of local batches. A collective."""
     mine = {name: _digest(buffer) for name, buffer in persistent_buffers(engine.module).items()}
-    theirs = engine.comm.share_object(mine, "checkpoint, buffers")[0] if mine else {}
+    theirs = engine.comm.everyone.share_object(mine, "checkpoint, buffers")[0] if mine else {}
     return {name for name, digest in mine.items() if digest != theirs.get(name)}
 
 
-def owned_slices(engine: Checkpointable, optimizer: torch.optim.Optimizer | None) -> Iterator[TensorSlice]:
-    """The values that this rank owns in the layout, and the states of `optimizer`."""
-    for unit in engine.units:
-        owned = unit.layout.shard(engine.comm.rank)
+def owned_slices(
+    engine: Checkpointable, optimizer: torch.optim.Optimizer | None, frozen: bool = True
+) -> Iterator[TensorSlice]:
+    """The values that this rank owns in the layout, and the states of `optimizer`; of `frozen` parameters if so."""
+    for unit in engine.units if frozen else filter(attrgetter("is_trainable"), engine.units):
+        owned = unit.layout.shard(engine.comm.shard_index)
         for view in state_views(unit, optimizer):
             for slot, part in overlaps(unit, view.span.intersect(owned)):
-                elements = part.shift(-slot.span.start)
-                key = f"{view.key}/{slot.spec.name}"
-                yield TensorSlice(key, view.dtype, slot.spec.shape, elements, _shifted(view, part.start))
+                tp, key = slot.spec.part, f"{view.key}/{slot.spec.name}"
+                if tp is None or tp.is_counted:
+                    elements = part.shift((tp.start if tp is not None else 0) - slot.span.start)
+                    yield TensorSlice(key, view.dtype, slot.spec.whole_shape, elements, _shifted(view, part.start), tp)
 
 
 def _extras(engine: Checkpointable) -> Iterator[tuple[str, str, Any]]:
     """Extras of the parameters whose first element this rank owns."""
     for unit in engine.units:
-        owned = unit.layout.shard(engine.comm.rank)
+        owned = unit.layout.shard(engine.comm.shard_index)
         for extra in extras_of(unit, engine.optimizer):
             for slot, part in overlaps(unit, extra.span.intersect(owned)):
-                if part.start == slot.span.start:
+                if part.start == slot.span.start and (slot.spec.part is None or slot.spec.part.index == 0):
                     yield slot.spec.name, extra.key, extra.value
 
 
-def _head(engine: Checkpointable, state: Any, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+def _head(engine: Checkpointable, state: Any, tensors: dict[str, torch.Tensor], frozen: bool) -> dict[str, Any]:
+    params = _params(engine)
+    left_out = [name for name, param in params.items() if param["group"] is None and not frozen]
     training = {**engine.progress(), "groups": None, "lr_scheduler": None}
     if engine.optimizer is not None:
         training["groups"] = [group_options(group) for group in engine.optimizer.param_groups]
@@ -210,13 +222,16 @@ def _head(engine: Checkpointable, state: Any, tensors: dict[str, torch.Tensor]) 
         training["lr_scheduler"] = engine.lr_scheduler.state_dict()
     return {
         "steps": engine.steps,
-        "world_size": engine.comm.world_size,
+        "version": VERSION if engine.comm.model_group.size > 1 else 1,
+        "world_size": engine.comm.everyone.world_size,
+        "tp": engine.comm.model_group.size,
         "written_by": f"shardwise {__version__}, torch {torch.__version__}",
         "optimizer": optimizer_name(engine.optimizer) if engine.optimizer is not None else None,
         "training": to_plain(training, tensors, "training"),
         "state": to_plain(state, tensors, "state"),
         "config": config_text(engine.module),
-        "params": _params(engine),
+        "params": {name: param for name, param in params.items() if name not in left_out},
+        "left_out": left_out,
     }
 
 
@@ -225,7 +240,7 @@ def _params(engine: Checkpointable) -> dict[str, dict[str, Any]]:
     slots = {slot.spec.name: (unit, slot) for unit in engine.units for slot in unit.layout.slots}
     params: dict[str, dict[str, Any]] = {}
     first_names: dict[int, str] = {}
-    for name, param in engine.module.named_parameters(remove_duplicate=False):
+    for name, param in stored_tensors(engine.module, remove_duplicate=False).items():
         if id(param) in first_names:
             params[first_names[id(param)]]["aliases"].append(name)
             continue
@@ -233,7 +248,8 @@ def _params(engine: Checkpointable) -> dict[str, dict[str, Any]]:
         unit, slot = slots[name]
         group = slot.spec.group if unit.is_trainable else None
         dtype, compute = map(dtype_name, (unit.weights.policy.master_dtype, unit.weights.policy.weight_dtype))
-        params[name] = {"shape": slot.spec.shape, "dtype": dtype, "compute": compute, "group": group, "aliases": []}
+        shape = slot.spec.whole_shape
+        params[name] = {"shape": shape, "dtype": dtype, "compute": compute, "group": group, "aliases": []}
     return params
 
 

@@ -44,12 +44,13 @@ from shardwise.checkpoint.manifest import read_manifest
 from shardwise.checkpoint.names import underlying, underlying_names
 from shardwise.checkpoint.plain import REMEDY, dtype_named
 from shardwise.checks import check_range
-from shardwise.comm.comm import Comm
+from shardwise.comm.model_group import Everyone
 from shardwise.errors import CheckpointError, ConfigError, DamagedError
 from shardwise.files import parse_json, validated
 from shardwise.optim.states import MASTER
 from shardwise.partition.layout import Span
 from shardwise.partition.policy import DTYPES
+from shardwise.partition.stored import is_quantized, stored_tensors
 from shardwise.sizes import format_bytes, parse_bytes
 from shardwise.unit.unit import Unit
 
@@ -112,15 +113,16 @@ class ExportSource:
 
     def __init__(self, engine: Checkpointable, dtype: torch.dtype | None, merges: bool) -> None:
         self._engine = engine
+        self._everyone = engine.comm.everyone
         self._units = {id(param): (unit, name) for unit in engine.units for name, param in _params(unit)}
         self._whole: tuple[Unit, torch.Tensor] | None = None
         self.layers: dict[str, nn.Module] = {}
         self.kinds: dict[str, torch.Tensor] = {}
         keys: dict[int, str] = {}
-        for name, param in engine.module.named_parameters():
+        for name, param in stored_tensors(engine.module).items():
             unit, _ = self._units[id(param)]
             keys[id(param)] = f"{MASTER}/{name}"
-            shape, default = unit.layout.slot(name).spec.shape, unit.weights.policy.weight_dtype
+            shape, default = unit.layout.slot(name).spec.whole_shape, unit.weights.policy.weight_dtype
             self.kinds[f"{MASTER}/{name}"] = _exported(default, shape, dtype)
         for name, buffer in persistent_buffers(engine.module).items():
             keys[id(buffer)] = f"buffer/{name}"
@@ -135,10 +137,10 @@ class ExportSource:
         """This rank's parts of all tensors. A collective if adapters are merged."""
         for each in self._slices():
             if each.key in self.names:
-                yield from ((self.names[each.key], *part) for part in each.parts())
+                yield from ((self.names[each.key], *part) for part in each.parts_in_order())
         for path, layer in self.layers.items():
             for name, tensor in merged_tensors(layer, self._whole_of):
-                if self._engine.comm.rank == 0 and f"{path}.{name}" in self.tensors:
+                if self._everyone.rank == 0 and f"{path}.{name}" in self.tensors:
                     yield f"{path}.{name}", Span(0, tensor.numel()), tensor.reshape(-1)
         self._whole = None
 
@@ -148,17 +150,17 @@ class ExportSource:
             (each.key, elements, values.to(self.kinds[each.key].dtype).cpu())
             for each in self._slices()
             if each.key in keys
-            for elements, values in each.parts()
+            for elements, values in each.parts_in_order()
         ]
         found = {key: torch.empty_like(self.kinds[key], device="cpu") for key in keys}
-        for parts in self._engine.comm.share_object(mine, "export, adapters"):
+        for parts in self._everyone.share_object(mine, "export, adapters"):
             for key, elements, values in parts:
                 found[key].view(-1)[elements.slice] = values
         return found
 
     def _slices(self) -> Iterator[TensorSlice]:
         yield from owned_slices(self._engine, None)
-        if self._engine.comm.rank == 0:
+        if self._everyone.rank == 0:
             for name, buffer in persistent_buffers(self._engine.module).items():
                 yield TensorSlice.whole(f"buffer/{name}", buffer)
 
@@ -182,7 +184,7 @@ class ExportSource:
         if self._whole is None or self._whole[0] is not unit:
             unit.finish_update()
             self._whole = unit, unit.weights.whole(unit.weights.master)
-        values = unit.view(self._whole[1], name)
+        values = unit.whole(self._whole[1], name)
         wide = torch.promote_types(values.dtype, torch.float32) if values.is_floating_point() else values.dtype
         return values.to(wide, copy=True)
 
@@ -196,19 +198,31 @@ def export(
     files_from: Path | None = None,
 ) -> None:
     """Write an engine's weights into the new folder `folder`. See `Engine.export`. A collective."""
-    model = underlying(engine.module)
+    model, everyone = underlying(engine.module), engine.comm.everyone
     is_adapted = has_adapters(model)
-    on_all_ranks(engine.comm, lambda: check_merge(model) if is_adapted and merged else None)
+    on_all_ranks(everyone, lambda: check_merge(model) if is_adapted and merged else None)
+    if merged or not is_adapted:
+        _check_not_quantized(engine.module)
     source = ExportSource(engine, dtype, is_adapted and merged)
-    files = on_rank_0(engine.comm, lambda: companions(engine.module, files_from))
+    files = on_rank_0(everyone, lambda: companions(engine.module, files_from))
     if is_adapted and not merged:
-        _export_adapters(source, engine.comm, folder, model, files)
+        _export_adapters(source, everyone, folder, model, files)
     else:
-        _export(engine.comm, folder, ExportLayout(source.tensors, max_bytes), files, source.parts())
+        _export(everyone, folder, ExportLayout(source.tensors, max_bytes), files, source.parts())
+
+
+def _check_not_quantized(model: nn.Module) -> None:
+    for name, param in model.named_parameters():
+        if is_quantized(param):
+            raise CheckpointError(
+                f"{name!r} is quantised ({type(param).__name__}), and only the library that quantised it can write it: "
+                "export the adapters alone (without merged=True), or call model.save_pretrained within "
+                "shardwise.gathered(model.parameters())"
+            )
 
 
 def _export_adapters(
-    source: ExportSource, comm: Comm, folder: Path, model: nn.Module, files: Mapping[str, bytes]
+    source: ExportSource, comm: Everyone, folder: Path, model: nn.Module, files: Mapping[str, bytes]
 ) -> None:
     """Write the adapters and, beside them, the files of the tokenizer."""
     without_values = {source.names[key]: tensor for key, tensor in source.kinds.items()}
@@ -253,6 +267,11 @@ def export_checkpoint(
             f"{path} is of a model with adapters of PEFT, which only PEFT can write: load it into an engine and call "
             "engine.export(folder), or engine.export(folder, merged=True)"
         )
+    if manifest.left_out:
+        raise CheckpointError(
+            f"{path} was saved without {len(manifest.left_out)} frozen parameters: load it into an engine, whose model "
+            "has them, and call engine.export(folder)"
+        )
     tensors = {
         inside[_name(key)]: _exported(
             computes.get(key, tensor.torch_dtype), tensor.shape, dtype if key in computes else None
@@ -276,7 +295,7 @@ def export_checkpoint(
 
 
 def _export(
-    comm: Comm | None, folder: Path, layout: ExportLayout, files: Mapping[str, bytes], parts: TensorParts
+    comm: Everyone | None, folder: Path, layout: ExportLayout, files: Mapping[str, bytes], parts: TensorParts
 ) -> None:
     """Write parts of tensors, each with its name, into a draft, and make it the folder `folder`."""
     draft = on_rank_0(comm, lambda: _begin(folder, layout, files))
@@ -286,7 +305,7 @@ def _export(
 
 
 @contextlib.contextmanager
-def _discarding(draft: Path, comm: Comm | None) -> Iterator[None]:
+def _discarding(draft: Path, comm: Everyone | None) -> Iterator[None]:
     """Within it, an error removes the draft."""
     try:
         yield
@@ -344,7 +363,7 @@ def export_command(
     return f"exported {path} to {folder}: {len(written)} file{'s' if len(written) > 1 else ''}, {size}"
 
 
-def _params(unit: Unit) -> Iterator[tuple[str, nn.Parameter]]:
+def _params(unit: Unit) -> Iterator[tuple[str, torch.Tensor]]:
     return zip(unit.names, unit.params, strict=True)
 
 

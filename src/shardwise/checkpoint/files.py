@@ -26,6 +26,7 @@ from shardwise.checkpoint.plain import REMEDY
 from shardwise.errors import CheckpointError, DamagedError
 from shardwise.files import parse_json, validated
 from shardwise.partition.layout import Span
+from shardwise.partition.part import TensorPart
 
 CHUNK_BYTES = 4 << 20
 _CACHED_BLOCKS = 8
@@ -43,13 +44,18 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """A range of a tensor's flat elements to write; `read` returns any part of the range, counted from its start."""
+    """A range of a tensor's flat elements to write; `read` returns any part of the range, counted from its start.
+
+    `tp` is the part of the tensor that the range lies in, where tensor parallelism has cut it: elements are then
+    counted in all parts laid end to end.
+    """
 
     key: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     elements: Span
     read: Callable[[Span], torch.Tensor]
+    tp: TensorPart | None = None
 
     @classmethod
     def whole(cls, key: str, tensor: torch.Tensor) -> TensorSlice:
@@ -61,6 +67,11 @@ class TensorSlice:
         return self.elements.numel * self.dtype.itemsize
 
     @property
+    def cut(self) -> tuple[int, int] | None:
+        """How the manifest says that elements are counted (see `StoredTensor`)."""
+        return self.tp.stored_cut if self.tp is not None else None
+
+    @property
     def shape_in_file(self) -> Sequence[int]:
         """The tensor's shape for a slice that is all of it; otherwise the slice is flat."""
         return self.shape if self.elements == Span(0, math.prod(self.shape)) else [self.elements.numel]
@@ -69,6 +80,16 @@ class TensorSlice:
         """The elements, counted from the tensor's start, in parts of a few MB."""
         for part in _chunks(Span(0, self.elements.numel), self.dtype.itemsize):
             yield part.shift(self.elements.start), self.read(part)
+
+    def parts_in_order(self) -> Iterator[tuple[Span, torch.Tensor]]:
+        """As `parts`, with elements counted in the tensor's own order."""
+        for elements, values in self.parts():
+            if self.tp is None:
+                yield elements, values
+                continue
+            mine = elements.shift(-self.tp.start)
+            for start, stop, place in self.tp.runs(mine.start, mine.stop):
+                yield Span(place, place + stop - start), values[start - mine.start : stop - mine.start]
 
     def copied_to(self, flat: torch.Tensor) -> TensorSlice:
         """The slice, to be read from a copy of its elements in `flat`. The copy may be asynchronous."""
@@ -162,8 +183,41 @@ class CheckpointReader(contextlib.ExitStack):
         self.manifest = manifest
         self._readers: dict[int, BlockReader] = {}
 
-    def parts(self, stored: StoredTensor, wanted: Span) -> Iterator[tuple[Span, torch.Tensor]]:
-        """The elements `wanted` of a tensor, in parts of a few MB."""
+    def parts(
+        self, stored: StoredTensor, wanted: Span, tp: TensorPart | None = None
+    ) -> Iterator[tuple[Span, torch.Tensor]]:
+        """The elements `wanted` of a tensor, or of the part `tp` of it, in parts of a few MB."""
+        tp = tp or TensorPart(stored.shape)
+        if stored.cut == tp.stored_cut:
+            for elements, values in self._stored_parts(stored, wanted.shift(tp.start)):
+                yield elements.shift(-tp.start), values
+        else:
+            yield from self._parts_by_rows(stored, wanted, tp)
+
+    def _parts_by_rows(self, stored: StoredTensor, wanted: Span, tp: TensorPart) -> Iterator[tuple[Span, torch.Tensor]]:
+        """As `parts`, where the file has the tensor cut in another way."""
+        row = math.prod(tp.local_shape[1:])
+        block = max(1, CHUNK_BYTES // (math.prod(stored.shape[1:]) * stored.torch_dtype.itemsize))
+        end, above = -(-wanted.stop // row), tp.offset if tp.dim == 0 else 0
+        for first in range(wanted.start // row, end, block):
+            last = min(first + block, end)
+            rows = self._rows(stored, Span(first, last).shift(above))
+            values = (rows.narrow(tp.dim, tp.offset, tp.size) if tp.dim else rows).reshape(-1)
+            part = Span(first * row, last * row).intersect(wanted)
+            yield part, values[part.shift(-first * row).slice]
+
+    def _rows(self, stored: StoredTensor, rows: Span) -> torch.Tensor:
+        """Indices `rows` of a tensor's first dimension."""
+        parts = []
+        for part in stored.tp_parts:
+            each = math.prod(part.local_shape[1:])
+            span = Span(part.start + rows.start * each, part.start + rows.stop * each)
+            flat = torch.cat([stored_values for _, stored_values in self._stored_parts(stored, span)])
+            parts.append(flat.view(rows.numel, *part.local_shape[1:]))
+        return torch.cat(parts, dim=stored.cut[0] if stored.cut else 0)
+
+    def _stored_parts(self, stored: StoredTensor, wanted: Span) -> Iterator[tuple[Span, torch.Tensor]]:
+        """The elements `wanted`, counted as they are stored."""
         dtype = stored.torch_dtype
         for piece in pieces_over(stored.pieces, dtype.itemsize, wanted):
             for part in _chunks(Span(piece.start, piece.stop), dtype.itemsize):

@@ -60,6 +60,7 @@ def _details(path: Path, verified: bool) -> str:
         "checkpoint": f"{manifest.tag} (number {manifest.serial} of its folder), by {manifest.written_by}",
         "training": f"step {manifest.steps} on {manifest.world_size} ranks, optimizer {manifest.optimizer or 'none'}",
         "model": f"{count} parameters in {len(params)} tensors, {len(frozen)} of them frozen",
+        **({"left out": f"{len(manifest.left_out)} frozen tensors"} if manifest.left_out else {}),
         "computes in": ", ".join(f"{dtype} ({number})" for dtype, number in dtypes.items()),
         **{f"tied to {name}": ", ".join(param.aliases) for name, param in params.items() if param.aliases},
         "bytes": ", ".join(f"{kind} {format_bytes(size)}" for kind, size in facts["bytes_by_kind"].items()),

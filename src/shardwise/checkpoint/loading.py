@@ -31,6 +31,7 @@ from shardwise.checkpoint.training_state import (
     check_schedule,
     check_steps,
 )
+from shardwise.comm import Comm
 from shardwise.errors import CheckpointError, DamagedError
 from shardwise.files import validated
 from shardwise.optim.states import MASTER, piece_spans, prepare, set_extra, state_views
@@ -43,14 +44,14 @@ _LOG = logging.getLogger("shardwise")
 
 def load(engine: Checkpointable, root: Path, tag: str, fallback: bool, missing_ok: bool) -> Any:
     """Restore an engine from a checkpoint in `root`; returns the user's state. See `Engine.load`. A collective."""
-    paths = on_rank_0(engine.comm, lambda: candidates(root, tag, fallback, missing_ok))
+    paths = on_rank_0(engine.comm.everyone, lambda: candidates(root, tag, fallback, missing_ok))
     for path in paths:
         try:
             return _load_one(engine, path)
         except DamagedError as error:
             if path == paths[-1]:
                 raise
-            if engine.comm.rank == 0:
+            if engine.comm.everyone.rank == 0:
                 _LOG.warning("%s; trying the next older checkpoint", error)
     return None
 
@@ -66,7 +67,7 @@ class CheckpointContents:
 
 
 def _load_one(engine: Checkpointable, path: Path) -> Any:
-    comm = engine.comm
+    comm = engine.comm.everyone
     # All checks pass on all ranks before the engine changes, so a checkpoint that does not fit leaves it as it was:
     # test_a_checkpoint_of_another_model_is_refused.
     on_rank_0(comm, lambda: _check_files(path))
@@ -90,7 +91,10 @@ def _check_files(path: Path) -> None:
 def _read_fitting(engine: Checkpointable, path: Path) -> CheckpointContents:
     """The contents; a CheckpointError names the first parameter, buffer or option that does not fit the engine."""
     manifest = read_manifest(path)
-    shapes = {slot.spec.name: slot.spec.shape for unit in engine.units for slot in unit.layout.slots}
+    frozen = {name for unit in engine.units if not unit.is_trainable for name in unit.names}
+    kept = frozen.intersection(manifest.left_out)  # the model's own values
+    shapes = {slot.spec.name: slot.spec.whole_shape for unit in engine.units for slot in unit.layout.slots}
+    shapes = {name: shape for name, shape in shapes.items() if name not in kept}
     buffers = {name: tuple(buffer.shape) for name, buffer in persistent_buffers(engine.module).items()}
     stored = [key.removeprefix("buffer/") for key in manifest.tensors if key.startswith("buffer/")]
     _check_names("parameter", shapes, manifest.params, path)
@@ -119,11 +123,15 @@ def _decode(engine: Checkpointable, reader: CheckpointReader) -> CheckpointConte
     if checked.steps != manifest.steps:
         raise DamagedError(f"{source} says {manifest.steps} steps and {checked.steps} steps: {REMEDY}")
     rng = None
-    if manifest.world_size == comm.world_size and manifest.ranks:
-        rng = from_plain(manifest.ranks[comm.rank], reader.whole)
+    if _has_same_ranks(manifest, comm) and manifest.ranks:
+        rng = from_plain(manifest.ranks[comm.everyone.rank], reader.whole)
     if rng is not None:
         check_rng_states(rng, comm.device, source)
     return CheckpointContents(manifest, training, rng, from_plain(manifest.state, reader.whole))
+
+
+def _has_same_ranks(manifest: Manifest, comm: Comm) -> bool:
+    return (manifest.world_size, manifest.tp) == (comm.everyone.world_size, comm.model_group.size)
 
 
 def _check_names(what: str, here: Collection[str], there: Collection[str], path: Path) -> None:
@@ -169,9 +177,9 @@ def _restore(engine: Checkpointable, reader: CheckpointReader, contents: Checkpo
         if engine.optimizer is not None and unit.is_trainable:
             _prepare_states(unit, engine.optimizer, reader, dtypes)
         _restore_unit(unit, engine.optimizer, reader)
-    same_ranks = manifest.world_size == comm.world_size
+    same_ranks = _has_same_ranks(manifest, comm)
     for name, buffer in persistent_buffers(engine.module).items():
-        own = f"rank-{comm.rank}/buffer/{name}"
+        own = f"rank-{comm.everyone.rank}/buffer/{name}"
         key = own if same_ranks and own in manifest.tensors else f"buffer/{name}"
         with torch.no_grad():
             buffer.copy_(reader.whole(key))
@@ -186,7 +194,7 @@ def _restore_unit(unit: Unit, optimizer: torch.optim.Optimizer | None, reader: C
             stored = reader.manifest.tensors.get(f"{view.key}/{slot.spec.name}")
             if stored is None:
                 continue  # an average that the checkpoint lacks: `Engine.set_progress` starts it anew
-            for elements, values in reader.parts(stored, part.shift(-slot.span.start)):
+            for elements, values in reader.parts(stored, part.shift(-slot.span.start), slot.spec.part):
                 view.write(elements.shift(slot.span.start), values)
 
 
@@ -208,17 +216,23 @@ def _prepare_states(
 ) -> None:
     """Allocate the optimizer's state of a unit, and set the values that are not one per element."""
     for span in piece_spans(unit):
-        names = [slot.spec.name for slot, _ in overlaps(unit, span)]
-        prepare(unit, optimizer, span, _common({name: dtypes[name] for name in names}))
+        prepare(unit, optimizer, span, _common({name: dtypes[name] for name in _updated_at(unit, span)}))
         for key, value in _extras_of(unit, span, reader).items():
             set_extra(unit, optimizer, span, key, value)
 
 
 def _extras_of(unit: Unit, span: Span, reader: CheckpointReader) -> dict[str, Any]:
     """The values that are not one per element, of the parameters that are updated together at `span`."""
-    names = [slot.spec.name for slot, _ in overlaps(unit, span)]
-    extras = _common({name: reader.manifest.params[name].extras for name in names})
+    extras = _common({name: reader.manifest.params[name].extras for name in _updated_at(unit, span)})
     return {key: from_plain(value, reader.whole) for key, value in extras.items()}
+
+
+def _updated_at(unit: Unit, span: Span) -> list[str]:
+    """The parameters that are updated together at `span`; for padding alone, the one before it, whose state it shares:
+    fused SGD refuses momentum of some pieces and none of others."""
+    names = [slot.spec.name for slot, _ in overlaps(unit, span)]
+    before = [slot.spec.name for slot in unit.layout.slots if slot.span and slot.span.start < span.start]
+    return names or before[-1:]
 
 
 def _common(states: Mapping[str, Mapping[str, T]]) -> Mapping[str, T]:

@@ -19,16 +19,27 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Self
 
 import torch
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from shardwise.checkpoint.plain import REMEDY, dtype_named
 from shardwise.errors import CheckpointError, DamagedError
 from shardwise.files import parse_json, validated
 from shardwise.optim.states import MASTER
 from shardwise.partition.layout import Span
+from shardwise.partition.part import TensorPart
 
 FORMAT = "shardwise-checkpoint"
-VERSION = 1
+VERSION = 2
+"""Version 2 has tensors that tensor parallelism has cut; a checkpoint without any is written as version 1."""
 FILE_NAME = "manifest.json"
 BLOCK_BYTES = 1 << 20
 """The bytes of a file that one checksum covers."""
@@ -113,11 +124,33 @@ class StoredFile(_ManifestModel):
 
 
 class StoredTensor(_ManifestModel):
-    """A tensor, in sorted ranges of its flat elements, which the format calls pieces."""
+    """A tensor, in sorted ranges of its flat elements, which the format calls pieces.
+
+    With a `cut` of dimension d into n parts, as tensor parallelism made them, elements are counted in these parts laid
+    end to end. Where d is 0 that is the tensor's own order, and nothing is recorded.
+    """
 
     dtype: DtypeName
     shape: tuple[Count, ...]
     pieces: tuple[StoredRange, ...]
+    cut: tuple[Count, Annotated[int, Field(strict=True, ge=2)]] | None = None
+
+    @model_validator(mode="after")
+    def _has_the_dimension_cut(self) -> Self:
+        if self.cut is not None and not 0 < self.cut[0] < len(self.shape):
+            raise ValueError(f"a tensor of shape {list(self.shape)} is not cut along dimension {self.cut[0]}")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _without_defaults(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Tensors that are not cut are written as before there were cuts."""
+        return {key: value for key, value in dump(self).items() if key != "cut" or value is not None}
+
+    @property
+    def tp_parts(self) -> list[TensorPart]:
+        """The parts in which it is stored."""
+        dim, count = self.cut or (0, 1)
+        return [TensorPart(self.shape, dim, count, index) for index in range(count)]
 
     @property
     def numel(self) -> int:
@@ -146,6 +179,7 @@ class ParamInfo(_ManifestModel):
 class Manifest(_ManifestModel):
     """Everything about one checkpoint except its tensors' bytes.
 
+    tp        how many of the ranks that wrote it held one copy of the model together
     serial    grows with every checkpoint of a folder: the newest checkpoint has the highest
     params    by name, in the model's order
     tensors   by key: `param/NAME`, `optim/exp_avg/NAME`, `buffer/NAME`, `rank-3/rng/torch`, `state/...`
@@ -153,14 +187,16 @@ class Manifest(_ManifestModel):
     ranks     random number generators of each rank, as `plain` encodes them
     state     the user's state, as `plain` encodes it
     config    the text of the model's `config.json`; None for a model without one
+    left_out  the frozen parameters whose values were not saved; the key is absent if there are none
     """
 
     format: str = FORMAT
-    version: int = VERSION
+    version: int = 1
     tag: str = Field(pattern=_WHOLE_TAG)
     serial: Count
     steps: Count
     world_size: Annotated[int, Field(strict=True, ge=1)]
+    tp: Annotated[int, Field(strict=True, ge=1)] = 1
     written_by: str
     optimizer: str | None
     files: tuple[StoredFile, ...]
@@ -170,9 +206,11 @@ class Manifest(_ManifestModel):
     ranks: tuple[Any, ...] = ()
     state: Any = None
     config: str | None = None
+    left_out: tuple[str, ...] = ()
 
     def to_text(self) -> str:
-        body = json.dumps(self.model_dump(mode="json"), separators=(",", ":"), allow_nan=False)
+        hidden = {name for name, is_usual in (("tp", self.tp == 1), ("left_out", not self.left_out)) if is_usual}
+        body = json.dumps(self.model_dump(mode="json", exclude=hidden), separators=(",", ":"), allow_nan=False)
         return f'{{"sha256": "{_digest(body)}", "manifest": {body}}}\n'
 
     def check(self) -> None:

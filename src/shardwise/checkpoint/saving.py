@@ -31,7 +31,7 @@ from shardwise.checkpoint.files import write_tensors
 from shardwise.checkpoint.folder import CheckpointDraft, check_tag, keep_newest, writing
 from shardwise.checkpoint.manifest import Manifest, StoredRange
 from shardwise.checkpoint.plain import dtype_name
-from shardwise.comm.comm import Comm
+from shardwise.comm.model_group import Everyone
 from shardwise.errors import CheckpointError
 from shardwise.files import read_json
 from shardwise.optim.states import MASTER
@@ -44,15 +44,24 @@ _LOG = logging.getLogger("shardwise")
 
 
 def prepare(
-    engine: Checkpointable, root: Path, tag: str | None, state: Any, keep: int | None, staged: bool
+    engine: Checkpointable,
+    root: Path,
+    tag: str | None,
+    state: Any,
+    keep: int | None,
+    staged: bool,
+    frozen: bool = True,
 ) -> CheckpointWrite:
-    """Agree on a checkpoint and collect what each rank writes, copied to host memory if `staged`. A collective."""
-    comm = engine.comm
+    """Agree on a checkpoint and collect what each rank writes, copied to host memory if `staged`. A collective.
+
+    Without `frozen`, the values of frozen parameters are left out.
+    """
+    comm = engine.comm.everyone
     on_all_ranks(comm, lambda: _check(engine, tag, keep))
     draft = on_rank_0(comm, lambda: CheckpointDraft.begin(root, tag if tag is not None else f"step-{engine.steps}"))
     try:
         buffers = own_buffers(engine)
-        contents = on_all_ranks(comm, lambda: contents_of(engine, state, buffers, staged))
+        contents = on_all_ranks(comm, lambda: contents_of(engine, state, buffers, staged, frozen))
         return CheckpointWrite(draft, contents, comm.rank, comm.world_size, keep)
     except BaseException:
         if comm.rank == 0:
@@ -60,7 +69,7 @@ def prepare(
         raise
 
 
-def save(write: CheckpointWrite, comm: Comm | None) -> None:
+def save(write: CheckpointWrite, comm: Everyone | None) -> None:
     """Write and commit a checkpoint. A collective, or the work of one process without `comm`."""
     try:
         on_all_ranks(comm, write.write)
@@ -91,7 +100,15 @@ class CheckpointWrite:
             "extras": contents.extras,
             "rng": contents.rng,
             "tensors": [
-                (each.key, dtype_name(each.dtype), each.shape, each.elements.start, each.elements.stop, offset)
+                (
+                    each.key,
+                    dtype_name(each.dtype),
+                    each.shape,
+                    each.elements.start,
+                    each.elements.stop,
+                    offset,
+                    each.cut,
+                )
                 for each, offset in zip(contents.slices, offsets, strict=True)
             ],
         }
@@ -149,7 +166,7 @@ class AsyncSave:
     known to be gone, it is `FAILED_WAIT_S`.
     """
 
-    def __init__(self, write: CheckpointWrite, comm: Comm, last_wait_s: float = LAST_WAIT_S) -> None:
+    def __init__(self, write: CheckpointWrite, comm: Everyone, last_wait_s: float = LAST_WAIT_S) -> None:
         self._write = write
         self._comm = comm
         self._last_wait_s = last_wait_s
@@ -222,8 +239,9 @@ def compose(draft: CheckpointDraft, head: Mapping[str, Any], tables: Sequence[Ma
         for name, param in params.items()
     }
     for number, table in enumerate(tables):
-        for key, dtype, shape, start, stop, offset in table["tensors"]:
+        for key, dtype, shape, start, stop, offset, cut in table["tensors"]:
             stored = tensors.setdefault(key, {"dtype": dtype, "shape": shape, "pieces": []})
+            stored["cut"] = cut
             if stop > start:
                 stored["pieces"].append(StoredRange(number, start, stop, offset))
     for stored in tensors.values():

@@ -1,5 +1,6 @@
-"""Collectives over one data-parallel group, counted, and checked for agreement between ranks."""
+"""Collectives over the ranks of ZeRO, counted, and checked for agreement between ranks."""
 
-from shardwise.comm.comm import DONE, Comm, Handle, ProcessGroupComm
+from shardwise.comm.comm import ProcessGroupComm
+from shardwise.comm.interface import DONE, Comm, Handle, Hop
 
-__all__ = ["DONE", "Comm", "Handle", "ProcessGroupComm"]
+__all__ = ["DONE", "Comm", "Handle", "Hop", "ProcessGroupComm"]

@@ -31,17 +31,18 @@ import sys
 import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
+import torch
 from torch._C._distributed_c10d import Store
 
 from shardwise.comm import judge as words
 from shardwise.comm.judge import judge
 from shardwise.comm.log import Log, Ticket
+from shardwise.comm.outstanding import Outstanding
 from shardwise.comm.posts import FAILED, Board, Post, RankState
 from shardwise.comm.roll_call import Silence
 from shardwise.comm.sight import main_place, outside_call, see_process
@@ -105,7 +106,7 @@ class Agreement:
         self._log = Log()
         self._next: dict[tuple[str, ...], str] = {}  # without tags: the operation that followed the last two
         self._last: dict[str, tuple[str, ...]] = {}
-        self._outstanding: deque[tuple[Ticket, Any]] = deque()
+        self._outstanding = Outstanding(poll_s)
         self._board = Board(store, rank, world_size, min(STORE_S, self.frozen_s))
         self._holder = describe_holder(store)
         self._silence = Silence(world_size)
@@ -169,20 +170,45 @@ class Agreement:
             self._waits_for = None
 
     def track(self, ticket: Ticket, work: Any) -> None:
-        """Let the polling thread watch an operation that only the device waits for."""
-        self._outstanding.append((ticket, work))
+        """Watch an operation that only the device waits for."""
+        self._outstanding.add(ticket, work)
+
+    @contextlib.contextmanager
+    def issuing(self, ticket: Ticket) -> Iterator[None]:
+        """Around the call that issues an operation. It may wait for other ranks, to create a communicator; an error of
+        the backend is raised as its reason: which rank is gone, and what the others wait for."""
+        self._waits_for = ticket
+        try:
+            yield
+        except RuntimeError as error:
+            if not isinstance(error, torch.OutOfMemoryError):
+                self.explain(ticket, error)
+            raise
+        finally:
+            self._waits_for = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether every operation that was tracked has ended."""
+        return self._outstanding.oldest() is None
 
     def close(self, why: str = "its engine was destroyed") -> None:
         """Stop polling, and tell the ranks that still wait for this one. A process forked from it tells nothing."""
         if self._is_closed.is_set() or os.getpid() != self._process:
             return
         self._is_closed.set()
+        self._outstanding.close()
         atexit.unregister(self._on_exit)
         with contextlib.suppress(RuntimeError):
             self._post(RankState.GONE, detail=why)
         if threading.current_thread() is not self._thread:
             self._thread.join(STORE_S)
             self._board.close()
+
+    def leave(self) -> None:
+        """Close when the interpreter ends, and tell the exception that ended the process."""
+        error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+        self.close(f"{FAILED} {type(error).__name__}: {error}" if error is not None else "its process ended")
 
     # Called by the polling thread
 
@@ -200,7 +226,7 @@ class Agreement:
     def _find_verdict(self) -> str | None:
         verdict = self._board.verdict()
         if verdict is None and self.failure is None and (error := self._wire.error()) is not None:
-            verdict = self._explain_loss(self._waits_for or self._unfinished(), error)
+            verdict = self._explain_loss(self._waits_for or self._outstanding.oldest(), error)
         if verdict is None:
             self._post_state()
             if self._state in (RankState.WAITS, RankState.OUTSIDE) and self._is_judge():
@@ -209,7 +235,7 @@ class Agreement:
 
     def _look(self) -> tuple[Ticket | None, str, bool]:
         """What this rank waits for, in the engine or outside of it, and whether it has moved since the last poll."""
-        ticket, outside = self._waits_for or self._unfinished(), outside_call() if self._is_world else None
+        ticket, outside = self._waits_for or self._outstanding.oldest(), outside_call() if self._is_world else None
         seen = (ticket, outside)
         has_moved = seen != self._seen or seen == (None, None)
         self._seen, self._polls = seen, 0 if has_moved else self._polls + 1
@@ -223,11 +249,6 @@ class Agreement:
             self._post(RankState.RUNS)
         if self._board.answer_call(main_place):
             self._called = time.monotonic()
-
-    def _unfinished(self) -> Ticket | None:
-        while self._outstanding and self._outstanding[0][1].is_completed():
-            self._outstanding.popleft()
-        return self._outstanding[0][0] if self._outstanding else None
 
     def _is_judge(self) -> bool:
         return (self._polls + self._rank) % max(1, self._world_size // JUDGES) == 0
@@ -324,14 +345,15 @@ class Agreement:
         finally:
             self._waits_for = None
 
-    def explain(self, ticket: Ticket, error: RuntimeError) -> NoReturn:
+    def explain(self, ticket: Ticket | None, error: Exception) -> NoReturn:
         """Raise the reason why a connection broke or an operation timed out: a verdict, or a rank that is gone."""
         self._waits_for = None
         try:
             verdict = self.failure or self._explain_loss(ticket, str(error))
         except RuntimeError as lost:
             why = "does not answer" if isinstance(lost, StoreSilentError) else "is gone as well"
-            verdict = words.without_store(self._rank, ticket.text, self._holder, why)
+            text = ticket.text if ticket is not None else "the next operation"
+            verdict = words.without_store(self._rank, text, self._holder, why)
         self.failure = verdict
         # `poll` wakes no rank once there is a failure, and ranks that wait for this one alone must stop.
         self._wire.wake()
@@ -400,5 +422,4 @@ def _watch(reference: weakref.ref[Agreement], is_closed: threading.Event, poll_s
 def _report_exit(reference: weakref.ref[Agreement]) -> None:
     agreement = reference()
     if agreement is not None:
-        error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-        agreement.close(f"{FAILED} {type(error).__name__}: {error}" if error is not None else "its process ended")
+        agreement.leave()

@@ -7,40 +7,51 @@ A reduction is an exchange: every rank sends to each other rank the part of the 
 adds up what it receives in rank order. So the sum depends on the values alone. Gloo's own reduce-scatter is an
 all-reduce inside: it sends twice the bytes, and from W = 3 on its bits depend on where buffers are cut.
 
+Ranks of several nodes reduce in two hops (`NodeShape`): over the node, then over the ranks with one local index, one in
+each node. So a node sends each element once, where an exchange over all ranks sends it once for each rank of the node.
+Gathers take the same hops backwards.
+
 Every operation is checked (see `agreement`). Over Gloo on the CPU, operations are sends and receives, and tags keep
 them apart; elsewhere the ranks meet over each operation that is new.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import pickle
-from abc import ABC, abstractmethod
+import sys
+import threading
+import time
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d as c10d
 
+from shardwise.comm import groups as process_groups
 from shardwise.comm.agreement import Agreement, Wire, poll_interval_s
+from shardwise.comm.interface import DONE, EVERYWHERE, GATHER, REDUCE, Comm, Handle, Hop
 from shardwise.comm.log import Ticket
+from shardwise.comm.relay import Relay, RelayedGather, Sends, Works
+from shardwise.config.shape import Axis, NodeShape
+from shardwise.errors import DisagreementError
 
 # Renamed in torch 2.13, where the old name warns.
 _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-_GATHER, _REDUCE = "gather", "reduce"  # the channels: sequences of operations in one order on all ranks
-_CHANNELS = (_GATHER, _REDUCE)
+_REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+_CHANNELS = (GATHER, REDUCE)
+_OVER: dict[Axis, str] = {"inner": "in the node", "outer": "across nodes"}
 _WAKING_TAG = 0x7FFFFFFF
-
-
-class Handle(Protocol):
-    """A pending collective."""
-
-    def wait(self) -> Any: ...
+# Gloo and NCCL know few dtypes of integers and 8-bit floats: what is only copied goes as bytes.
+_AS_THEY_ARE = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int64))
 
 
 class _Ways(NamedTuple):
@@ -58,11 +69,6 @@ class _Ways(NamedTuple):
         return self.up if source < target else self.down
 
 
-class _Done:
-    def wait(self) -> None:
-        pass
-
-
 class _Checked:
     """An operation of one or several works. Each is waited for once: on a finished send Gloo would wait forever."""
 
@@ -77,220 +83,236 @@ class _Checked:
             self._agreement.wait(self._ticket, self._works, self._sends)
 
 
-DONE: Handle = _Done()
+class ProcessGroupComm(Comm):
+    """Collectives over ZeRO's ranks, asynchronous, counted and checked.
 
-
-class Comm(ABC):
-    """What the engine asks of a data-parallel group: `ProcessGroupComm` sends, the plan's dry run only counts.
-
-    rank, world_size  of this process in the group
-    device            where the tensors of its operations are
-    kernels           the kind of device that work is cut for: `device.type`, except in a dry run
-    sent_bytes        bytes that this rank has sent, by kind
-    micro_step        the number of the micro-batch in its step: reductions of different ones are different operations
-
-    `unit` names the unit whose values an operation carries.
+    `group` is one of the user's, or None for all ranks. `members` instead lists the ranks of every such group of the
+    world: if all processes make their communicators together, they can make process groups of their own.
     """
 
-    rank: int
-    world_size: int
-    device: torch.device
-    kernels: str
-    sent_bytes: Counter[str]
-    micro_step: int
-
-    @abstractmethod
-    def gather(self, full: torch.Tensor, kind: str, unit: str = "") -> Handle:
-        """Fill `full` from all ranks; each rank provides its own W-th part of it, in place."""
-
-    @property
-    @abstractmethod
-    def rows_received(self) -> int:
-        """How many rows `exchange` receives: those of all ranks, or of all others."""
-
-    @abstractmethod
-    def exchange(
-        self, received: torch.Tensor, sent: torch.Tensor, kind: str, unit: str = ""
-    ) -> tuple[Handle, list[torch.Tensor]]:
-        """Send row w of `sent` to rank w. The list is every rank's row for this one, in order, once the handle is done.
-
-        `received` has `rows_received` rows. With one row fewer than ranks, this rank's own row is that of `sent`.
-        """
-
-    @abstractmethod
-    def blocks(self, tensor: torch.Tensor, block_numel: int) -> Sequence[torch.Tensor]:
-        """A long tensor in parts that are processed one after the other."""
-
-    @abstractmethod
-    def share(self, values: torch.Tensor, name: str = "norm", channel: str = _REDUCE) -> torch.Tensor:
-        """A few values of every rank, on every rank: shape [W, *values.shape]. A control message, ordered among the
-        operations of one channel."""
-
-    @abstractmethod
-    def share_object(self, value: Any, name: str = "object") -> list[Any]:
-        """A small picklable value of every rank, on every rank. It synchronizes, so a step does not use it."""
-
-    @abstractmethod
-    def broadcast(self, tensor: torch.Tensor, source: int = 0, unit: str = "") -> None:
-        """Copy rank `source`'s values to every rank, and wait. Used at start-up and by writes, not in a step."""
-
-    @abstractmethod
-    def note(self, what: str) -> None:
-        """Record an event that sends nothing but must happen on all ranks or on none, such as an interrupted pass."""
-
-    @property
-    @abstractmethod
-    def is_checked(self) -> bool:
-        """Whether operations are checked for agreement with other ranks."""
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether the ranks cannot continue, because one of them is gone or does something else."""
-        return False
-
-    @abstractmethod
-    def begin_close(self) -> None:
-        """From here on, an operation that cannot finish is dropped without an error."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Release the process groups."""
-
-    def _count(self, kind: str, size_bytes: int) -> None:
-        self.sent_bytes[kind] += size_bytes * (self.world_size - 1) // self.world_size
-
-
-class ProcessGroupComm(Comm):
-    """Collectives over one data-parallel group, asynchronous, counted and checked."""
-
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        members: Sequence[Sequence[int]] = (),
+        reduce: Literal["exchange", "native"] = "exchange",
+    ) -> None:
         self.device = device
         self.kernels = device.type
-        self.rank = dist.get_rank(group)
-        self.world_size = dist.get_world_size(group)
         self.sent_bytes = Counter()
+        self.axis_bytes = Counter()
         self.micro_step = 0
-        ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+        given = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+        self._members = [list(ranks) for ranks in members] or [given]
+        ranks = next(ranks for ranks in self._members if dist.get_rank() in ranks)
+        self.rank = ranks.index(dist.get_rank())
+        self.world_size = len(ranks)
+        self.shape = NodeShape(1, self.world_size)
         # A part of the world cannot create groups without the other ranks, and groups that it can create alone cannot
         # be created twice: there both channels share the group that was given.
         is_world = len(ranks) == dist.get_world_size()
-        backend = _backend(None if is_world else group, device)
+        shared = None if is_world or members else group
+        backend = _backend(shared, device)
         self._sends_directly = device.type == "cpu" and "gloo" in backend
-        self._waits_on_device = device.type == "cuda" and "nccl" in backend
+        self._waits_on_device = self.runs_ahead = device.type == "cuda" and "nccl" in backend
+        self._reduces_natively = reduce == "native"
         self._own: list[Any] = []
-        self._timeout = _timeout(None if is_world else group, device)
-        self._groups = {channel: self._ways(channel, ranks, None if is_world else group) for channel in _CHANNELS}
+        self._relay = Relay()
+        self._streams = {channel: torch.cuda.Stream(device) for channel in _CHANNELS if self.runs_ahead}
+        self._breaking, self._is_broken = threading.Lock(), False
+        self._timeout = _timeout(shared, device)
+        self._groups = {channel: self._ways(channel, shared) for channel in _CHANNELS}
+        self._axis_groups: dict[tuple[str, Axis], _Ways] = {}
         # Without tags, what runs in one group is one channel.
         self._channels = {channel: channel for channel in _CHANNELS}
         if not self._own and not self._sends_directly:
-            self._channels[_REDUCE] = _GATHER
+            self._channels[REDUCE] = GATHER
         self._agreement: Agreement | None = None
         if self.world_size > 1 and "fake" not in backend:
-            store = _store(self._groups[_GATHER].up, self.rank)
+            store = _store(self._groups[GATHER].up, self.rank)
             wire = Wire(self._break_groups, self._device_error, self._timeout.total_seconds())
             self._agreement = Agreement(store, self.rank, self.world_size, is_world, wire, poll_interval_s())
+        self._on_exit = partial(_end_at_exit, weakref.ref(self), os.getpid())
+        if self._waits_on_device or self._sends_directly:
+            atexit.register(self._on_exit)
 
-    def _ways(self, channel: str, ranks: list[int], given: Any) -> _Ways:
+    def _ways(self, channel: str, given: Any) -> _Ways:
         """The groups of a channel: made here, unless one was `given`; two if ranks send to each other directly."""
         if given is not None:
             return _Ways(given, given)
-        with _errors_left_to_us():
-            made = [
-                dist.new_group(ranks, timeout=self._timeout, group_desc=channel)
-                for _ in range(1 + self._sends_directly)
-            ]
-        self._own += made
+        made = [self._new_group(self._members, channel) for _ in range(1 + self._sends_directly)]
         return _Ways(made[0], made[-1])
 
-    def gather(self, full: torch.Tensor, kind: str, unit: str = "") -> Handle:
-        if self.world_size == 1 or not full.numel():
-            return DONE
-        self._count(kind, full.nbytes)
-        ticket = self._issue(_GATHER, f"{'gather' if kind == 'gather' else f'gather ({kind})'} {unit}", full.numel())
-        return self._gather(ticket, full)
+    def _new_group(self, members: Sequence[Sequence[int]], described: str) -> Any:
+        """A group for each of `members`, which every process of the world makes in the same order: this rank's own."""
+        own = None
+        with process_groups.errors_left_to_us():
+            for ranks in members:
+                group = dist.new_group(list(ranks), timeout=self._timeout, group_desc=described)
+                if dist.get_rank() in ranks:
+                    own = group
+        self._own.append(own)
+        return own
 
-    def _gather(self, ticket: Ticket, full: torch.Tensor) -> Handle:
+    def take_shape(self, shape: NodeShape) -> None:
+        """Have all operations go over the axes of `shape`, the same on all ranks, from now on. Before any of them has a
+        unit's elements: shards lie in another order."""
+        self.shape = shape
+        if shape.is_flat:
+            return
+        for axis in EVERYWHERE:
+            starts = range(0, self.world_size, shape.per_node) if axis == "inner" else range(shape.per_node)
+            along = [[ranks[at] for at in shape.along(axis, start)] for ranks in self._members for start in starts]
+            for channel in _CHANNELS:
+                group = self._new_group(along, f"{channel}, {axis}")
+                self._axis_groups[channel, axis] = _Ways(group, group)
+
+    def _ways_along(self, channel: str, hop: Hop) -> _Ways:
+        return self._groups[channel] if self.shape.is_flat else self._axis_groups[channel, hop.axis]
+
+    def gather(self, full: torch.Tensor, kind: str, unit: str = "", axes: Sequence[Axis] = EVERYWHERE) -> Handle:
+        hops, parts = self.hops(axes), full
+        if not hops or not full.numel():
+            return DONE
+        steps: list[tuple[Hop, torch.Tensor]] = []
+        for hop in hops:
+            parts = parts.view(hop.size, -1)
+            self._count(kind, parts.nbytes, hop)
+            steps.insert(0, (hop, parts))
+            parts = parts[hop.place]
+        ticket = self._issue(GATHER, f"{'gather' if kind == 'gather' else f'gather ({kind})'} {unit}", full.numel())
+        ways = [self._ways_along(ticket.channel, hop) for hop, _ in steps]
+        return self._gather(ticket, [(way, hop, parts) for way, (hop, parts) in zip(ways, steps, strict=True)])
+
+    def _gather(self, ticket: Ticket, steps: Sequence[tuple[_Ways, Hop, torch.Tensor]]) -> Handle:
         """Over Gloo every rank sends its part to each other rank, into place. Gloo's own all-gather copies through a
         second buffer of the full size, which the ledger cannot see, and takes twice as long."""
-        parts = full.view(self.world_size, -1)
+        steps = [(ways, hop, _on_wire(parts)) for ways, hop, parts in steps]
         if self._sends_directly:
-            mine = dict.fromkeys(range(self.world_size), parts[self.rank])
-            return self._send_directly(mine, dict(enumerate(parts)), ticket)
-        group = self._groups[ticket.channel].up
-        with self._explaining(ticket):
-            work = getattr(dist, _ALL_GATHER)(full.view(-1), parts[self.rank], group=group, async_op=True)
-        return self._checked(ticket, [work])
+            issues = [partial(self._spread, ticket, *step) for step in steps]
+            with self._issuing(ticket):
+                first = issues[0]()
+            if len(issues) == 1:
+                return self._checked(ticket, *first)
+            gather = RelayedGather(first, issues[1:])
+            self._relay.add(gather)
+            return self._checked(ticket, [gather], [Sends(gather)])
+        works: list[Any] = []
+        with contextlib.ExitStack() as beside:
+            for ways, hop, parts in steps:
+                if works:  # the next hop sends what this one brings
+                    beside.enter_context(self.following(works[-1], ticket.channel))
+                with self._issuing(ticket):
+                    gather_all = getattr(dist, _ALL_GATHER)
+                    works.append(gather_all(parts.view(-1), parts[hop.place], group=ways.up, async_op=True))
+                handle = self._tracked(ticket, works[-1])
+        return handle
 
-    @property
-    def rows_received(self) -> int:
-        return self.world_size - self._sends_directly
+    def _spread(self, ticket: Ticket, ways: _Ways, hop: Hop, parts: torch.Tensor) -> Works:
+        mine = dict.fromkeys(range(hop.size), parts[hop.place])
+        return _send_directly(mine, dict(enumerate(parts)), ways, hop, ticket.tag)
+
+    def rows_received(self, hop: Hop) -> int:
+        return 1 if self._reduces_natively else hop.size - self._sends_directly
 
     def exchange(
-        self, received: torch.Tensor, sent: torch.Tensor, kind: str, unit: str = ""
+        self, received: torch.Tensor, sent: torch.Tensor, kind: str, unit: str, hop: Hop
     ) -> tuple[Handle, list[torch.Tensor]]:
-        self._count(kind, sent.nbytes)
-        ticket = self._issue(_REDUCE, f"{kind} {unit}", sent.numel())
+        self._count(kind, sent.nbytes, hop)
+        over = "" if self.shape.is_flat else f" {_OVER[hop.axis]}"
+        ticket = self._issue(REDUCE, f"{kind} {unit}{over}", sent.numel(), has_tags=not self._reduces_natively)
+        ways = self._ways_along(REDUCE, hop)
+        if self._reduces_natively:
+            return self._reduce_natively(ticket, received, sent, ways.up, hop), list(received)
         if not self._sends_directly:
-            group = self._groups[_REDUCE].up
-            with self._explaining(ticket):
-                work = dist.all_to_all_single(received.view(-1), sent.view(-1), group=group, async_op=True)
-            return self._checked(ticket, [work]), list(received)
-        rows = [*received[: self.rank], sent[self.rank], *received[self.rank :]]
-        return self._send_directly(dict(enumerate(sent)), dict(enumerate(rows)), ticket), rows
+            with self._issuing(ticket):
+                work = dist.all_to_all_single(received.view(-1), sent.view(-1), group=ways.up, async_op=True)
+            return self._tracked(ticket, work), list(received)
+        rows = [*received[: hop.place], sent[hop.place], *received[hop.place :]]
+        with self._issuing(ticket):
+            works = _send_directly(dict(enumerate(sent)), dict(enumerate(rows)), ways, hop, ticket.tag)
+        return self._checked(ticket, *works), rows
 
-    def _send_directly(
-        self, sent: Mapping[int, torch.Tensor], received: Mapping[int, torch.Tensor], ticket: Ticket
+    def _reduce_natively(
+        self, ticket: Ticket, received: torch.Tensor, sent: torch.Tensor, group: Any, hop: Hop
     ) -> Handle:
-        """Send `sent[w]` to each other rank w and receive `received[w]` from it, with the tag of the operation."""
-        ways, mine, tag = self._groups[ticket.channel], self.rank, ticket.tag
-        # Each rank starts with the next one, so that not all send to the same rank.
-        others = [(mine + step) % self.world_size for step in range(1, self.world_size)]
-        with self._explaining(ticket):
-            receives = [
-                dist.irecv(received[rank], group=ways.between(rank, mine), group_src=rank, tag=tag)
-                for rank in reversed(others)
-            ]
-            sends = [dist.isend(sent[rank], group=ways.between(mine, rank), group_dst=rank, tag=tag) for rank in others]
-        return self._checked(ticket, receives, sends)
+        """Gloo has no mean: there each rank divides what it sends."""
+        divides = not self._waits_on_device
+        if divides:
+            sent.div_(hop.size)
+        operation = dist.ReduceOp.SUM if divides else dist.ReduceOp.AVG
+        with self._issuing(ticket):
+            reduce = getattr(dist, _REDUCE_SCATTER)
+            work = reduce(received.view(-1), sent.view(-1), op=operation, group=group, async_op=True)
+        return self._tracked(ticket, work)
+
+    @contextlib.contextmanager
+    def following(self, handle: Handle, channel: str = REDUCE) -> Iterator[None]:
+        """On a stream of the channel's where the device orders operations.
+
+        Tensors of these operations belong to the compute stream, which waits for the last of them before it frees any.
+        """
+        stream = self._streams.get(channel)
+        if stream is None:
+            handle.wait()
+            yield
+            return
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            handle.wait()
+            yield
 
     def blocks(self, tensor: torch.Tensor, block_numel: int) -> Sequence[torch.Tensor]:
         return tensor.split(block_numel) if tensor.numel() else ()
 
-    def share(self, values: torch.Tensor, name: str = "norm", channel: str = _REDUCE) -> torch.Tensor:
+    def share(self, values: torch.Tensor, name: str = "norm", channel: str = REDUCE) -> torch.Tensor:
         if self.world_size == 1:
             return values.unsqueeze(0)
-        everyone = values.new_empty(self.world_size, *values.shape)
+        everyone = values.new_zeros(self.world_size, *values.shape)
         self._count("control", everyone.nbytes)
         everyone[self.rank] = values
-        self._gather(self._issue(channel, f"share {name}", everyone.numel()), everyone).wait()
+        self._gather_rows(self._issue(channel, f"share {name}", everyone.numel()), everyone).wait()
         return everyone
+
+    def _gather_rows(self, ticket: Ticket, rows: torch.Tensor) -> Handle:
+        """A row of every rank, in rank order."""
+        all_ranks = Hop("inner", self.world_size, self.rank)
+        return self._gather(ticket, [(self._groups[ticket.channel], all_ranks, rows.view(self.world_size, -1))])
 
     def share_object(self, value: Any, name: str = "object") -> list[Any]:
         if self.world_size == 1:
             return [value]
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self.device)
-        sizes = self.share(torch.tensor([mine.numel()], device=self.device), f"{name} (size)").flatten().tolist()
-        padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self.device)
-        padded[: mine.numel()] = mine
-        rows = self.share(padded, name).cpu()
-        return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
+        try:
+            sizes = self.share(torch.tensor([mine.numel()], device=self.device), f"{name} (size)").flatten().tolist()
+            padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self.device)
+            padded[: mine.numel()] = mine
+            rows = self.share(padded, name).cpu()
+            return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
+        except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+            # An operation that a death broke off on the device ends like any other, with zeros instead of values.
+            if self._agreement is None or isinstance(error, DisagreementError):
+                raise
+            self._agreement.explain(None, error)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0, unit: str = "") -> None:
         if self.world_size == 1 or not tensor.numel():
             return
         if self._sends_directly:
             # Gloo's broadcast takes no tag, so a gather checks first that all ranks are about to issue it.
-            ticket = self._issue(_REDUCE, f"broadcast {unit}", tensor.numel())
+            ticket = self._issue(REDUCE, f"broadcast {unit}", tensor.numel())
             everyone = torch.zeros(self.world_size)
             self._count("control", everyone.nbytes)
-            self._gather(ticket, everyone).wait()
+            self._gather_rows(ticket, everyone).wait()
         else:
-            ticket = self._issue(_GATHER, f"broadcast {unit}", tensor.numel())
-        with self._explaining(ticket):
-            work = dist.broadcast(tensor, group=self._groups[_GATHER].up, group_src=source, async_op=True)
+            ticket = self._issue(GATHER, f"broadcast {unit}", tensor.numel())
+        if tensor.ndim:
+            tensor = _on_wire(tensor)
+        with self._issuing(ticket):
+            work = dist.broadcast(tensor, group=self._groups[GATHER].up, group_src=source, async_op=True)
         # A wait of the engine's, not one of the user's outside of it: every rank has issued this operation
         # (test_agreement.test_a_slow_broadcast_is_no_standstill).
-        self._checked(ticket, [work]).wait()
+        self._tracked(ticket, work).wait()
 
     def note(self, what: str) -> None:
         if self._agreement is not None:
@@ -311,34 +333,49 @@ class ProcessGroupComm(Comm):
     def close(self) -> None:
         if self._agreement is not None:
             self._agreement.close()
+        if not self._relay.end(process_groups.END_S):
+            self._break_groups()
         for group in self._own:
             if dist.is_initialized():
                 dist.destroy_process_group(group)
+        atexit.unregister(self._on_exit)
 
-    def _issue(self, channel: str, text: str, numel: int) -> Ticket:
-        place = f" of micro-batch {self.micro_step}" if self.micro_step and channel == _REDUCE else ""
+    def end(self, has_raised: bool) -> None:
+        """When the interpreter ends: break off what other ranks will not finish."""
+        agreement, deadline = self._agreement, time.monotonic() + process_groups.END_S
+        if agreement is None or not dist.is_initialized():
+            return
+        if self._sends_directly:
+            if not self._relay.end(process_groups.END_S / 10 if not has_raised else 0.0):
+                self._break_groups()
+            return
+        while not has_raised and not self.has_failed and not agreement.is_idle and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if has_raised or self.has_failed or not agreement.is_idle:
+            agreement.leave()
+            self._break_groups()
+            process_groups.abort([dist.group.WORLD])
+
+    def _issue(self, channel: str, text: str, numel: int, has_tags: bool = True) -> Ticket:
+        place = f" of micro-batch {self.micro_step}" if self.micro_step and channel == REDUCE else ""
         channel = self._channels[channel]
         if self._agreement is None:
             return Ticket(channel, 0, text, 0)
-        return self._agreement.issue(channel, f"{text}{place}, {numel} elements", self._sends_directly)
+        return self._agreement.issue(channel, f"{text}{place}, {numel} elements", self._sends_directly and has_tags)
 
     def _checked(self, ticket: Ticket, works: list[Any], sends: Sequence[Any] = ()) -> Handle:
         if self._agreement is None:
             return works[0] if works else DONE
-        if self._waits_on_device:
-            for work in works:
-                self._agreement.track(ticket, work)
         return _Checked(self._agreement, ticket, _present(works), _present(sends))
 
-    @contextlib.contextmanager
-    def _explaining(self, ticket: Ticket) -> Iterator[None]:
-        """Raise an error of the backend as its reason: which rank is gone, and what the others wait for."""
-        try:
-            yield
-        except RuntimeError as error:
-            if self._agreement is not None and not isinstance(error, torch.OutOfMemoryError):
-                self._agreement.explain(ticket, error)
-            raise
+    def _tracked(self, ticket: Ticket, work: Any) -> Handle:
+        """An operation of the device's, or of a backend without tags."""
+        if self._agreement is not None and self._waits_on_device:
+            self._agreement.track(ticket, work)
+        return self._checked(ticket, [work])
+
+    def _issuing(self, ticket: Ticket) -> contextlib.AbstractContextManager[None]:
+        return self._agreement.issuing(ticket) if self._agreement is not None else contextlib.nullcontext()
 
     def _device_error(self) -> str | None:
         """The error that NCCL's watchdog met in one of these groups."""
@@ -352,29 +389,49 @@ class ProcessGroupComm(Comm):
 
     def _break_groups(self) -> None:
         """End all waits in these groups, on this rank and on the others, because no rank can continue."""
-        groups = list({id(group): group for ways in self._groups.values() for group in ways}.values())
+        every = (*self._groups.values(), *self._axis_groups.values())
+        groups = list({id(group): group for ways in every for group in ways}.values())
         if self._waits_on_device:
-            self._abort(groups)
+            with self._breaking:  # the thread that polls and the main thread may meet the failure at once
+                if not self._is_broken:
+                    self._is_broken = True
+                    process_groups.abort(groups)
             return
         for group in groups:
             # A receive that times out breaks all connections of a Gloo group, which ends every wait on them. A receive
             # over a connection that its rank has closed already breaks nothing, so each rank is tried.
-            for step in range(1, self.world_size):
-                other = (self.rank + step) % self.world_size
+            for step in range(1, group.size()):
+                other = (group.rank() + step) % group.size()
                 with contextlib.suppress(RuntimeError):
                     receive = dist.irecv(torch.empty(1), group=group, group_src=other, tag=_WAKING_TAG)
                     assert receive is not None
                     receive.wait(timedelta(milliseconds=1))
 
-    def _abort(self, groups: Sequence[Any]) -> None:
-        """Abort NCCL groups together: an abort waits for the device, where the kernels of the other groups never end
-        (tests/test_deaths_gpu.py)."""
-        backend = groups[0]._get_backend(self.device)
-        with contextlib.suppress(RuntimeError):
-            backend._group_start()
-            for group in groups:
-                group.abort()
-            backend._group_end()
+
+def _send_directly(
+    sent: Mapping[int, torch.Tensor], received: Mapping[int, torch.Tensor], ways: _Ways, hop: Hop, tag: int
+) -> Works:
+    """Send `sent[w]` to each other rank w of an axis and receive `received[w]` from it, with the tag of the
+    operation."""
+    mine = hop.place
+    # Each rank starts with the next one, so that not all send to the same rank.
+    others = [(mine + step) % hop.size for step in range(1, hop.size)]
+    receives = [
+        dist.irecv(received[rank], group=ways.between(rank, mine), group_src=rank, tag=tag) for rank in reversed(others)
+    ]
+    sends = [dist.isend(sent[rank], group=ways.between(mine, rank), group_dst=rank, tag=tag) for rank in others]
+    return Works(receives, sends)
+
+
+def _end_at_exit(reference: weakref.ref[ProcessGroupComm], owner: int) -> None:
+    comm = reference()
+    if comm is not None and os.getpid() == owner:
+        comm.end(has_raised=getattr(sys, "last_value", None) is not None)
+
+
+def _on_wire(tensor: torch.Tensor) -> torch.Tensor:
+    """What is only copied, in a dtype that every backend knows."""
+    return tensor if tensor.dtype in _AS_THEY_ARE else tensor.view(torch.uint8)
 
 
 def _present(works: Sequence[Any]) -> list[Any]:
@@ -394,21 +451,6 @@ def _timeout(group: Any, device: torch.device) -> timedelta:
     with contextlib.suppress(RuntimeError, AttributeError):  # some backends have no such option
         timeout = (group if group is not None else c10d._get_default_group())._get_backend(device).options._timeout
     return timeout
-
-
-@contextlib.contextmanager
-def _errors_left_to_us() -> Iterator[None]:
-    """Have the watchdog of NCCL groups that are made within abort their operations on an error, unless the user chose
-    otherwise. By default it ends the process at once, before the error can name the rank that died."""
-    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-    if name in os.environ:
-        yield
-        return
-    os.environ[name] = "2"
-    try:
-        yield
-    finally:
-        del os.environ[name]
 
 
 def _store(group: Any, rank: int) -> PrefixStore:

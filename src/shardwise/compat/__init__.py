@@ -9,11 +9,13 @@ initialize         `deepspeed.initialize`: arguments and configuration, in DeepS
 engine             `DeepSpeedEngine`, the methods that clients and users call
 optimizer          what `initialize` returns beside it, and DeepSpeed's optimizers by name
 zero               `zero.Init`, `zero.GatheredParameters`, and the attributes of parameters
+early_shard        what a rank holds of a parameter before there is an engine
 fragments          `safe_get_full_grad` and its relatives
 checkpoints        `save_checkpoint`, `load_checkpoint`, `zero_to_fp32`
 schedules          DeepSpeed's learning-rate schedules as classes
 comm, accelerator  what DeepSpeed puts around torch.distributed and torch.cuda
 launcher           the command `deepspeed`
+unused             the check for parameters without a gradient
 names, groups, experts, recompute, op_builder, lazy_schedules   constants and small functions by DeepSpeed's names
 
 Nothing here computes anything of its own: it translates calls. `import deepspeed` loads little more than torch, so

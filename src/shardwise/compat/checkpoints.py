@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
+import shutil
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,9 +29,11 @@ convert_zero_checkpoint_to_fp32_state_dict(*sys.argv[1:])
 '''
 
 
-def save(engine: Engine, folder: str, tag: str, client_state: dict[str, Any] | None, save_latest: bool) -> None:
-    saved = engine.save(folder, tag, state=dict(client_state or {}))
-    if engine.comm.rank == 0:
+def save(
+    engine: Engine, folder: str, tag: str, client_state: dict[str, Any] | None, save_latest: bool, frozen: bool
+) -> None:
+    saved = engine.save(folder, tag, state=dict(client_state or {}), frozen=frozen)
+    if engine.comm.everyone.rank == 0:
         # A checkpoint that replaced one of the same tag has a number after it. Clients look for the tag alone.
         if saved.name != tag:
             saved.rename(Path(folder) / tag)
@@ -155,13 +161,22 @@ def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: str, 
 
 
 def get_model_state_file(checkpoint_dir: str, zero_stage: int) -> str:
-    """The file with a checkpoint's structure and client state."""
-    path = Path(checkpoint_dir) / "manifest.json"
-    if not path.is_file():
+    """A file with a checkpoint's client state for `torch.load`, written into a temporary folder."""
+    folder = Path(checkpoint_dir)
+    if not (folder / "manifest.json").is_file():
         raise CheckpointError(f"{checkpoint_dir} holds no manifest.json: name the folder of one checkpoint")
-    return str(path)
+    _, client_state = _read(str(folder.parent), folder.name)
+    return _written("mp_rank_00_model_states.pt", client_state)
 
 
 def get_optim_files(checkpoint_dir: str) -> list[str]:
-    """The files with the values."""
-    return sorted(str(path) for path in Path(checkpoint_dir).glob("rank-*.safetensors"))
+    """A file that tells a client the stage, written into a temporary folder; `get_model_state_file` ignores it."""
+    return [_written("zero_pp_rank_0_mp_rank_00_optim_states.pt", {"optimizer_state_dict": {"zero_stage": 3}})]
+
+
+def _written(name: str, content: Any) -> str:
+    """The path of a file of torch's that lasts as long as the process: checkpoints hold none."""
+    folder = tempfile.mkdtemp(prefix="shardwise-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    torch.save(content, path := os.path.join(folder, name))
+    return path

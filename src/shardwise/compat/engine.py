@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shardwise.compat.zero import EarlyShard, mark_module, note_units, put_back
+from shardwise.compat.early_shard import EarlyShard, early_device
+from shardwise.compat.unused import UnusedParameters
+from shardwise.compat.zero import mark_module, note_units, put_back
 from shardwise.errors import CompatibilityError
 
 if TYPE_CHECKING:
@@ -23,11 +25,12 @@ class DeepSpeedEngine(nn.Module):
 
     shardwise_engine: Engine
 
-    def __init__(self, engine: Engine, settings: dict[str, Any], dtypes: dict[str, torch.dtype]) -> None:
+    def __init__(self, engine: Engine, settings: dict[str, Any], stage: int, dtypes: dict[str, torch.dtype]) -> None:
         super().__init__()
         self.module = engine.module
         vars(self)["shardwise_engine"] = engine  # not a submodule: the names of parameters stay those of `module`
         self._settings = settings
+        self._stage = stage
         self._dtypes = dtypes  # in which the model was built, by parameter
         self.optimizer: Any = None
         self.basic_optimizer = engine.optimizer
@@ -35,6 +38,7 @@ class DeepSpeedEngine(nn.Module):
         self.client_lr_scheduler: Any = None
         self.micro_steps = 0
         self.loss_total = 0.0
+        self._unused = UnusedParameters.of(self.module, settings, stage)
         self._is_in_no_sync = False
         self._is_destroyed = False
 
@@ -43,8 +47,9 @@ class DeepSpeedEngine(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._is_destroyed:
             raise CompatibilityError(
-                "this engine was destroyed, as accelerator.free_memory() and a Trainer's next train() do: call "
-                "deepspeed.initialize(model=engine.module, ...) again, or make a new Trainer with that model"
+                "this engine was destroyed, as accelerator.free_memory() and a Trainer's next train() do: set "
+                "trainer.model_wrapped = trainer.model before that train(), or call "
+                "deepspeed.initialize(model=engine.module, ...) again"
             )
         return self.shardwise_engine(*args, **kwargs)
 
@@ -79,6 +84,8 @@ class DeepSpeedEngine(nn.Module):
         """At the boundary of an accumulation: clip, update, step the schedule, drop the gradients."""
         if self._is_in_no_sync:
             raise AssertionError("It is illegal to call Engine.step() inside no_sync context manager")
+        if self._unused is not None and self.is_gradient_accumulation_boundary():
+            self._unused.check()
         self.shardwise_engine.step()
         self.micro_steps += 1
 
@@ -91,7 +98,10 @@ class DeepSpeedEngine(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within it, backward adds up local gradients and sends nothing; stages 0 and 1."""
+        """Within it, backward adds up gradients; stages 0 and 1.
+
+        It sends nothing if `gradient_accumulation_steps` is 1. Else every micro-batch is reduced, as under stage 2.
+        """
         if self.zero_optimization_partition_gradients():
             raise AssertionError(
                 "no_sync context manager is incompatible with gradient partitioning logic of ZeRO stage "
@@ -125,16 +135,22 @@ class DeepSpeedEngine(nn.Module):
         """Take the engine off the model, which keeps its values: in shards under stage 3, else whole. A collective."""
         if self._is_destroyed or not torch.distributed.is_initialized():
             return
+        from shardwise.partition.stored import stored_tensors
+
         self._is_destroyed = True
-        engine, device = self.shardwise_engine, self.device
-        is_sharded = engine.config.placement.weights.sharding == "sharded"
+        engine = self.shardwise_engine
+        weights = engine.config.placement.weights
+        device = early_device(weights.tier != "device")
+        tensors = stored_tensors(self.module)
         kept: dict[str, torch.Tensor | EarlyShard] = {}
         for name in self._dtypes:
             value = engine.full_param(name).to(self._dtypes[name])
-            kept[name] = EarlyShard(value, device) if is_sharded else value
+            # The tensors inside a quantised parameter have no early shards.
+            is_early = weights.sharding != "replicated" and isinstance(tensors[name], nn.Parameter)
+            kept[name] = EarlyShard(value, device) if is_early else value
         engine.destroy()
-        for name, param in self.module.named_parameters():
-            put_back(param, kept[name])
+        for name, tensor in tensors.items():
+            put_back(tensor, kept[name])
 
     # Numbers
 
@@ -222,8 +238,7 @@ class DeepSpeedEngine(nn.Module):
         return self.shardwise_engine.config.gradients.clip_norm or 0.0
 
     def zero_optimization_stage(self) -> int:
-        placement = self.shardwise_engine.config.placement
-        return sum(kind.sharding == "sharded" for kind in (placement.optim, placement.grads, placement.weights))
+        return self._stage
 
     def zero_optimization(self) -> bool:
         return self.zero_optimization_stage() > 0
@@ -291,11 +306,13 @@ class DeepSpeedEngine(nn.Module):
     ) -> bool:
         """Save everything that training goes on from into `save_dir/<tag>`, and its name into `latest`. A collective.
 
-        Without a tag it is `global_step<N>`. Frozen parameters are always saved.
+        Without a tag it is `global_step<N>`. With `exclude_frozen_parameters`, a load keeps the model's own values of
+        these.
         """
         from shardwise.compat.checkpoints import save
 
-        save(self.shardwise_engine, save_dir, str(tag or f"global_step{self.global_steps}"), client_state, save_latest)
+        name = str(tag or f"global_step{self.global_steps}")
+        save(self.shardwise_engine, save_dir, name, client_state, save_latest, not exclude_frozen_parameters)
         return True
 
     def load_checkpoint(
@@ -350,11 +367,11 @@ class DeepSpeedEngine(nn.Module):
                 return getattr(self.module, name)
 
 
-def adapt(engine: Engine, settings: dict[str, Any], dtypes: dict[str, torch.dtype]) -> DeepSpeedEngine:
+def adapt(engine: Engine, settings: dict[str, Any], stage: int, dtypes: dict[str, torch.dtype]) -> DeepSpeedEngine:
     """The engine with DeepSpeed's methods."""
     from shardwise.compat.fragments import register
 
-    adapted = DeepSpeedEngine(engine, settings, dtypes)
+    adapted = DeepSpeedEngine(engine, settings, stage, dtypes)
     register(engine)
     if adapted.zero_optimization_stage() == 3:
         mark_module(engine.module)

@@ -66,7 +66,7 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, opti
 def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     """Replace the reduced gradient, before `step()`. All ranks pass the same."""
     unit, flat = _unit(param), value.reshape(-1)
-    shard, slot = unit.layout.shard(unit.comm.rank), _slot(param)
+    shard, slot = unit.layout.shard(unit.comm.shard_index), _slot(param)
     part = slot.intersect(shard)
 
     def change(grads: torch.Tensor) -> None:
@@ -84,7 +84,7 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
     """This rank's elements of the reduced gradient, flat."""
     unit = _unit(param)
-    shard, slot = unit.layout.shard(unit.comm.rank), _slot(param)
+    shard, slot = unit.layout.shard(unit.comm.shard_index), _slot(param)
     part = slot.intersect(shard)
     values = unit.grads.shard.tensor
     return values[part.shift(-shard.start).slice].clone() if part else values.new_empty(0)

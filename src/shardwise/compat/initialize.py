@@ -15,6 +15,7 @@ from torch import nn
 from shardwise._version import __version__
 from shardwise.compat.accelerator import get_accelerator
 from shardwise.compat.comm import init_distributed
+from shardwise.compat.early_shard import early_device
 from shardwise.compat.engine import DeepSpeedEngine, adapt
 from shardwise.compat.optimizer import DeepSpeedOptimizer
 from shardwise.compat.zero import hand_over, is_early, mark_module, shard_early
@@ -50,10 +51,12 @@ def initialize(
     init_distributed(distributed_port=distributed_port)
     settings, parsed = read_config(config if config is not None else config_params, args)
     _say_who_serves(parsed)
-    is_stage_3 = parsed.placement.weights.sharding == "sharded"
+    stage, weights = _stage(parsed), parsed.placement.weights
+    is_stage_3 = stage == 3
+    parsed = _in_one_order(parsed)
     groups = list(model_parameters) if model_parameters is not None else []
     _check_scheduler(lr_scheduler, optimizer)
-    dtypes = _prepare(model, is_stage_3)
+    dtypes = _prepare(model, is_stage_3, is_offloaded=weights.tier != "device")
     from shardwise.engine.initialize import initialize as shard
 
     engine = shard(
@@ -62,7 +65,7 @@ def initialize(
         parsed.model_copy(update={"optimizer": None, "scheduler": None}),
         lr_scheduler=_scheduler(lr_scheduler, parsed),
     )
-    adapted = adapt(engine, settings, dtypes)
+    adapted = adapt(engine, settings, stage, dtypes)
     if engine.optimizer is not None:
         is_plain = parsed.placement.optim.sharding == "replicated" and parsed.precision.compute == "fp32"
         adapted.optimizer = engine.optimizer if is_plain else DeepSpeedOptimizer(engine, engine.optimizer, is_stage_3)
@@ -92,6 +95,27 @@ def read_config(config: Any, args: Any = None) -> tuple[dict[str, Any], Config]:
         raise ConfigError(f"config is {type(config).__name__}: pass a dictionary, a path or JSON text")
     settings = copy.deepcopy(config)
     return config, Config.load(_without_idle_offload(settings) or {"zero_optimization": {"stage": 0}})
+
+
+def _stage(config: Config) -> int:
+    placement = config.placement
+    return sum(kind.sharding != "replicated" for kind in (placement.optim, placement.grads, placement.weights))
+
+
+def _in_one_order(config: Config) -> Config:
+    """The same configuration with gradients that are reduced for every micro-batch, where a step has several.
+
+    Under stages 0 and 1, DeepSpeed reduces once a step. That rounds differently from stages 2 and 3; here all stages
+    give the same bits (tests/clients/test_trainer.py).
+    """
+    from shardwise.config.presets import offloaded
+    from shardwise.config.sections import KindPlacement
+
+    row = config.placement
+    if config.for_world_size(torch.distributed.get_world_size()).batch.accumulation == 1:
+        return config
+    sharded = row.model_copy(update={"grads": KindPlacement(sharding="sharded")})
+    return config.with_sections(placement=offloaded(sharded, weights=row.weights.tier, optim=row.optim.tier))
 
 
 def _without_idle_offload(settings: dict[str, Any]) -> dict[str, Any]:
@@ -125,20 +149,29 @@ def _check_scheduler(lr_scheduler: Any, optimizer: Any) -> None:
         )
 
 
-def _prepare(model: nn.Module, is_stage_3: bool) -> dict[str, torch.dtype]:
+def _prepare(model: nn.Module, is_stage_3: bool, is_offloaded: bool) -> dict[str, torch.dtype]:
     """Put the model where it trains; returns the dtypes that it was built in, by parameter. A collective."""
+    from shardwise.partition.dtensors import is_dtensor
+    from shardwise.partition.stored import is_wrapper, stored_tensors
+
     device = torch.device(get_accelerator().current_device_name())
-    dtypes = {name: param.dtype for name, param in model.named_parameters()}
+    dtypes = {name: tensor.dtype for name, tensor in stored_tensors(model).items()}
     if not is_stage_3:
         _make_whole(model)
         model.to(device)
         return dtypes
+    for name, param in model.named_parameters():
+        if is_wrapper(param) or is_dtensor(param):
+            raise CompatibilityError(
+                f"parameter {name!r} is a {type(param).__name__}, which cannot have the attributes of DeepSpeed's "
+                "stage 3: take stage 2, or shardwise.initialize, whose zero3 serves it"
+            )
     mark_module(model)
     params = list(model.parameters())
     # A model on another device goes over parameter by parameter, and only its shards.
     if any(is_early(param) or param.device != device for param in params):
         for param in params:
-            shard_early(param, device)
+            shard_early(param, early_device(is_offloaded))
             hand_over(param, device)
         for buffer_name, buffer in list(model.named_buffers(remove_duplicate=False)):
             owner, _, own_name = buffer_name.rpartition(".")

@@ -9,8 +9,11 @@ import torch
 
 from shardwise.compat.names import (
     TOTAL_NUM_STEPS,
+    WARMUP_DECAY_LR,
     WARMUP_LINEAR_RATE,
     WARMUP_LOG_RATE,
+    WARMUP_LR,
+    WARMUP_MAX_LR,
     WARMUP_NUM_STEPS,
     WARMUP_TYPE,
     logger,
@@ -29,7 +32,12 @@ class NamedSchedule(FormulaLR):
             params[WARMUP_TYPE] = WARMUP_LOG_RATE
         if None in [params.get(key, 1) for key in (WARMUP_NUM_STEPS, TOTAL_NUM_STEPS)]:
             raise ValueError("warmup_num_steps and total_num_steps are numbers of steps: None is none, leave it out")
+        if type(self).__name__ in (WARMUP_LR, WARMUP_DECAY_LR) and params.get(WARMUP_MAX_LR) is None:
+            params[WARMUP_MAX_LR] = [float(group["lr"]) for group in optimizer.param_groups]
         name, checked = check(type(self).__name__, params)
+        for key, value in checked.items():
+            if isinstance(value, tuple) and len(value) != len(optimizer.param_groups):
+                raise ValueError(f"{key} has {len(value)} values for {len(optimizer.param_groups)} parameter groups")
         super().__init__(optimizer, getattr(schedules, name)(**checked))
 
     def step(self, last_batch_iteration: int | None = None) -> None:
@@ -43,9 +51,23 @@ class NamedSchedule(FormulaLR):
 
     def get_mom(self) -> list[Any] | None:
         """The betas or momentum of each group now; None where the schedule does not change them."""
-        if self._schedule.momentum(self.last_batch_iteration) is None:
+        if self._schedule.momentum(self.last_batch_iteration, 0) is None:
             return None
         return [group.get("betas", group.get("momentum")) for group in self.optimizer.param_groups]
+
+    @property
+    def min_lrs(self) -> list[float]:
+        """The lower rate of each group, of a schedule between two."""
+        return self._each_group("min_lr")
+
+    @property
+    def max_lrs(self) -> list[float]:
+        """The upper rate of each group, of a schedule between two."""
+        return self._each_group("max_lr")
+
+    def _each_group(self, ending: str) -> list[float]:
+        found = getattr(self._schedule, next(key for key in dir(self._schedule) if key.endswith(ending)))
+        return list(found) if isinstance(found, tuple) else [found] * len(self.optimizer.param_groups)
 
     @property
     def last_batch_iteration(self) -> int:

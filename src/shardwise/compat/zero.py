@@ -16,17 +16,15 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from shardwise.compat.accelerator import get_accelerator
 from shardwise.compat.comm import init_distributed
+from shardwise.compat.early_shard import EarlyShard, early_device
 
 if TYPE_CHECKING:
     from shardwise.unit.unit import Unit
 
-_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 EMPTY_SHAPE = [0]
 """The shape of a parameter that rests in shards without an engine."""
 
@@ -43,46 +41,6 @@ class ZeroParamType(enum.Enum):
     NORMAL = 1
     PARTITIONED = 2
     REMOTE = 3
-
-
-class EarlyShard:
-    """What a rank holds of a parameter before the engine does: a flat shard, all of the same length.
-
-    `users` counts the contexts that have the whole values open.
-    """
-
-    def __init__(self, values: torch.Tensor, device: torch.device, checks_writes: bool = False) -> None:
-        self.shape, self.dtype = values.shape, values.dtype
-        self.users = 0
-        self.checks_writes = checks_writes
-        self._numel = values.numel()
-        self.tensor = self._cut(values.detach().to(device), source=0)
-
-    def whole(self) -> torch.Tensor:
-        """All flat elements. A collective."""
-        if self.world_size == 1:
-            return self.tensor[: self._numel]
-        full = self.tensor.new_empty(self.world_size * self.tensor.numel())
-        _ALL_GATHER(full, self.tensor)
-        return full[: self._numel]
-
-    def take_back(self, values: torch.Tensor, source: int) -> None:
-        """Cut the shard from what rank `source` has written. A collective."""
-        self.tensor = self._cut(values.detach(), source)  # a new tensor: copies of the parameter share the old one
-
-    def _cut(self, values: torch.Tensor, source: int) -> torch.Tensor:
-        values = values.contiguous()
-        if self.world_size > 1:
-            dist.broadcast(values, source)
-        each = -(-self._numel // self.world_size)
-        shard = values.new_zeros(each)
-        part = values.reshape(-1)[each * dist.get_rank() : each * (dist.get_rank() + 1)]
-        shard[: part.numel()] = part
-        return shard
-
-    @property
-    def world_size(self) -> int:
-        return dist.get_world_size()
 
 
 class ZeroParameter(nn.Parameter):
@@ -165,7 +123,7 @@ def shard_early(param: nn.Parameter, device: torch.device, checks_writes: bool =
         put_back(param, EarlyShard(param, device, checks_writes))
 
 
-def put_back(param: nn.Parameter, values: torch.Tensor | EarlyShard) -> None:
+def put_back(param: torch.Tensor, values: torch.Tensor | EarlyShard) -> None:
     """Give a parameter values outside any engine: whole, or this rank's shard."""
     if isinstance(values, EarlyShard):
         assert isinstance(param, ZeroParameter)
@@ -216,8 +174,11 @@ class Init:
         self._enabled = enabled
         self._built: list[nn.Parameter] = []
         self._remove: Callable[[], None] = _nothing
-        self._remote = remote_device
         zero = _zero_section(config_dict_or_path if config_dict_or_path is not None else config)
+        offload = zero.get("offload_param")
+        self._offloads = remote_device == "cpu" or (
+            isinstance(offload, dict) and offload.get("device") in ("cpu", "nvme")
+        )
         self._checks_writes = bool(zero.get("enable_sanity_checks"))
         if not enabled:
             return
@@ -244,7 +205,7 @@ class Init:
         self._built = []
 
     def _shard(self, params: Iterable[nn.Parameter]) -> None:
-        device = torch.device("cpu" if self._remote == "cpu" else get_accelerator().current_device_name())
+        device = early_device(self._offloads)
         for param in params:
             if not param.is_meta:
                 shard_early(param, device, self._checks_writes)

@@ -17,7 +17,8 @@ from shardwise.config.draft import ConfigDraft, Provenance, ValueOrigin, config_
 from shardwise.config.explain import explain
 from shardwise.config.files import YAML_SUFFIXES, read_file, read_text
 from shardwise.config.presets import PRESETS, disk_folder
-from shardwise.config.sections import Batch, ConfigSections, Precision, Section
+from shardwise.config.sections import SHARDING_OF_ORDER, Batch, ConfigSections, Placement, Precision, Section
+from shardwise.config.shape import NodeShape
 from shardwise.config.values import nearest, one_of
 from shardwise.errors import ConfigError, ConfigWarning
 
@@ -80,6 +81,31 @@ class Config(ConfigSections):
         batch = self.batch.resolve(world_size)
         changed = [f"batch.{name}" for name in Batch.model_fields if getattr(batch, name) != getattr(self.batch, name)]
         return self._derived({"batch": batch}, changed, f"W = {world_size}")
+
+    def for_shape(self, shape: NodeShape) -> "Config":
+        """The same configuration for ranks on nodes of this shape.
+
+        What is sharded over a node is sharded over all ranks on one node, and replicated on nodes of one rank.
+        Gradients that are sharded over a node between micro-batches are sharded over all ranks with one micro-batch.
+
+        >>> Config.load("zero3_hybrid").for_shape(NodeShape(nodes=1, per_node=4)).placement.weights.sharding
+        'sharded'
+        """
+        config = self.for_world_size(shape.world_size)
+        resolved = {kind: shape.resolve(own.sharding) for kind, own in self.placement}
+        if resolved["grads"] == "node" and config.batch.accumulation == 1:
+            resolved["grads"] = "sharded"
+        changed = {kind: cut for kind, cut in resolved.items() if cut != getattr(self.placement, kind).sharding}
+        if not changed:
+            return config
+        kinds = {kind: own.model_copy(update={"sharding": resolved[kind]}) for kind, own in self.placement}
+        where = f"placement on {shape} ranks"
+        try:
+            placement = Placement(**kinds)
+        except ValidationError as error:
+            raise config_error(error, Placement, where, {}) from None
+        paths = [f"placement.{kind}.sharding" for kind in changed]
+        return config._derived({"placement": placement}, paths, f"{shape} ranks, K = {config.batch.accumulation}")
 
     def for_dtypes(self, dtypes: Collection[str]) -> "Config":
         """The same configuration for a model whose parameters are of `dtypes` (fp32, bf16, fp16).
@@ -284,11 +310,11 @@ def _as_mapping(value: object) -> object:
 
 def _derive_order(draft: ConfigDraft) -> None:
     """Place gradients as a given `gradients.order` needs them, unless the file itself places them."""
-    sharding = {"local": "replicated", "sharded": "sharded"}.get(str(draft.values.get("gradients.order")))
+    sharding = SHARDING_OF_ORDER.get(str(draft.values.get("gradients.order")))
     origin = draft.origins.get("placement.grads.sharding", ValueOrigin("default"))
     if sharding is None or draft.values.get("placement.grads.sharding") == sharding or origin.kind == "file":
         return
     derived = ValueOrigin("derived", "from gradients.order")
     draft.set("placement.grads.sharding", sharding, derived)
-    if sharding == "replicated" and draft.origins.get("placement.grads.tier", origin).kind != "file":
+    if sharding != "sharded" and draft.origins.get("placement.grads.tier", origin).kind != "file":
         draft.set("placement.grads.tier", "device", derived)

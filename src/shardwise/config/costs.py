@@ -13,7 +13,8 @@ from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from shardwise.config.sections import ConfigSections, Placement, Sharding, Tier
+from shardwise.config.sections import ConfigSections, Placement, Tier
+from shardwise.config.shape import AXES, Axis, NodeShape, Sharding, shape_of
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 MASTER_BYTES = DTYPE_BYTES["fp32"]
@@ -28,14 +29,14 @@ class RestingKind(NamedTuple):
     sharding: Sharding
     tier: Tier
 
-    def rank_bytes(self, parameters: int, world_size: int) -> Fraction:
+    def rank_bytes(self, parameters: int, ranks: int | NodeShape) -> Fraction:
         """Bytes on one rank."""
-        return self.bytes_each * parameters * rank_share(self.sharding, world_size)
+        return self.bytes_each * parameters * rank_share(self.sharding, ranks)
 
 
-def rank_share(sharding: Sharding, world_size: int) -> Fraction:
+def rank_share(sharding: Sharding, ranks: int | NodeShape) -> Fraction:
     """The part of a kind that one rank holds."""
-    return Fraction(1, world_size) if sharding == "sharded" else Fraction(1)
+    return Fraction(1, shape_of(ranks).parts(sharding))
 
 
 def resting(config: ConfigSections) -> list[RestingKind]:
@@ -48,12 +49,13 @@ def resting(config: ConfigSections) -> list[RestingKind]:
 def resting_kinds(placement: Placement, weights: int, grads: int, moments: int) -> list[RestingKind]:
     """What rests of trainable parameters with so many bytes each; kinds that take nothing are left out.
 
-    fp32 weights are their own master copy. Sharded 16-bit weights are cast from the master at gather and do not rest,
-    except on the device when the master is on another tier.
+    fp32 weights are their own master copy. 16-bit weights that are cut as the master is are cast from it at gather and
+    do not rest, except on the device when the master is on another tier.
     """
     has_master = weights < MASTER_BYTES
     is_apart = placement.weights.tier == "device" != placement.optim.tier
-    is_cast = has_master and placement.weights.sharding == "sharded" and not is_apart
+    cut = placement.weights.sharding
+    is_cast = has_master and cut != "replicated" and cut == placement.optim.sharding and not is_apart
     kinds = (
         ("weights", 0 if is_cast else weights, placement.weights),
         ("grads", grads, placement.grads),
@@ -91,15 +93,18 @@ def moments_of(name: str, options: Mapping[str, Any]) -> int:
 
 def formula(kinds: Iterable[RestingKind], tier: Tier | None = None) -> str:
     """Resting bytes per rank as a formula such as "4Ψ + 12Ψ/W", of all tiers or of one."""
-    each = Counter({"Ψ": 0, "Ψ/W": 0})
+    share: dict[Sharding, str] = {"replicated": "Ψ", "node": "Ψ/n", "sharded": "Ψ/W"}
+    each = Counter(dict.fromkeys(share.values(), 0))
     for kind in _on(tier, kinds):
-        each["Ψ/W" if kind.sharding == "sharded" else "Ψ"] += kind.bytes_each
+        each[share[kind.sharding]] += kind.bytes_each
     return " + ".join(f"{size}{unit}" for unit, size in each.items() if size) or "0"
 
 
-def resting_bytes(kinds: Iterable[RestingKind], parameters: int, world_size: int, tier: Tier | None = None) -> float:
+def resting_bytes(
+    kinds: Iterable[RestingKind], parameters: int, ranks: int | NodeShape, tier: Tier | None = None
+) -> float:
     """Resting bytes per rank as a number, of all tiers or of one."""
-    return float(sum(kind.rank_bytes(parameters, world_size) for kind in _on(tier, kinds)))
+    return float(sum(kind.rank_bytes(parameters, ranks) for kind in _on(tier, kinds)))
 
 
 def offloaded_bytes_each(kinds: Iterable[RestingKind]) -> int:
@@ -112,36 +117,44 @@ def _on(tier: Tier | None, kinds: Iterable[RestingKind]) -> list[RestingKind]:
 
 
 class WireTimes(NamedTuple):
-    """How many times one step sends each element, by what is sent: contract C3."""
+    """How many times one step sends each element over an axis, by what is sent: contract C3."""
 
     gathers: int  # weights, before forward and backward; frozen weights are sent for these alone
     reductions: int  # gradients
     updates: int  # updated weights that are replicated; under a replicated optimizer, the reduced gradients instead
 
 
-def wire_times(placement: Placement, accumulation: int) -> WireTimes:
-    """How many times a step of `accumulation` micro-batches sends each element, at most.
+def wire_times(placement: Placement, accumulation: int, axis: Axis = "inner") -> WireTimes:
+    """How many times a step of `accumulation` micro-batches sends each element over an axis, at most.
 
     >>> wire_times(Placement(), accumulation=4)
     WireTimes(gathers=0, reductions=1, updates=1)
     """
-    has_sharded_weights = placement.weights.sharding == "sharded"
+    cuts_weights, cuts_grads = axis in AXES[placement.weights.sharding], axis in AXES[placement.grads.sharding]
     return WireTimes(
-        gathers=2 * accumulation if has_sharded_weights else 0,
-        reductions=accumulation if placement.grads.sharding == "sharded" else 1,
-        updates=0 if has_sharded_weights else 1,
+        gathers=2 * accumulation if cuts_weights else 0,
+        reductions=accumulation if cuts_grads else 1,
+        updates=0 if cuts_weights else 1,
     )
 
 
-def sent(size: int, world_size: int) -> int:
-    """What one rank sends of `size` elements or bytes of a collective over all ranks: (W-1)/W of them."""
-    return size * (world_size - 1) // world_size
+def sent(size: int, ranks: int | NodeShape, axis: Axis = "inner") -> int:
+    """What one rank sends over an axis of `size` elements or bytes that travel over all ranks. In one node it is
+    (W-1)/W of them; on several, (n-1)/n go over the node, and of the rest (N-1)/N across nodes.
+
+    >>> sent(1600, 16), [sent(1600, NodeShape(nodes=2, per_node=8), axis) for axis in ("inner", "outer")]
+    (1500, [1400, 100])
+    """
+    shape = shape_of(ranks)
+    part = size if axis == "inner" else size // shape.per_node
+    return part * (shape.size(axis) - 1) // shape.size(axis)
 
 
-def wire_formula(placement: Placement) -> str:
-    """Elements that a rank sends per step, as a formula with f = (W-1)/W, such as "(K + 1)Ψf"."""
-    constant = sum(wire_times(placement, 0))
-    slope = sum(wire_times(placement, 1)) - constant
+def wire_formula(placement: Placement, axis: Axis = "inner") -> str:
+    """Elements that a rank sends per step, as a formula with f = (W-1)/W, such as "(K + 1)Ψf". Over one axis, f is the
+    part of it that leaves a rank, or a node."""
+    constant = sum(wire_times(placement, 0, axis))
+    slope = sum(wire_times(placement, 1, axis)) - constant
     times_k = "K" if slope == 1 else f"{slope}K"
     if not slope:
         return f"{constant}Ψf"

@@ -56,6 +56,8 @@ def _costs(config: ConfigSections) -> list[str]:
     if config.precision.compute == "fp32":
         lines.append(row("in bf16", resting_with(precision=Precision(compute="bf16")), "with precision.compute: bf16"))
     wire = costs.wire_formula(config.placement)
+    if (outside := costs.wire_formula(config.placement, "outer")) != wire:
+        wire = f"{wire} in a node, {outside} out of it"
     optimizer = config.optimizer.name if config.optimizer else "an optimizer with two fp32 moments (Adam)"
     lines.append(f"On the wire, in elements per rank and step: {wire}, where f = (W-1)/W")
     return [*lines, f"Ψ parameters, W ranks, K micro-batches per step; {optimizer}"]
@@ -64,12 +66,21 @@ def _costs(config: ConfigSections) -> list[str]:
 def _placement(config: ConfigSections, provenance: Provenance) -> list[str]:
     lines = ["placement"]
     effects = {
-        "weights": {"replicated": "whole on every rank", "sharded": "gathered unit by unit, then released"},
+        "weights": {
+            "replicated": "whole on every rank",
+            "node": "gathered from the ranks of a node, then released",
+            "sharded": "gathered unit by unit, then released",
+        },
         "grads": {
             "replicated": "added up locally, reduced once a step",
+            "node": "reduced every micro-batch in the node, across nodes once a step",
             "sharded": "reduced every micro-batch to a shard",
         },
-        "optim": {"replicated": "every rank updates everything", "sharded": "each rank updates its shard"},
+        "optim": {
+            "replicated": "every rank updates everything",
+            "node": "each rank of a node updates its shard of it",
+            "sharded": "each rank updates its shard",
+        },
     }
     for kind, own in config.placement:
         origins = dict.fromkeys(str(provenance.origin(f"placement.{kind}.{part}")) for part in ("sharding", "tier"))

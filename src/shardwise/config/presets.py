@@ -1,11 +1,12 @@
 """The placement table: the only place where a stage has a meaning.
 
-| preset | weights              | grads                               | optim      |
-|--------|----------------------|-------------------------------------|------------|
-| zero0  | replicated           | replicated                          | replicated |
-| zero1  | replicated           | replicated, reduced once a step     | sharded    |
-| zero2  | replicated           | sharded, reduced every micro-batch  | sharded    |
-| zero3  | sharded              | sharded                             | sharded    |
+| preset       | weights     | grads                                           | optim      |
+|--------------|-------------|-------------------------------------------------|------------|
+| zero0        | replicated  | replicated                                      | replicated |
+| zero1        | replicated  | replicated, reduced once a step                 | sharded    |
+| zero2        | replicated  | sharded, reduced every micro-batch              | sharded    |
+| zero3        | sharded     | sharded                                         | sharded    |
+| zero3_hybrid | over a node | over a node; across nodes, reduced once a step  | sharded    |
 
 `_offload` places optim (and zero3's weights) on the host, `_nvme` on the disk. Gradient shards are then copied to the
 host as they are reduced. Replicated gradients stay on the device until they are reduced.
@@ -19,6 +20,7 @@ from shardwise.config.sections import KindPlacement, Placement, Tier
 
 _REPLICATED = KindPlacement(sharding="replicated")
 _SHARDED = KindPlacement(sharding="sharded")
+_NODE = KindPlacement(sharding="node")
 
 
 def offloaded(row: Placement, *, weights: Tier = "device", optim: Tier = "device") -> Placement:
@@ -39,6 +41,7 @@ STAGES = (
 )
 
 PRESETS: dict[str, Placement] = {f"zero{stage}": row for stage, row in enumerate(STAGES)} | {
+    "zero3_hybrid": Placement(weights=_NODE, grads=_NODE, optim=_SHARDED),
     "zero1_offload": offloaded(STAGES[1], optim="host"),
     "zero2_offload": offloaded(STAGES[2], optim="host"),
     "zero3_offload": offloaded(STAGES[3], weights="host", optim="host"),

@@ -45,8 +45,8 @@ class RateSchedule:
         """The learning rate at iteration `i` of the parameter group number `group`, whose own rate is `base`."""
         raise NotImplementedError
 
-    def momentum(self, i: int) -> float | None:
-        """The momentum at iteration `i`; None where the schedule does not change it."""
+    def momentum(self, i: int, group: int) -> float | None:
+        """The momentum of a parameter group at iteration `i`; None where the schedule does not change it."""
         return None
 
 
@@ -96,36 +96,38 @@ class WarmupCosineLR(_Warmup):
 
 
 class OneCycle(RateSchedule):
-    cycle_min_lr: Annotated[float | None, at_least_zero] = None
-    cycle_max_lr: Annotated[float | None, at_least_zero] = None
+    cycle_min_lr: Annotated[float | tuple[float, ...] | None, _rates] = None
+    cycle_max_lr: Annotated[float | tuple[float, ...] | None, _rates] = None
     decay_lr_rate: Rate = 0.0
     cycle_first_step_size: Steps = 2000
-    cycle_second_step_size: Annotated[int | None, positive] = None
+    cycle_second_step_size: Annotated[int | None, whole] = None
     cycle_first_stair_count: Whole = 0
     cycle_second_stair_count: Annotated[int | None, whole] = None
     decay_step_size: Whole = 0
     cycle_momentum: Flag = True
-    cycle_min_mom: Rate = 0.8
-    cycle_max_mom: Rate = 0.9
+    cycle_min_mom: Rates = 0.8
+    cycle_max_mom: Rates = 0.9
     decay_mom_rate: Rate = 0.0
 
     def rate(self, i: int, base: float, group: int) -> float:
-        low = base / 10 if self.cycle_min_lr is None else self.cycle_min_lr
-        high = base if self.cycle_max_lr is None else self.cycle_max_lr
+        low = base / 10 if self.cycle_min_lr is None else _of_group(self.cycle_min_lr, group)
+        high = base if self.cycle_max_lr is None else _of_group(self.cycle_max_lr, group)
         past = self._past_cycle(i)
         return low + (high - low) * self._height(i) if past is None else low / (1 + self.decay_lr_rate * past)
 
-    def momentum(self, i: int) -> float | None:  # falls as the rate rises
+    def momentum(self, i: int, group: int) -> float | None:  # falls as the rate rises
         if not self.cycle_momentum:
             return None
-        low, high, past = self.cycle_min_mom, self.cycle_max_mom, self._past_cycle(i)
+        low, high = _of_group(self.cycle_min_mom, group), _of_group(self.cycle_max_mom, group)
+        past = self._past_cycle(i)
         if past is None:
             return high - (high - low) * self._height(i)
         return min(high * (1 + self.decay_mom_rate * past), 0.9999)
 
     @property
     def _second_step_size(self) -> int:
-        return self.cycle_second_step_size or self.cycle_first_step_size
+        given = self.cycle_second_step_size
+        return self.cycle_first_step_size if given is None else given
 
     def _height(self, i: int) -> float:
         """The height of the cycle's triangle at iteration `i`, from 0 to 1, in stairs where they are configured."""
@@ -214,13 +216,14 @@ class FormulaLR(LRScheduler):
 
     def get_lr(self) -> list[float | torch.Tensor]:
         iteration = self.last_epoch + self._schedule.last_batch_iteration
-        momentum = self._schedule.momentum(iteration)
-        if momentum is not None:
-            self._set_momentum(momentum)
+        self._set_momenta(iteration)
         return [self._schedule.rate(iteration, float(base), group) for group, base in enumerate(self.base_lrs)]
 
-    def _set_momentum(self, value: float) -> None:
-        for group in self.optimizer.param_groups:
+    def _set_momenta(self, iteration: int) -> None:
+        for number, group in enumerate(self.optimizer.param_groups):
+            value = self._schedule.momentum(iteration, number)
+            if value is None:
+                return
             if "betas" in group:
                 group["betas"] = (value, *group["betas"][1:])
             elif "momentum" in group:

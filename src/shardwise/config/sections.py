@@ -20,6 +20,7 @@ from pydantic import (
     model_validator,
 )
 
+from shardwise.config.shape import Sharding, axes_between
 from shardwise.config.values import is_open, real
 from shardwise.errors import ConfigError
 from shardwise.sizes import parse_bytes, whole
@@ -28,11 +29,11 @@ if TYPE_CHECKING:  # torch loads when an optimizer is checked or built, not with
     import torch
     from torch.optim.lr_scheduler import LRScheduler
 
-Sharding = Literal["replicated", "sharded"]
 Tier = Literal["device", "host", "disk"]
 DType = Literal["fp32", "bf16", "fp16"]
 Compute = Literal["fp32", "bf16", "fp16", "model"]
-Order = Literal["local", "sharded"]
+Order = Literal["local", "node", "sharded"]
+SHARDING_OF_ORDER: dict[str, Sharding] = {"local": "replicated", "node": "node", "sharded": "sharded"}
 
 
 def _memory(value: object) -> object:
@@ -81,8 +82,14 @@ class Placement(Section):
             if own.tier != "device" and own.sharding == "replicated":
                 remedy = f"set placement.{kind}.sharding: sharded"
                 raise ValueError(f"{kind} can leave the device only when sharded; {remedy}")
-        if self.weights.sharding == "sharded" and self.optim.sharding == "replicated":
-            raise ValueError("sharded weights need sharded optim (the weights are cast from its master copy)")
+            if own.tier != "device" and own.sharding == "node" and kind != "optim":
+                remedy = f"set placement.{kind}.tier: device, or placement.{kind}.sharding: sharded"
+                raise ValueError(f"{kind} that are sharded over a node rest on the device; {remedy}")
+        if axes_between(self.weights.sharding, self.optim.sharding):
+            raise ValueError(
+                f"{self.weights.sharding} weights need sharded optim (the weights are cast from its master copy): set "
+                f"placement.optim.sharding: {self.weights.sharding}"
+            )
         if self.grads.tier == "disk":
             raise ValueError("grads rest on device or host, not on disk: they are written in every backward")
         return self
@@ -131,7 +138,7 @@ class Gradients(Section):
 
     clip_norm: Annotated[Real, Field(gt=0)] | None = setting(None, "largest global norm (none: no clipping)")
     order: Order | None = setting(
-        None, "local: add up, reduce once; sharded: reduce each micro-batch (none: as placed)"
+        None, "local: add up, reduce once; sharded: reduce each micro-batch; node: in the node (none: as placed)"
     )
     reduce_at: Literal["backward", "step"] = setting("backward", "reduce during backward, or in step()")
     deterministic: StrictBool = setting(False, "the same bits for every unit size as well")
@@ -262,6 +269,25 @@ class Checkpointing(Section):
     offload: StrictBool = setting(False, "keep saved activations in host memory")
 
 
+class MeshSection(Section):
+    """The axes that the ranks span, outermost first. ZeRO's ranks are those of dp_replicate, dp_shard and sp."""
+
+    pp: Positive = setting(1, "pipeline stages")
+    dp_replicate: Positive | None = setting(None, "groups of ranks, each of which has a node's part (none: the nodes)")
+    dp_shard: Positive | None = setting(None, "ranks of such a group (none: all that are left)")
+    sp: Positive = setting(1, "ranks that share a sequence")
+    tp: Positive = setting(1, "ranks that share each matrix")
+
+
+class Communication(Section):
+    """How gradients and weights travel between ranks."""
+
+    reduce: Literal["exchange", "native"] = setting(
+        "exchange", "exchange: sums in rank order; native: the backend's reduce-scatter, whose bits depend on it"
+    )
+    ranks_per_node: Positive | None = setting(None, "ranks of ZeRO that share a node (none: as launched)")
+
+
 class Runtime(Section):
     """Units, prefetch and printing."""
 
@@ -291,11 +317,14 @@ class ConfigSections(Section):
     scheduler: SchedulerSection | None = setting(None, "the learning-rate schedule to build")
     checkpointing: Checkpointing = setting(Checkpointing(), "activation checkpointing")
     runtime: Runtime = setting(Runtime(), "units, prefetch, printing")
+    mesh: MeshSection = setting(MeshSection(), "the axes that the ranks span")
+    communication: Communication = setting(Communication(), "how gradients and weights travel between ranks")
 
     @property
     def order(self) -> Order:
         """The order of accumulation in effect: local (add up, reduce once) or sharded (reduce each micro-batch)."""
-        return "local" if self.placement.grads.sharding == "replicated" else "sharded"
+        orders: dict[Sharding, Order] = {"replicated": "local", "node": "node", "sharded": "sharded"}
+        return orders[self.placement.grads.sharding]
 
     @property
     def accumulate_dtype(self) -> DType:
@@ -309,9 +338,9 @@ class ConfigSections(Section):
         if gradients.order not in (None, self.order):
             raise ValueError(
                 f"gradients.order is {gradients.order}, but placement.grads.sharding is {placement.grads.sharding}; "
-                "local goes with replicated, sharded with sharded; leave one of the two out"
+                "local goes with replicated, node with node, sharded with sharded; leave one of the two out"
             )
-        if gradients.reduce_at == "step" and self.order == "sharded":
+        if gradients.reduce_at == "step" and self.order != "local":
             raise ValueError("gradients.reduce_at: step needs replicated grads (sharded ones are reduced in backward)")
         optim_path, weights_path = self.offload.nvme_path, self.offload.weights_nvme_path or self.offload.nvme_path
         for kind, own, path in (("optim", placement.optim, optim_path), ("weights", placement.weights, weights_path)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import os
 from collections.abc import Iterator
@@ -12,10 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.comm.comm import Comm
+from shardwise.comm import Comm
 from shardwise.deferred.pretrained import PretrainedTensor, PretrainedWeights, close_files
 from shardwise.deferred.recording import DeferredView, deferred_storage, random_operations, recording, session_of, value
 from shardwise.errors import ConfigError
+from shardwise.partition.dtensors import is_dtensor, like, local, locals_of, part_of
 from shardwise.unit.weights import ORIGIN
 
 
@@ -46,14 +48,14 @@ def deferred_init(
     True
     >>> engine = shardwise.initialize(model, torch.optim.AdamW(model.parameters()), "zero3")
     """
-    session = DeferredSession(_device(device), PretrainedWeights(weights, strict) if weights is not None else None)
+    session = DeferredSession(device_for(device), PretrainedWeights(weights, strict) if weights is not None else None)
     with recording(session, draws=session.weights is None):
         yield
 
 
 def session_behind(model: nn.Module) -> DeferredSession | None:
     """The session of the `deferred_init` in which a model was built; None for a model that was built ordinarily."""
-    tensors = (*model.parameters(), *model.buffers())
+    tensors = (*locals_of(model.parameters()), *model.buffers())
     return next((session for tensor in tensors if (session := session_of(tensor))), None)
 
 
@@ -63,13 +65,18 @@ def prepare(model: nn.Module, session: DeferredSession, comm: Comm) -> None:
     if session.weights is None:
         _share_generator_states(model, comm)
     for name, param in model.named_parameters():
-        if (source := stored.get(name) or DeferredView.of(param)) is not None:
-            _become_real(param, comm.device)
-            setattr(param, ORIGIN, source.read)
+        if (found := stored.get(name)) is not None:
+            part = part_of(param, comm.model_group.size, comm.model_group.rank)
+            origin: Any = dataclasses.replace(found, part=part)
+        elif (view := DeferredView.of(local(param))) is not None:
+            origin = view.read
         else:
-            param.data = param.data.to(comm.device)
-            comm.broadcast(param.data)
-    _fill_buffers(model, stored, comm.device)
+            _become(param, local(param).to(comm.device))
+            comm.broadcast(local(param).data)
+            continue
+        _become_real(param, comm.device)
+        setattr(param, ORIGIN, origin)
+    fill_buffers(model, stored, comm.device)
 
 
 def finish() -> None:
@@ -81,14 +88,20 @@ def finish() -> None:
 def check_deferred(model: nn.Module) -> None:
     """Raise a ConfigError for a parameter on the meta device of which no operations were recorded."""
     for name, param in model.named_parameters():
-        if param.is_meta and deferred_storage(param) is None:
+        if param.is_meta and is_dtensor(param) and deferred_storage(local(param)) is None:
+            raise ConfigError(
+                f"parameter {name!r} is a DTensor on the meta device and has no values: call parallelize_module(..., "
+                "src_data_rank=None) inside `with shardwise.deferred_init():`, or materialise it first"
+            )
+        if param.is_meta and deferred_storage(local(param)) is None:
             raise ConfigError(
                 f"parameter {name!r} is on the meta device and has no values: build the model under "
                 "shardwise.deferred_init(), where it is also cast (model.to(dtype)), or materialise it first"
             )
 
 
-def _device(given: Any) -> torch.device:
+def device_for(given: Any) -> torch.device:
+    """The device that was given, or this rank's GPU, or the CPU."""
     if given is not None:
         return torch.device(given)
     if torch.cuda.is_available():
@@ -98,7 +111,7 @@ def _device(given: Any) -> torch.device:
 
 def _share_generator_states(model: nn.Module, comm: Comm) -> None:
     """Give all ranks the random numbers of rank 0, whose values also count for a model that was built ordinarily."""
-    tensors = (*model.parameters(), *model.buffers())
+    tensors = (*locals_of(model.parameters()), *model.buffers())
     operations = random_operations([each for tensor in tensors if (each := deferred_storage(tensor)) is not None])
     counts = comm.share_object(len(operations))
     if len(set(counts)) > 1:
@@ -106,9 +119,10 @@ def _share_generator_states(model: nn.Module, comm: Comm) -> None:
             f"the ranks drew random numbers {counts} times while they built the model: build the same one on all ranks"
         )
     states = [operation.state for operation in operations if operation.state is not None]
-    if not states or comm.world_size == 1:
+    if not states or comm.everyone.world_size == 1:
         return
     joined = torch.cat(states).to(comm.device)
+    comm.model_group.broadcast(joined)
     comm.broadcast(joined)
     for operation, state in zip(operations, joined.cpu().split([len(state) for state in states]), strict=True):
         operation.state = state.clone()
@@ -117,13 +131,19 @@ def _share_generator_states(model: nn.Module, comm: Comm) -> None:
 def _become_real(param: nn.Parameter, device: torch.device) -> None:
     """Move a parameter off the meta device without allocating it; optimizers that refer to it stay valid."""
     blank = torch.full((), float("nan") if param.is_floating_point() else 0, dtype=param.dtype, device=device)
-    real = nn.Parameter(blank.expand(param.shape), requires_grad=param.requires_grad)
+    _become(param, blank.expand(local(param).shape))
+
+
+def _become(param: nn.Parameter, values: torch.Tensor) -> None:
+    """Give a parameter other values, on any device."""
+    with torch.no_grad():
+        real = nn.Parameter(like(param, values), requires_grad=param.requires_grad)
     real.__dict__.update(param.__dict__)
     real.__class__ = param.__class__
     torch.utils.swap_tensors(param, real)
 
 
-def _fill_buffers(model: nn.Module, stored: dict[str, PretrainedTensor], device: torch.device) -> None:
+def fill_buffers(model: nn.Module, stored: dict[str, PretrainedTensor], device: torch.device) -> None:
     """Compute buffers, and tensors that are plain attributes of modules, whole on every rank."""
     made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # the old tensor too: while it lives, its id is unique
     for path, module in model.named_modules():

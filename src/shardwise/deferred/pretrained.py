@@ -18,6 +18,7 @@ from torch import nn
 from shardwise.errors import CheckpointError
 from shardwise.files import read_json
 from shardwise.partition.layout import Span
+from shardwise.partition.part import TensorPart
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -32,6 +33,18 @@ class PretrainedWeights:
         self.path = Path(path)
         self._strict = strict
         self._files = _files(self.path)
+
+    @property
+    def files(self) -> list[str]:
+        """The paths of all files, as `PretrainedTensor` names them."""
+        return list(dict.fromkeys(map(str, self._files.values())))
+
+    def has_names_of(self, model: nn.Module) -> bool:
+        """Whether every parameter of the model is stored under one of its names."""
+        names: dict[int, bool] = {}
+        for name, param in model.named_parameters(remove_duplicate=False):
+            names[id(param)] = names.get(id(param), False) or name in self._files
+        return all(names.values())
 
     def match(self, model: nn.Module) -> dict[str, PretrainedTensor]:
         """The stored tensor of each parameter and buffer of the model, by its first name."""
@@ -65,11 +78,13 @@ class WeightIndex(BaseModel):
 
 @dataclass(frozen=True)
 class PretrainedTensor:
-    """One tensor in a file; the origin of a parameter's values."""
+    """One tensor in a file, or the part of it that tensor parallelism gives to this rank; the origin of a parameter's
+    values."""
 
     file: str
     name: str
     shape: tuple[int, ...]
+    part: TensorPart | None = None
 
     def check(self, is_float: bool) -> None:
         """Raise a CheckpointError if the file has another shape, or integers instead of floating-point numbers."""
@@ -89,10 +104,18 @@ class PretrainedTensor:
         """The flat elements `part`; reads only the rows that contain them."""
         if not self.shape:
             return self.whole().reshape(-1)[part.slice]
-        row = max(1, torch.Size(self.shape[1:]).numel())
+        tp = self.part or TensorPart(self.shape)
+        row = max(1, torch.Size(tp.local_shape[1:]).numel())
         first, end = part.start // row, -(-part.stop // row)
-        rows: torch.Tensor = _opened(self.file).get_slice(self.name)[first:end]
+        above = tp.offset if tp.dim == 0 else 0
+        ranges = [slice(first + above, end + above), *(slice(0, size) for size in self.shape[1:])]
+        if tp.dim:
+            ranges[tp.dim] = slice(tp.offset, tp.offset + tp.size)
+        rows: torch.Tensor = _opened(self.file).get_slice(self.name)[tuple(ranges)]
         return rows.reshape(-1)[part.shift(-first * row).slice]
+
+    def __call__(self, part: Span) -> torch.Tensor:
+        return self.read(part)
 
     def whole(self) -> torch.Tensor:
         return _opened(self.file).get_tensor(self.name)  # type: ignore[no-any-return]  # safetensors
@@ -104,7 +127,9 @@ def _opened(file: str) -> Any:
     try:
         return safe_open(file, framework="pt")
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{file} cannot be read as safetensors: {error}") from error
+        raise CheckpointError(
+            f"{file} cannot be read as safetensors ({error}): copy it again, or download it again"
+        ) from error
 
 
 close_files = _opened.cache_clear

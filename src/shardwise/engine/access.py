@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwise.optim.states import extras_of, state_views
+from shardwise.partition.stored import is_wrapper, stored_in
 from shardwise.schedule.hooks import ours
 from shardwise.unit import Unit
 
@@ -58,7 +59,7 @@ def gathered(
 def full_param(units: Sequence[Unit], name: str) -> torch.Tensor:
     unit = _find(units, name)
     unit.finish_update()
-    return unit.view(unit.weights.whole(unit.weights.master), name).clone()
+    return unit.whole(unit.weights.whole(unit.weights.master), name)
 
 
 def full_grad(units: Sequence[Unit], name: str) -> torch.Tensor:
@@ -70,7 +71,7 @@ def full_grad(units: Sequence[Unit], name: str) -> torch.Tensor:
             f"the gradient of {name!r} is not reduced yet: ask for it after the last backward of a step and before "
             'engine.step(); with gradients.reduce_at = "step", read the local p.grad instead'
         )
-    return unit.view(unit.grads.full_copy(), name).clone()
+    return unit.whole(unit.grads.full_copy(), name)
 
 
 def full_state(units: Sequence[Unit], optimizer: torch.optim.Optimizer | None, name: str) -> dict[str, torch.Tensor]:
@@ -89,7 +90,7 @@ def full_state(units: Sequence[Unit], optimizer: torch.optim.Optimizer | None, n
             state[key] = kind.clone()
             continue
         flat = torch.zeros(unit.weights.owned.numel, dtype=kind, device=unit.comm.device)
-        state[key] = unit.view(unit.weights.whole(mine.get(key, flat)), name).clone()
+        state[key] = unit.whole(unit.weights.whole(mine.get(key, flat)), name)
     return state
 
 
@@ -134,13 +135,18 @@ class _StateDictHook:
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         names = _aliases(module)
-        for unit in self._units:
-            if not unit.weights.policy.weights_sharded:
-                continue
+        sharded = [unit for unit in self._units if unit.weights.policy.weights_sharded]
+        for unit in sharded:
             with gathered(unit.params):
                 for name, param in zip(unit.names, unit.params, strict=True):
                     value = param.detach().clone()
-                    state.update({prefix + alias: value for alias in names[name] if prefix + alias in state})
+                    aliases = names.get(name, (name,))
+                    state.update({prefix + alias: value for alias in aliases if prefix + alias in state})
+        for name, param in module.named_parameters() if any(unit.spec.inner for unit in sharded) else ():
+            if is_wrapper(param):
+                with gathered(param):
+                    value = param.detach().clone()
+                state.update({prefix + alias: value for alias in names[name] if prefix + alias in state})
 
 
 class _LoadHook:
@@ -177,9 +183,9 @@ def _units_of(params: torch.Tensor | Iterable[torch.Tensor | None] | None) -> li
     given = [params] if isinstance(params, torch.Tensor) or params is None else list(params)
     found: dict[tuple[int, str], Unit] = {}
     for param in given:
-        unit = unit_of(param) if param is not None else None
-        if unit is not None:
-            found[unit.number, unit.name] = unit
+        for _, tensor in stored_in(param) if param is not None else ():
+            if (unit := unit_of(tensor)) is not None:
+                found[unit.number, unit.name] = unit
     # Callers may pass sets, whose order differs between ranks: gather in the engine's order.
     return [found[key] for key in sorted(found)]
 
@@ -188,6 +194,9 @@ def _find(units: Sequence[Unit], name: str) -> Unit:
     for unit in units:
         if name in unit.names:
             return unit
+    parts = [part for unit in units for part in unit.names if part.startswith(f"{name}.")]
+    if parts:
+        raise KeyError(f"parameter {name!r} is quantised and consists of other tensors: ask for {' or '.join(parts)}")
     raise KeyError(f"the model has no parameter {name!r}; names are those of model.named_parameters()")
 
 

@@ -40,14 +40,14 @@ def check_alike(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, scheduler: Any, comm: Comm
 ) -> None:
     """Raise on all ranks if one of them was given something else. A collective."""
-    if comm.world_size == 1:
+    everyone = comm.everyone
+    if everyone.world_size == 1:
         return
     facts = _facts(model, optimizer, config, scheduler)
     digest = hashlib.sha256(repr(facts).encode()).hexdigest()
-    if len(set(comm.share_object(digest, "how it was started"))) == 1:
+    if len(set(everyone.share_object(digest, "how it was started"))) == 1:
         return
-    everyone = comm.share_object(facts, "what it was started with")
-    found = _differences(everyone)
+    found = _differences(everyone.share_object(facts, "what it was started with"))
     listed = "\n".join(f"  {line}" for line in found[:_SHOWN])
     more = f"\n  and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     comm.close()
@@ -109,7 +109,8 @@ def _facts(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Co
     group_of = {id(param): number for number, group in enumerate(groups) for param in group["params"]}
     for name, param in model.named_parameters():
         trained = f"in group {group_of[id(param)]}" if id(param) in group_of else "frozen"
-        facts[f"parameter {name}"] = f"{tuple(param.shape)}, {_plain(param.dtype)}, {trained}"
+        cut = f", {placements}" if (placements := getattr(param, "placements", None)) else ""
+        facts[f"parameter {name}"] = f"{tuple(param.shape)}, {_plain(param.dtype)}, {trained}{cut}"
     for name, buffer in model.named_buffers():
         facts[f"buffer {name}"] = f"{tuple(buffer.shape)}, {_plain(buffer.dtype)}"
     return facts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,9 @@ from shardwise.offload.context import OffloadContext
 from shardwise.optim.optimizers import GroupRule, groups_of
 from shardwise.optim.probe import Scope, is_by_tensor, scope_of
 from shardwise.partition import Layout
-from shardwise.partition.policy import policy_for
+from shardwise.partition.dtensors import local
+from shardwise.partition.policy import Group, policy_for
+from shardwise.partition.stored import loose_tensors, prepare_quantized, stored_tensors
 from shardwise.partition.units import UnitSpec, divide
 from shardwise.unit import Unit
 from shardwise.unit.plan import UnitPlan, layout_for
@@ -45,12 +47,14 @@ def build_units(
     on_read: Callable[[Unit], None],
 ) -> list[Unit]:
     """The units of a model, with rank 0's values. A collective."""
-    for buffer in model.buffers():
-        comm.broadcast(buffer)
-    params = dict(model.named_parameters())
+    prepare_quantized(model)
+    for tensor in (*model.buffers(), *loose_tensors(model)):
+        comm.model_group.broadcast(tensor)
+        comm.broadcast(tensor)
+    params = stored_tensors(model)
     units, left_bytes = [], 0
     for plan in plans:
-        left_bytes += sum(params[name].nbytes for name in plan.spec.params)
+        left_bytes += sum(local(params[name]).nbytes for name in plan.spec.params)
         units.append(Unit(plan, params, comm, offload, on_read))
         # The memory of the model's own parameters is given back unit by unit: torch's allocator would cut it up for the
         # next unit's buffers, which are smaller, and lose the rest of each block (1 GiB of a 0.5 B MLP under zero0).
@@ -62,16 +66,26 @@ def build_units(
 
 
 def _plans(model: nn.Module, optimizer: torch.optim.Optimizer | None, config: Config, comm: Comm) -> list[UnitPlan]:
-    params = dict(model.named_parameters())
+    params = stored_tensors(model)
     groups = groups_of(optimizer, params, _rule(config, comm)) if optimizer is not None else {}
-    largest = max((params[name].nbytes for name, group in groups.items() if group.whole), default=0)
+    largest = max((local(params[name]).nbytes for name, group in groups.items() if group.whole), default=0)
+    _check_whole(groups, params)
     plans = []
     for spec in divide(model, **_division(model, config, comm.world_size, largest)):
-        policy = policy_for(config, spec.trainable and optimizer is not None, spec.dtype)
-        layout = layout_for(spec, params, groups, policy, comm.world_size)
+        policy = policy_for(config, spec.trainable and optimizer is not None, spec.dtype, spec.inner)
+        layout = layout_for(spec, params, groups, policy, comm.world_size, comm.model_group)
         _warn_of_padding(spec, layout, comm.world_size)
-        plans.append(UnitPlan(spec, layout, policy))
+        plans.append(UnitPlan(spec, layout, policy, comm.shape))
     return plans
+
+
+def _check_whole(groups: Mapping[str, Group], params: Mapping[str, torch.Tensor]) -> None:
+    for name, group in groups.items():
+        if group.whole and local(params[name]).shape != params[name].shape:
+            raise ConfigError(
+                f"the optimizer needs {name!r} whole, and tensor parallelism has cut it: use one that updates each "
+                "element by itself, such as AdamW, or leave this tensor out of the tensor-parallel plan"
+            )
 
 
 def _rule(config: Config, comm: Comm) -> GroupRule:
@@ -87,7 +101,7 @@ def _rule(config: Config, comm: Comm) -> GroupRule:
                 "(tried on small ones), and ranks update different tensors in several calls: use an optimizer that "
                 "updates each tensor by itself, such as AdamW, Muon or LAMB; if it does, set runtime.whole_tensors"
             )
-        if scope is Scope.UNKNOWN and comm.rank == 0:
+        if scope is Scope.UNKNOWN and comm.everyone.rank == 0:
             warnings.warn(
                 f"optimizer {kind} could not be tried on small tensors, so it gets every tensor whole, on one rank, in "
                 "several calls of step() for each update: if it counts its calls (Lookahead), use another; if it "
@@ -104,7 +118,7 @@ def _with_reduce_plan(plans: Sequence[UnitPlan], config: Config, comm: Comm) -> 
     """The same reduce plan for all units, chosen by the sizes of the trainable ones."""
     reduce_plan = choose_reduce_plan(
         [plan.grad_sizes(comm) for plan in plans if plan.policy.trainable],
-        is_sharded=config.placement.grads.sharding == "sharded",
+        is_sharded=config.placement.grads.sharding != "replicated",
         accumulates=config.batch.accumulation > 1,
         bound_bytes=config.gradients.reduce_bucket_bytes,
     )

@@ -11,6 +11,7 @@ import torch
 from shardwise.engine.engine import Engine
 from shardwise.memory import Entry, Kind, Tier
 from shardwise.optim.states import state_views
+from shardwise.partition.dtensors import cut
 from shardwise.unit import Unit
 from shardwise.unit.state_view import TensorView
 
@@ -66,7 +67,7 @@ class Ema:
         """A parameter's average, whole. A collective."""
         for unit, average in zip(self._units, self._averages, strict=True):
             if name in unit.names:
-                return unit.view(unit.weights.whole(average), name).clone()
+                return unit.whole(unit.weights.whole(average), name)
         return self._engine.full_param(name)  # what is frozen is its own average
 
     def state_dict(self) -> dict[str, Any]:
@@ -84,9 +85,9 @@ class Ema:
         self.decay, self.updates = state["decay"], state["updates"]
         for unit in self._units:
             (view,) = [view for view in unit.averages if view.key == self.key]
-            for slot in unit.layout.slots:
+            for slot, param in zip(unit.layout.slots, unit.params, strict=True):
                 if part := slot.span.intersect(view.span):
-                    flat = averages[slot.spec.name].reshape(-1)
+                    flat = cut(param, averages[slot.spec.name]).reshape(-1)
                     view.write(part, flat[part.shift(-slot.span.start).slice])
 
     @torch.no_grad()

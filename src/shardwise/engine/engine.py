@@ -13,11 +13,13 @@ from torch import nn
 
 from shardwise import checkpoint
 from shardwise.comm import Comm
+from shardwise.comm.mesh import RankMesh
 from shardwise.config import Config
 from shardwise.engine import access
 from shardwise.engine.activations import Recompute
 from shardwise.engine.alike import OptionsCheck
 from shardwise.engine.assembly import build_units, plan_units
+from shardwise.engine.generating import generate_together, keeping_gathered
 from shardwise.engine.habits import InputWatch, in_model_dtype, notice_division
 from shardwise.engine.model_watch import ModelWatch
 from shardwise.engine.module_guard import ModuleGuard
@@ -40,6 +42,7 @@ from shardwise.profiling import Clock
 from shardwise.schedule import Schedule
 from shardwise.schedule.order import Prefetch
 from shardwise.schedule.schedule import ScheduleEvents
+from shardwise.sizes import parse_bytes
 from shardwise.unit import Unit
 
 _LOG = logging.getLogger("shardwise")
@@ -64,11 +67,12 @@ class Engine(nn.Module):
         host: HostMemory | None = None,
     ) -> None:
         super().__init__()
-        self._notices = Notices(speaks=comm.rank == 0)
+        self._notices = Notices(speaks=comm.everyone.rank == 0)
         self.module = model
         self.config = config = in_model_dtype(config, model, self._notices)
         self.optimizer = optimizer
         self.lr_scheduler: Any = None
+        self.mesh: RankMesh | None = None
         self.grad_norm: torch.Tensor | None = None
         self.steps = 0
         self._micro_step = 0
@@ -242,6 +246,55 @@ class Engine(nn.Module):
         finally:
             self._syncs = before
 
+    # Passes that only compute
+
+    @contextlib.contextmanager
+    def inference(self, device_memory: int | str | None = None) -> Iterator[None]:
+        """Within it, passes only compute, and sharded weights stay gathered from one to the next: as many units as fit
+        `device_memory` (bytes, or a text such as "4GiB"), by default three quarters of what is free. A collective.
+
+        All ranks call the model equally often inside, as `generate` does.
+        """
+        budget = parse_bytes(device_memory) if device_memory is not None else None
+        with (
+            self.paused("engine.inference() keeps the weights as they are: leave its `with` block first"),
+            keeping_gathered(self._schedule, self._units, self._comm, budget),
+        ):
+            yield
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's `generate` within `inference()`. Ranks that are done early go on until all are."""
+        with self.inference():
+            return generate_together(self.module.generate, self._comm.world_size, *args, **kwargs)  # type: ignore[arg-type]  # nn.Module.__getattr__
+
+    # For drivers that run the micro-batches of a step themselves, see `pipelining`
+
+    def add_gradients(self, grads: Mapping[str, torch.Tensor]) -> None:
+        """Add gradients that `torch.autograd.grad` has returned, by parameter, as `backward` would. A collective."""
+        if self._scaling.scaler is not None:
+            raise RuntimeError("in fp16 the loss has to be scaled: call engine.backward(loss), not torch.autograd.grad")
+        with self._reporting("backward"):
+            self._schedule.bring(grads)
+
+    def reduce_gradients(self) -> None:
+        """Reduce now what was left to `step()`, and release what `keep_gathered` kept. A collective."""
+        with self._reporting("reduction"):
+            self._step_grads.reduce(self._schedule, self.zero_grad)
+            self._schedule.unlock_all()
+
+    def keep_gathered(self) -> None:
+        """Gather sharded weights for all passes up to `reduce_gradients` or `step()`. A collective."""
+        self._schedule.keep_gathered()
+
+    def whole_weights(self) -> contextlib.AbstractContextManager[None]:
+        """Within it, outside of forward and backward, sharded weights are gathered. A collective."""
+        return self._schedule.gathered()
+
+    def set_grad_norm(self, norm: torch.Tensor) -> None:
+        """After `clip_grad_norm_`: clip by the norm of a larger model, of which this engine has a part."""
+        self._step_grads.set_norm(norm)
+        self.grad_norm = norm
+
     # A look inside
 
     def full_param(self, name: str) -> torch.Tensor:
@@ -314,22 +367,24 @@ class Engine(nn.Module):
         blocking: bool = True,
         state: dict[str, Any] | None = None,
         keep: int | None = None,
+        frozen: bool = True,
     ) -> Path:
         """Write a checkpoint into the folder `dir`; it is there complete, or not at all. A collective.
 
         It holds everything that training goes on from: weights, master copies, optimizer state, counters, schedules,
         random number generators, and rank 0's `state`, a dictionary of numbers, strings, lists and tensors. `tag`
-        names it (`step-100`); with `keep`, only that many of the newest are kept. With `blocking` False, training goes
+        names it (`step-100`); with `keep`, only that many of the newest are kept. With `frozen` False, the values of
+        frozen parameters are left out, and a load keeps those that the model has. With `blocking` False, training goes
         on as soon as everything is copied to host memory; the next `save` or `load`, or `finish_save`, waits for it
         and raises what went wrong.
         """
         self._check_not_paused("engine.save() would take other weights than those that train")
         self.finish_save()
-        job = checkpoint.prepare(self, Path(dir), tag, state, keep, staged=not blocking)
+        job = checkpoint.prepare(self, Path(dir), tag, state, keep, staged=not blocking, frozen=frozen)
         if blocking:
-            checkpoint.save(job, self._comm)
+            checkpoint.save(job, self._comm.everyone)
         else:
-            self._saving = checkpoint.AsyncSave(job, self._comm)
+            self._saving = checkpoint.AsyncSave(job, self._comm.everyone)
         return job.draft.target
 
     def finish_save(self) -> None:
@@ -436,7 +491,7 @@ class Engine(nn.Module):
         self._schedule.read(unit)
 
     def _reduces(self) -> bool:
-        """Whether the coming backward reduces: sharded gradients always, replicated ones at the boundary."""
+        """Whether the coming backward reduces over all ranks: sharded gradients always, others at the boundary."""
         if self.config.placement.grads.sharding == "sharded":
             return True
         return self.is_boundary and self._syncs and self.config.gradients.reduce_at == "backward"
@@ -456,7 +511,7 @@ class Engine(nn.Module):
             return
         if self._is_offloaded:
             prefetch(self._offload, self._streamed_states(), self._schedule.reduced_part())
-        if self.config.placement.grads.sharding == "replicated" and not self._step_grads.hooks:
+        if self.config.placement.grads.sharding != "sharded" and not self._step_grads.hooks:
             unit.grads.start_gather()
 
     def _streamed_states(self) -> Iterator[OffloadedStates]:
@@ -490,7 +545,7 @@ class Engine(nn.Module):
                 explanation = explain_out_of_memory(error, self.config, self._units, self._ledger)
                 error.args = (f"{error}\n{explanation}",)
             # A forward on replicated weights sends nothing: one rank alone may fail and try again.
-            if what != "forward" or self.config.placement.weights.sharding == "sharded":
+            if what != "forward" or self.config.placement.weights.sharding != "replicated":
                 first_line = str(error).partition("\n")[0]
                 self._comm.note(f"the {what} was broken off by {type(error).__name__}: {first_line}")
             raise
@@ -564,7 +619,7 @@ class Engine(nn.Module):
 
     def _log_step(self, updater: Updater) -> None:
         every = self.config.runtime.steps_per_print
-        if every and self.steps % every == 0 and self._comm.rank == 0:
+        if every and self.steps % every == 0 and self._comm.everyone.rank == 0:
             assert self.grad_norm is not None
             rates = ", ".join(f"{group['lr']:.3g}" for group in updater.optimizer.param_groups)
             _LOG.info("step %d, learning rate %s, gradient norm %.4g", self.steps, rates, self.grad_norm.item())

@@ -16,7 +16,11 @@ from shardwise.tensors import tensors_in
 
 def in_model_dtype(config: Config, model: nn.Module, notices: Notices) -> Config:
     """The configuration with `precision.compute: model` resolved; says so if a 16-bit model is widened by default."""
-    dtypes = {param.dtype for param in model.parameters() if param.is_floating_point()}
+    dtypes = {
+        param.dtype
+        for param in model.parameters()
+        if param.is_floating_point() and (param.requires_grad or param.dtype.itemsize > 1)
+    }
     narrow = [DTYPE_NAMES[dtype] for dtype in dtypes if dtype in (torch.bfloat16, torch.float16)]
     if narrow and config.precision.compute == "fp32" and config.origin("precision.compute").kind == "default":
         notices.say(

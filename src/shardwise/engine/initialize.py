@@ -11,11 +11,14 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import HashStore
 
-from shardwise.comm.comm import ProcessGroupComm
+from shardwise.comm import ProcessGroupComm
+from shardwise.comm.mesh import RankMesh, make_mesh
+from shardwise.comm.model_group import ModelGroup, check_apart, mesh_beside
 from shardwise.config import Config
 from shardwise.config.auto import UserObjects
 from shardwise.config.presets import offloaded
-from shardwise.config.sections import Tier
+from shardwise.config.sections import MeshSection, Tier
+from shardwise.config.shape import NodeShape
 from shardwise.deferred.deferred import DeferredSession, check_deferred, finish, prepare, session_behind
 from shardwise.engine.access import is_managed
 from shardwise.engine.alike import check_alike
@@ -25,6 +28,8 @@ from shardwise.errors import ConfigError
 from shardwise.machine.process import end_with_launcher
 from shardwise.optim.lr_schedule import check_scheduler
 from shardwise.optim.optimizers import OptimizerFactory, resolve_optimizer
+from shardwise.partition.dtensors import tp_mesh
+from shardwise.partition.stored import stored_tensors
 
 
 def initialize(
@@ -39,7 +44,9 @@ def initialize(
     `optimizer` is an instance built on `model.parameters()`, a list of several that share them, a callable that takes
     parameters and returns either, or None with an `optimizer` section in the config (without any, the engine only
     evaluates). `lr_scheduler`, an instance or a callable that takes the optimizer, is stepped by `engine.step()`.
-    `mesh` is a one-dimensional DeviceMesh; without it, the ranks that torchrun started are used, or this process alone.
+    `mesh` is a DeviceMesh with any of the axes pp, dp_replicate, dp_shard (or dp), sp and tp, or the data-parallel
+    axis of one; without it, the config's `mesh`, or all ranks that torchrun started, or this process alone.
+    Parameters may be DTensors over its tp axis.
 
     >>> import torch, shardwise
     >>> model = torch.nn.Linear(8, 1)
@@ -51,25 +58,31 @@ def initialize(
     _check_model(model)
     session = session_behind(model)
     device = _device(model, session)
-    group = _group(mesh, device)
-    config = Config.load(config).for_world_size(dist.get_world_size(group))
+    config, tp = Config.load(config), tp_mesh(model)
+    rank_mesh = join_ranks(mesh, device, config.mesh, tp)
+    config = config.for_shape(_shape(rank_mesh, config))
     check_supported(config)
     config = _spilling(config)
     _check_device(config, device)
     if device.type == "cuda":
-        _let_segments_grow()
-    comm = ProcessGroupComm(group, device)
+        let_segments_grow()
+    comm = ProcessGroupComm(
+        rank_mesh.group, device, () if rank_mesh.is_world else rank_mesh.members, config.communication.reduce
+    )
+    comm.model_group = ModelGroup.of(tp)
+    _take_shape(comm, rank_mesh, config)
     if session is not None:
         prepare(model, session, comm)
     chosen = _optimizer(optimizer, config, [param for param in model.parameters() if param.requires_grad])
     objects = UserObjects(model, chosen, optimizer is not None, lr_scheduler is not None)
-    config = config.for_objects(objects, warns=comm.rank == 0)
+    config = config.for_objects(objects, warns=comm.everyone.rank == 0)
     scheduler = _scheduler(lr_scheduler, config, chosen)
     check_alike(model, chosen, config, scheduler, comm)
     engine = Engine(model, chosen, config, comm)
     if session is not None:
         finish()
     engine.lr_scheduler = scheduler
+    engine.mesh = rank_mesh
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the blocks that the model as it was built lay in
     return engine
@@ -112,7 +125,7 @@ def _check_device(config: Config, device: torch.device) -> None:
         )
 
 
-def _let_segments_grow() -> None:
+def let_segments_grow() -> None:
     """Have torch's allocator map memory as it is needed, unless the user has configured it.
 
     Units are a little larger than round numbers, and the allocator's fixed segments leave the rest of each unused: 15
@@ -124,16 +137,43 @@ def _let_segments_grow() -> None:
         settings("expandable_segments:True")
 
 
-def _group(mesh: Any, device: torch.device) -> dist.ProcessGroup | None:
-    if mesh is not None:
-        if mesh.ndim != 1:
-            raise ConfigError(f"the mesh has {mesh.ndim} dimensions: pass the one for data parallelism, mesh['dp']")
-        group: dist.ProcessGroup = mesh.get_group()
-        return group
-    if not dist.is_initialized():
+def join_ranks(mesh: Any, device: torch.device, section: MeshSection, tp: Any = None) -> RankMesh:
+    """The axes of the ranks: those of `mesh`, or as `section` says, beside those over which the model is cut. Without a
+    process group, one is made."""
+    if mesh is not None and section.model_fields_set:
+        raise ConfigError("a mesh was passed, and the config has a mesh section as well: keep one of the two")
+    if mesh is None and not dist.is_initialized():
         _start_process_group(device.type == "cuda")
         end_group_at_exit()
-    return None
+    if mesh is None and tp is not None and not section.model_fields_set:
+        mesh = mesh_beside(tp)
+    found = make_mesh(section, device) if mesh is None else RankMesh.parse(mesh)
+    check_apart(found.zero_ranks, tp)
+    return found
+
+
+def _shape(mesh: RankMesh, config: Config) -> NodeShape:
+    """The nodes that operations distinguish. The backend's own reduce-scatter finds them itself, and a group of the
+    user's has no groups for its axes: these are flat."""
+    shape = mesh.shape(config.communication.ranks_per_node)
+    is_cut_by_node = "node" in (own.sharding for _, own in config.placement)
+    if mesh.members and (is_cut_by_node or config.communication.reduce == "exchange"):
+        return shape
+    if is_cut_by_node and not shape.is_flat:
+        raise ConfigError(
+            "the config shards over a node, and the mesh is one axis of a larger one, for which no groups in a node "
+            "can be made: pass the whole mesh"
+        )
+    return NodeShape(1, shape.world_size)
+
+
+def _take_shape(comm: ProcessGroupComm, mesh: RankMesh, config: Config) -> None:
+    """Have all operations go over the nodes. torchrun tells each rank the size of its own node alone, so the shape is
+    part of the name of an operation, and the agreement of ranks stops those that have found another."""
+    shape = _shape(mesh, config)
+    if not shape.is_flat:
+        comm.share(torch.zeros(1, device=comm.device), f"the nodes of the ranks ({shape})")
+        comm.take_shape(shape)
 
 
 def _start_process_group(on_cuda: bool) -> None:
@@ -173,7 +213,7 @@ def _spilling(config: Config) -> Config:
 
 
 def _check_model(model: nn.Module) -> None:
-    managed = [name for name, param in model.named_parameters() if is_managed(param)]
+    managed = [name for name, param in stored_tensors(model).items() if is_managed(param)]
     if managed:
         raise ConfigError(
             f"parameter {managed[0]!r} is under an engine already: call engine.destroy() on that one first"

@@ -28,7 +28,8 @@ from shardwise.unit.param_guard import PLAINLY
 
 _WRITES_WEIGHTS = ("merge_adapter", "unmerge_adapter")
 _TAKES_APART = ("merge_and_unload", "unload")
-_REPLACED = ("__reduce_ex__", "_apply", "zero_grad", "flatten_parameters", *_WRITES_WEIGHTS, *_TAKES_APART, *CALLS)
+_OWN_METHODS = ("__reduce_ex__", "_apply", "zero_grad", "flatten_parameters", "generate")
+_REPLACED = (*_OWN_METHODS, *_WRITES_WEIGHTS, *_TAKES_APART, *CALLS)
 
 
 class ModuleGuard:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
 import sys
-import threading
 
 import torch.distributed as dist
 
-MOST_S = 10.0
-"""How long the end of a process may wait for it."""
+from shardwise.comm.groups import end_groups
 
 
 def end_group_at_exit() -> None:
@@ -22,19 +19,6 @@ def end_group_at_exit() -> None:
 def _destroy(group: dist.ProcessGroup | None, owner: int) -> None:
     # Not in a forked child, whose parent still uses the group, and not after an exception: other ranks may be blocked
     # in a collective, and communicators wait for them.
-    if os.getpid() != owner or getattr(sys, "last_value", None) is not None:
-        return
-    if not dist.is_initialized() or dist.group.WORLD is not group:
-        return
-
-    def work() -> None:
-        with contextlib.suppress(Exception):  # a rank that has ended already closed the connections
-            dist.destroy_process_group()
-
-    ending = threading.Thread(target=work, daemon=True)
-    ending.start()
-    ending.join(MOST_S)
-    if ending.is_alive():
-        print(f"shardwise: another rank has not left the process group after {MOST_S:g} s", file=sys.stderr, flush=True)
-        sys.stdout.flush()
-        os._exit(1)  # a thread inside torch while the interpreter ends would abort the process
+    is_left_alone = os.getpid() != owner or getattr(sys, "last_value", None) is not None
+    if not is_left_alone and dist.is_initialized() and dist.group.WORLD is group:
+        end_groups([group])

@@ -14,6 +14,7 @@ from shardwise.comm import Comm
 from shardwise.config import Config
 from shardwise.config.costs import resting, resting_bytes
 from shardwise.config.presets import PRESETS
+from shardwise.config.shape import NodeShape
 from shardwise.memory import Ledger
 from shardwise.offload.streams import Streams
 from shardwise.profiling import Clock
@@ -26,7 +27,8 @@ class Report:
     """One rank's account. Printing it gives a short table.
 
     `steps` counts those before a resume, `steps_here` those of this process, to which bytes and seconds belong. What
-    evaluation passes sent, moved and took is part of the totals and also stands alone.
+    evaluation passes sent, moved and took is part of the totals and also stands alone. `axis_bytes` is what was sent
+    within the node (inner) and out of it (outer), without control messages.
     `peak_bytes` is the engine's own; `measured_peak_bytes` the allocator's, activations included, on CUDA; predicted
     is what `engine.expect` was told.
     """
@@ -41,6 +43,7 @@ class Report:
     moved_bytes: dict[str, int]
     phase_s: dict[str, float]
     steps_here: int = 0
+    axis_bytes: dict[str, int] = field(default_factory=dict)
     evaluation_sent_bytes: dict[str, int] = field(default_factory=dict)
     evaluation_moved_bytes: dict[str, int] = field(default_factory=dict)
     evaluation_phase_s: dict[str, float] = field(default_factory=dict)
@@ -69,6 +72,7 @@ class Report:
             moved_bytes=dict(moved),
             phase_s=dict(seconds),
             steps_here=account.steps,
+            axis_bytes=dict(account.axis_bytes),
             evaluation_sent_bytes=dict(evaluation_sent),
             evaluation_moved_bytes=dict(evaluation_moved),
             evaluation_phase_s=dict(evaluation_s),
@@ -92,6 +96,10 @@ class Report:
         if measured is not None:
             lines.append(f"  {'everything, measured':<24}{'':>14}  {_mib(measured)}")
         lines += ["sent per step", *self._per_step(self.sent_bytes, self.evaluation_sent_bytes, _mib)]
+        if "outer" in self.axis_bytes:
+            names = {"inner": "within the node", "outer": "out of the node"}
+            sizes = {names[axis]: size for axis, size in self.axis_bytes.items()}
+            lines += ["sent per step, evaluation included", *self._per_step(sizes, {}, _mib)]
         if self.moved_bytes:
             lines += ["moved per step", *self._per_step(self.moved_bytes, self.evaluation_moved_bytes, _mib)]
         lines += ["host time per step", *self._per_step(self.phase_s, self.evaluation_phase_s, _ms)]
@@ -115,6 +123,7 @@ class StepAccount:
 
     def __init__(self, comm: Comm, streams: Streams, clock: Clock) -> None:
         self.steps = 0
+        self.axis_bytes = comm.axis_bytes
         self.totals: tuple[Mapping[str, Any], ...] = (comm.sent_bytes, streams.moved_bytes, clock.seconds)
         self.in_evaluation: tuple[dict[str, Any], ...] = ({}, {}, {})
 
@@ -159,11 +168,11 @@ def explain_out_of_memory(error: BaseException, config: Config, units: Sequence[
 
 
 def _remedies(config: Config, units: Sequence[Unit]) -> Iterator[str]:
-    parameters, world_size = sum(unit.layout.numel for unit in units), units[0].comm.world_size if units else 1
-    now = _resting_bytes(config, parameters, world_size)
+    parameters, shape = sum(unit.layout.numel for unit in units), units[0].comm.shape if units else NodeShape(1, 1)
+    now = _resting_bytes(config, parameters, shape)
     least = now
     for name, placement in PRESETS.items():
-        other = _resting_bytes(config.model_copy(update={"placement": placement}), parameters, world_size)
+        other = _resting_bytes(config.model_copy(update={"placement": placement}), parameters, shape)
         if other < least:
             least = other
             yield f"preset {name}: {format_bytes(other)} at rest on the device, where it is {format_bytes(now)} now"
@@ -175,8 +184,8 @@ def _remedies(config: Config, units: Sequence[Unit]) -> Iterator[str]:
     if config.placement.weights.sharding == "sharded" and config.runtime.prefetch:
         largest = max((unit.weights.full_bytes for unit in units), default=0)
         yield f"runtime.prefetch 0: one unit less is gathered at a time (up to {format_bytes(largest)})"
-    yield f"more ranks: what is sharded is cut by their number, now {world_size}"
+    yield f"more ranks: what is sharded is cut by their number, now {shape.world_size}"
 
 
-def _resting_bytes(config: Config, parameters: int, world_size: int) -> int:
-    return round(resting_bytes(resting(config), parameters, world_size, "device"))
+def _resting_bytes(config: Config, parameters: int, shape: NodeShape) -> int:
+    return round(resting_bytes(resting(config), parameters, shape, "device"))

@@ -112,6 +112,17 @@ class StepGrads:
         self.hold()
         return norm
 
+    def reduce(self, schedule: Schedule, drop: Callable[[], None]) -> None:
+        """Reduce what was left to the update."""
+        self.let_go(drop)
+        schedule.reduce_all()
+        self.hold()
+
+    def set_norm(self, norm: torch.Tensor) -> None:
+        """The norm of a larger model, of which these gradients are a part and already final."""
+        assert self._norm is not None, "the gradients are not final"
+        self._norm = norm
+
     def finish(self, schedule: Schedule, clock: Clock, scale: torch.Tensor | None) -> Clip:
         """Make the gradients final, and find what the update multiplies them with."""
         if self._norm is None:

@@ -174,7 +174,7 @@ class Buffer:
         self._ledger.add(self._entry, self.size_bytes)
         self.live = True
         if self._ledger.poison:
-            self.tensor.fill_(float("nan"))
+            self.tensor.fill_(float("nan") if self.tensor.is_floating_point() else 85)
         return self.tensor
 
     def free(self) -> None:

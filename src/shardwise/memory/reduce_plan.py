@@ -161,7 +161,7 @@ def _reducing_peak(unit: GradSizes, accumulates: bool, reduce_plan: ReducePlan) 
 def _exchange_peak(unit: GradSizes, accumulates: bool, reduce_plan: ReducePlan) -> int:
     """The buffers of an exchange, and what it makes."""
     made = (0 if accumulates else unit.held) + unit.summing(reduce_plan.parts)
-    if reduce_plan.is_whole and unit.received == unit.sent:
+    if reduce_plan.is_whole and unit.received >= unit.sent:
         # The send buffer goes before the shard to hold is there.
         return max(exchange_bytes(unit, reduce_plan), unit.received + made)
     return exchange_bytes(unit, reduce_plan) + made

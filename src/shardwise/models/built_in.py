@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -32,31 +32,41 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """A pre-norm transformer layer."""
+    """A pre-norm transformer layer; unless `fused`, queries, keys and values have a matrix each, which can be cut."""
 
-    def __init__(self, hidden: int, heads: int) -> None:
+    def __init__(self, hidden: int, heads: int, fused: bool = True) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.head_dim = heads, hidden // heads
         self.norm1 = nn.LayerNorm(hidden)
-        self.qkv = nn.Linear(hidden, 3 * hidden)
+        if fused:
+            self.qkv = nn.Linear(hidden, 3 * hidden)
+        else:
+            self.q, self.k, self.v = (nn.Linear(hidden, hidden) for _ in range(3))
         self.out = nn.Linear(hidden, hidden)
         self.norm2 = nn.LayerNorm(hidden)
         self.up = nn.Linear(hidden, 4 * hidden)
         self.down = nn.Linear(4 * hidden, hidden)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, length, hidden = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        q, k, v = self._heads(self.norm1(x))
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, hidden))
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
         out: torch.Tensor = x + self.down(F.gelu(self.up(self.norm2(x))))
         return out
+
+    def _heads(self, x: torch.Tensor) -> Iterable[torch.Tensor]:
+        """Queries, keys and values of the heads that are here, each [batch, heads, length, head_dim]."""
+        if hasattr(self, "qkv"):
+            fused: torch.Tensor = self.qkv(x)
+            return fused.view(*x.shape[:2], 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        return [each(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for each in (self.q, self.k, self.v)]
 
 
 class GPT(nn.Module):
     """A decoder with learned positions; the loss is next-token.
 
-    `tied` shares the embedding with the head; `recompute` checkpoints the activations of every block.
+    `tied` shares the embedding with the head; `recompute` checkpoints the activations of every block; unless `fused`,
+    tensor parallelism can cut it (see `tensor_parallel`).
     """
 
     def __init__(
@@ -68,14 +78,17 @@ class GPT(nn.Module):
         length: int,
         tied: bool = False,
         recompute: bool = False,
+        fused: bool = True,
     ) -> None:
         super().__init__()
+        self.heads = heads
+        self.fused = fused
         self.recompute = recompute
         self.vocabulary = vocabulary
         self.length = length
         self.embed = nn.Embedding(vocabulary, hidden)
         self.position = nn.Embedding(length, hidden)
-        self.blocks = nn.ModuleList(Block(hidden, heads) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(hidden, heads, fused) for _ in range(layers))
         self.norm = nn.LayerNorm(hidden)
         self.head = nn.Linear(hidden, vocabulary, bias=False)
         if tied:

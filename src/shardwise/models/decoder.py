@@ -192,6 +192,7 @@ class Decoder(nn.Module):
 
     def __init__(self, of: Dimensions, fused: bool) -> None:
         super().__init__()
+        self.of = of
         self.head_dim, self._shares_tables = of.head_dim, not fused and not of.positions
         self.embed_tokens = nn.Embedding(of.vocabulary, of.hidden)
         self.embed_positions = nn.Embedding(of.positions, of.hidden) if of.positions else None

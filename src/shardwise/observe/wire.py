@@ -32,8 +32,9 @@ from torch.distributed import distributed_c10d as c10d
 
 @dataclass(frozen=True)
 class WireRecord:
-    """One call: the bytes of its buffer, the bytes that this rank sends, the size of its group, and the description
-    (`group_desc`) that the group was made with."""
+    """One call: the bytes of its buffer, the bytes that this rank sends, the size of its group, the description
+    (`group_desc`) that the group was made with, and the ranks of the world that the bytes go to: the target of a send,
+    or all other ranks of the group."""
 
     op: str
     payload_bytes: int
@@ -41,6 +42,7 @@ class WireRecord:
     dtype: torch.dtype | None
     group_size: int
     group: str = ""
+    targets: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -200,7 +202,8 @@ class WireObserver:
         if rank >= 0:  # a rank outside the group: the call does nothing
             sizes = formula(_Call(arguments, rank, world_size))
             described = getattr(group, "group_desc", "") or ""
-            self.records.append(WireRecord(name, *sizes, _dtype_of(arguments), world_size, described))
+            targets = _targets(arguments, group)
+            self.records.append(WireRecord(name, *sizes, _dtype_of(arguments), world_size, described, targets))
 
     def _unwrap_p2p_ops(self) -> None:
         """`P2POp` accepts only torch's own isend and irecv, so pass it the function behind the wrapper."""
@@ -223,6 +226,15 @@ def _torch_function(function: Any) -> Any:
 
 def _nbytes(value: Any) -> int:
     return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else sum(map(_nbytes, value))
+
+
+def _targets(arguments: dict[str, Any], group: Any) -> tuple[int, ...]:
+    members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+    if arguments.get("group_dst") is not None:
+        return (members[arguments["group_dst"]],)
+    if arguments.get("dst") is not None:
+        return (arguments["dst"],)
+    return tuple(rank for rank in members if rank != dist.get_rank())
 
 
 def _dtype_of(arguments: dict[str, Any]) -> torch.dtype | None:

@@ -10,6 +10,7 @@ from shardwise.offload.buffer_pool import DeviceBufferPool
 from shardwise.offload.pinned import HostMemory
 from shardwise.offload.staging import Staging
 from shardwise.offload.streams import Streams
+from shardwise.offload.weight_files import WeightFiles
 
 _LEAST_BYTES, _MOST_BYTES = 4 << 20, 64 << 20
 """The size of a buffer, unless it is configured. On an H200, a pool of 256 MiB buffers was 1 to 2 % faster with 2.7 B
@@ -41,6 +42,8 @@ class OffloadContext:
         self.ledger = ledger
         self.host = host or host_memory(settings, device)
         self.staging = staging
+        self.weight_files: WeightFiles | None = None
+        """The files that weights on the disk rest in, where they are only read."""
         self.bucket_numel = bucket_numel(settings, numel)
         self._most_buffers = settings.buffer_count or _MOST_BUFFERS
 
@@ -67,6 +70,8 @@ class OffloadContext:
         self.pool.trim()
         if self.staging is not None:
             self.staging.close()
+        if self.weight_files is not None:
+            self.weight_files.close()
 
 
 def host_memory(settings: Offload, device: torch.device) -> HostMemory:

@@ -23,12 +23,20 @@ Parts = Sequence[tuple[Span, torch.Tensor]]
 """Flat values with the elements that they belong to. Where parts overlap, the later one counts."""
 
 
+Origin = Callable[[Span], torch.Tensor]
+"""Where first values come from: a function of a part of some flat elements that returns the values there."""
+
+
 class StateStorage(Protocol):
     """The values of one state, zeros at first.
 
     `read`, `write` and `free` act at once, so the caller waits for pending copies before it calls them
     (`UnitStates.synchronize`). `to_device` and `from_device` are asynchronous.
+
+    travels_directly  whether the values are copied to the device all at once, without the staging of a disk
     """
+
+    travels_directly: bool
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -46,6 +54,9 @@ class StateStorage(Protocol):
     def write(self, span: Span, values: torch.Tensor) -> None:
         """Replace the values of `span`."""
 
+    def load(self, span: Span, origin: Origin, part: Span) -> None:
+        """Take `part` of an origin as the first values of `span`."""
+
     def to_device(self, streams: Streams, span: Span, target: torch.Tensor) -> None:
         """Copy the values of the bucket `span` to the device, in the current stream."""
 
@@ -62,6 +73,8 @@ class StateStorage(Protocol):
 class HostStorage:
     """A state in one flat tensor of host memory."""
 
+    travels_directly = True
+
     def __init__(self, ledger: Ledger, entry: Entry, numel: int, dtype: torch.dtype, host: HostMemory) -> None:
         self.dtype = dtype
         self.size_bytes = numel * dtype.itemsize
@@ -77,6 +90,9 @@ class HostStorage:
 
     def write(self, span: Span, values: torch.Tensor) -> None:
         self.tensor[span.slice].copy_(values)
+
+    def load(self, span: Span, origin: Origin, part: Span) -> None:
+        self.write(span, origin(part))
 
     def to_device(self, streams: Streams, span: Span, target: torch.Tensor) -> None:
         streams.copy_to_device(target, self.tensor[span.slice])
@@ -97,6 +113,8 @@ class HostStorage:
 
 class DiskStorage:
     """A state in chunks of the rank's file. Between updates the optimizer's state holds NaN for each of its values."""
+
+    travels_directly = False
 
     def __init__(
         self, staging: Staging, ledger: Ledger, entry: Entry, buckets: Callable[[], Sequence[Span]], dtype: torch.dtype
@@ -151,6 +169,9 @@ class DiskStorage:
                 target.zero_()
             target[part.shift(-chunk.span.start).slice].copy_(flat[part.shift(-span.start).slice])
             staging.send(chunk, buffer, PAST)
+
+    def load(self, span: Span, origin: Origin, part: Span) -> None:
+        self.write(span, origin(part))
 
     def to_device(self, streams: Streams, span: Span, target: torch.Tensor) -> None:
         for chunk in self.chunks_in(span):

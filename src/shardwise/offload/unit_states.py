@@ -29,7 +29,8 @@ from shardwise.offload.buffer_pool import PoolBuffer, room_bytes
 from shardwise.offload.context import OffloadContext
 from shardwise.offload.staging_buffers import Chunk
 from shardwise.offload.storage import DiskStorage, HostStorage, StateStorage
-from shardwise.offload.streams import PAST, Event, Streams
+from shardwise.offload.streams import PAST, Event, Stream, Streams
+from shardwise.offload.weight_files import FileStorage
 from shardwise.partition import Policy, Span
 from shardwise.partition.layout import GroupRun
 
@@ -162,6 +163,7 @@ class OffloadedStates(UnitStates):
         self.holds_moments = policy.trainable and policy.optim_tier != "device"
         self.is_streamed = self.holds_moments or (policy.trainable and policy.master_tier != "device")
         self.host_update: PendingHostUpdate | None = None
+        self._is_frozen = not policy.trainable
         self._offload = offload
         self._moments_tier = policy.optim_tier
         self._stored: Event = PAST
@@ -186,7 +188,9 @@ class OffloadedStates(UnitStates):
     def _add(self, state: str, dtype: torch.dtype, kind: Kind, tier: str) -> StateStorage:
         offload = self._offload
         entry = Entry(kind, self.name if kind is not Kind.OPTIM else f"{self.name} ({state})", Tier(tier))
-        if offload.staging is not None and tier == "disk":
+        if offload.weight_files is not None and tier == "disk":
+            self.storages[state] = FileStorage(offload.weight_files, offload.ledger, entry, self.numel, dtype)
+        elif offload.staging is not None and tier == "disk":
             self.storages[state] = DiskStorage(offload.staging, offload.ledger, entry, self._cuts, dtype)
         else:
             self.storages[state] = HostStorage(offload.ledger, entry, self.numel, dtype, offload.host)
@@ -262,13 +266,20 @@ class OffloadedStates(UnitStates):
         if self.host_update is not None:
             return self.host_update.transfer(target)
         update, self.pending = self.pending, None
+        if update is None and target is not None and self._travels_directly(target):
+            return DeviceArrival(self.streams, self.streams.h2d, self.fetch(MASTER, target), None)
         self.streams.update.wait(self.streams.now())
         if update or target is not None:
             with self._reading_disk(is_update=update is not None):
                 for bucket in self.buckets:
                     self._carry(bucket, update, target if MASTER in self else None)
             self._makes_moments = self._makes_moments and update is None
-        return DeviceArrival(self.streams, self.streams.update.mark(), update)
+        return DeviceArrival(self.streams, self.streams.update, self.streams.update.mark(), update)
+
+    def _travels_directly(self, target: torch.Tensor) -> bool:
+        """Whether the master is copied to `target` as it rests: it is never updated, and nothing has to be cast."""
+        storage = self.storages.get(MASTER)
+        return self._is_frozen and storage is not None and storage.travels_directly and storage.dtype == target.dtype
 
     def prefetch(self, bucket: Bucket) -> None:
         """Copy a bucket's states to the device ahead of the update; its gradients may still be on their way down."""
@@ -458,14 +469,15 @@ HERE: Arrival = _Here()
 
 @dataclass
 class DeviceArrival:
-    """A transfer through the update stream."""
+    """A transfer that ends on `stream`."""
 
     streams: Streams
+    stream: Stream
     event: Event
     update: BucketUpdate | None
 
     def following(self) -> contextlib.AbstractContextManager[None]:
-        return self.streams.update
+        return self.stream
 
     def wait(self) -> None:
         self.streams.wait(self.event)

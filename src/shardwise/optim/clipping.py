@@ -5,8 +5,8 @@ All of it stays on the device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -25,14 +25,16 @@ class Clip(NamedTuple):
 
 def grad_norm(shards: Sequence[ReducedShard], comm: Comm, exact: bool) -> torch.Tensor:
     """The global norm. Offloaded shards left their part of it on the device; only the exact norm fetches them."""
+    if not shards:
+        return torch.zeros((), dtype=torch.float64, device=comm.device)
     if exact:
-        return norm.global_norm(_Tensors(shards), comm, exact=True)
-    here = [shard.tensor for shard in shards if not shard.is_offloaded]
-    if len(here) == len(shards):
-        return norm.global_norm(here, comm, exact=False)
-    known = iter(norm.sums_of_squares(here, comm)) if here else iter(())
-    sums = [shard.sum_of_squares(comm) if shard.is_offloaded else next(known) for shard in shards]
-    return norm.norm_from_sums(torch.stack(sums), comm)
+        return norm.exact_norm(_CountedParts(shards), comm)
+    here = [shard.counted_in(shard.tensor) for shard in shards if not shard.is_offloaded]
+    sums = norm.sums_of_squares(here, comm)
+    if len(here) < len(shards):
+        known = iter(sums)
+        sums = torch.stack([shard.sum_of_squares(comm) if shard.is_offloaded else next(known) for shard in shards])
+    return norm.norm_from_sums(sums, comm)
 
 
 def unscale(grad_norm: torch.Tensor, scale: torch.Tensor | None, limit: float | None) -> Clip:
@@ -48,14 +50,12 @@ def unscale(grad_norm: torch.Tensor, scale: torch.Tensor | None, limit: float | 
     return Clip(grad_norm, overflow, None if coefficient is None else coefficient.view(1))
 
 
-class _Tensors(Sequence[torch.Tensor]):
-    """The values of shards, of which offloaded ones are fetched one at a time."""
+class _CountedParts:
+    """The counted parts of shards, of which offloaded ones are fetched one at a time."""
 
     def __init__(self, shards: Sequence[ReducedShard]) -> None:
         self._shards = shards
 
-    def __len__(self) -> int:
-        return len(self._shards)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._shards[index].tensor
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for shard in self._shards:
+            yield from shard.counted_in(shard.tensor)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from shardwise.config.sections import LossScale, Precision
+from shardwise.tensors import HostFlags
 
 _FACTOR = 2.0
 
@@ -63,26 +64,15 @@ class Outcome:
     """How one step ended: known on the device at once, on the host when the copy has arrived."""
 
     def __init__(self, overflow: torch.Tensor, at_minimum: torch.Tensor) -> None:
-        flags = torch.stack([overflow, at_minimum])
-        self._event = torch.cuda.Event() if flags.is_cuda else None
-        self._flags = torch.empty(2, dtype=torch.bool, pin_memory=flags.is_cuda)
-        self._flags.copy_(flags, non_blocking=True)
-        if self._event is not None:
-            self._event.record(torch.cuda.current_stream(flags.device))
+        self._flags = HostFlags(torch.stack([overflow, at_minimum]))
 
     def was_skipped(self) -> bool:
         """Whether the step was skipped. Waits for the device."""
-        return self._learn()[0]
+        return self._flags.wait()[0]
 
     def is_exhausted(self) -> bool:
         """Whether it overflowed at the smallest scale. Waits for the device."""
-        return self._learn()[1]
-
-    def _learn(self) -> list[bool]:
-        if self._event is not None:
-            self._event.synchronize()
-        flags: list[bool] = self._flags.tolist()
-        return flags
+        return self._flags.wait()[1]
 
 
 class LossScaling:

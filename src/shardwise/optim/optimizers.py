@@ -126,7 +126,7 @@ def _join(optimizers: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer:
 
 
 def groups_of(
-    optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter], needs_whole: GroupRule
+    optimizer: torch.optim.Optimizer, params: Mapping[str, torch.Tensor], needs_whole: GroupRule
 ) -> dict[str, Group]:
     """The optimizer group of each trainable parameter of the model."""
     by_id = {

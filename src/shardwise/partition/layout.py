@@ -28,6 +28,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from shardwise.partition.part import TensorPart
+
 ALIGN_BYTES = 128
 
 
@@ -72,13 +74,20 @@ class Span:
 class TensorSpec:
     """A tensor to pack; `group` is the number of its optimizer parameter group.
 
-    `whole`: its optimizer needs it undivided and in its shape, which requires `Cut.TENSOR`.
+    `whole`: its optimizer needs it undivided and in its shape, which requires `Cut.TENSOR`. `part`: which part of a
+    larger tensor it is, where tensor parallelism has cut it.
     """
 
     name: str
     shape: tuple[int, ...]
     group: int = 0
     whole: bool = False
+    part: TensorPart | None = None
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """The shape of the tensor of which it is a part."""
+        return self.shape if self.part is None else self.part.shape
 
     @property
     def numel(self) -> int:
@@ -175,21 +184,45 @@ class Layout:
             raise ValueError(f"rank {rank} is outside a world of {self.world_size} ranks")
         return Span(rank * self.shard_numel, (rank + 1) * self.shard_numel)
 
-    def groups(self, rank: int) -> tuple[GroupRun, ...]:
-        """The optimizer groups of `rank`'s shard, sorted; they cover the shard without gaps."""
-        shard = self.shard(rank)
+    def counted(self, index: int) -> tuple[Span, ...]:
+        """What a sum over all ranks has of a shard: all of it but the tensors that other ranks of the tensor-
+        parallel axis count."""
+        shard, spans = self.shard(index), [Span(0, self.numel)]
+        # From a tensor that counts to the next that does not: spans start on the boundary.
+        for slot in self.slots:
+            is_counted = slot.spec.part is None or slot.spec.part.is_counted
+            if is_counted and not spans[-1]:
+                spans.append(Span(slot.span.start, self.numel))
+            elif not is_counted and spans[-1]:
+                spans[-1:] = [Span(spans[-1].start, slot.span.start), Span(0, 0)]
+        return tuple(part.shift(-shard.start) for span in spans if (part := span.intersect(shard)))
+
+    def groups(self, part: int | Span) -> tuple[GroupRun, ...]:
+        """The optimizer groups of a shard, or of any other part, sorted; they cover it without gaps."""
+        shard = part if isinstance(part, Span) else self.shard(part)
         # Runs neither overlap nor change order, so their starts and their stops are both sorted.
         first = bisect_right(self.runs, shard.start, key=lambda run: run.shard.stop)
         end = bisect_left(self.runs, shard.stop, key=lambda run: run.shard.start)
         owned = ((run.group, run.shard.intersect(shard)) for run in self.runs[first:end])
         return tuple(GroupRun(group, part.shift(-shard.start)) for group, part in owned if part)
 
-    def updates(self, rank: int | None) -> tuple[GroupRun, ...]:
-        """What the optimizer updates: each `whole` tensor in its shape, and one flat run per other group. Of `rank`'s
-        shard, or of the whole buffer for None."""
-        start, runs = (0, self.runs) if rank is None else (self.shard(rank).start, self.groups(rank))
+    def updates(self, part: int | Span | None) -> tuple[GroupRun, ...]:
+        """What the optimizer updates: each `whole` tensor in its shape, and one flat run per other group. Of a shard or
+        another part of the buffer, or of all of it for None."""
+        span = Span(0, self.numel) if part is None else part if isinstance(part, Span) else self.shard(part)
+        start, runs = span.start, self.runs if span.numel == self.numel else self.groups(span)
         whole = {slot.spec.group for slot in self.slots if slot.spec.whole}
         return tuple(part for run in runs for part in (self._tensors(run, start) if run.group in whole else (run,)))
+
+    def samples(self, span: Span, count: int) -> list[int]:
+        """Elements of each tensor in `span` of the buffer, relative to it: all of a small tensor, of a larger one from
+        `count` to twice as many, evenly spaced.
+
+        >>> Layout.build([TensorSpec("a", (2,)), TensorSpec("b", (40,))], 1, itemsize=4).samples(Span(0, 72), 4)
+        [0, 1, 32, 42, 52, 62]
+        """
+        parts = [slot.span.intersect(span).shift(-span.start) for slot in self.slots]
+        return [at for part in parts for at in range(part.start, part.stop, max(1, part.numel // count))]
 
     def _tensors(self, run: GroupRun, start: int) -> list[GroupRun]:
         """The tensors of a run; none where a rank has only padding of it."""

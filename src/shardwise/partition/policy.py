@@ -13,6 +13,7 @@ import torch
 from shardwise.config import Config
 from shardwise.config.costs import RestingKind, resting_frozen, resting_kinds, wire_times
 from shardwise.config.sections import KindPlacement, Placement, Tier
+from shardwise.config.shape import AXES, Axis, Sharding
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -28,20 +29,32 @@ class Policy:
     master_dtype: torch.dtype  # the copy that rests and is updated; if it equals weight_dtype, one storage serves both
     grad_dtype: torch.dtype  # the full flat gradients that autograd adds into
     accumulate_dtype: torch.dtype  # reduced gradients until the update
-    reduce_dtype: torch.dtype  # gradients on the wire
+    reduce_dtype: torch.dtype  # gradients of a micro-batch on the wire
+    sum_dtype: torch.dtype  # held gradients on the wire: sums of all micro-batches, where they are reduced afterwards
 
     # Cached, because every gather and reduction of the unit reads some of these.
     @cached_property
     def weights_sharded(self) -> bool:
-        return self.placement.weights.sharding == "sharded"
+        """Whether weights are gathered for their use, and released after it."""
+        return self.placement.weights.sharding != "replicated"
 
     @cached_property
-    def grads_sharded(self) -> bool:
-        return self.placement.grads.sharding == "sharded"
+    def weights_rest_apart(self) -> bool:
+        """Whether a rank keeps weights that it does not update: its node's part of them. Otherwise sharded weights are
+        gathered from the masters."""
+        return self.weights_sharded and self.placement.weights.sharding != self.placement.optim.sharding
 
     @cached_property
-    def optim_sharded(self) -> bool:
-        return self.placement.optim.sharding == "sharded"
+    def grads_cut(self) -> Sharding:
+        return self.placement.grads.sharding
+
+    @cached_property
+    def optim_cut(self) -> Sharding:
+        return self.placement.optim.sharding
+
+    @cached_property
+    def weights_cut(self) -> Sharding:
+        return self.placement.weights.sharding
 
     @property
     def weights_tier(self) -> Tier:
@@ -86,14 +99,15 @@ class Policy:
             return resting_frozen(self.placement, weights)
         return resting_kinds(self.placement, weights, self.accumulate_dtype.itemsize, moments)
 
-    def wire_bytes_each(self, accumulation: int) -> int:
-        """Bytes per element of the unit that the collectives of one step carry: contract C3."""
-        times = wire_times(self.placement, accumulation)
+    def wire_bytes_each(self, accumulation: int, axis: Axis = "inner") -> int:
+        """Bytes per element of the unit that the collectives of one step carry over an axis: contract C3."""
+        times = wire_times(self.placement, accumulation, axis)
         gathers = times.gathers * self.weight_dtype.itemsize
         if not self.trainable:
             return gathers
-        updated = self.weight_dtype if self.optim_sharded else self.accumulate_dtype
-        return gathers + times.reductions * self.reduce_dtype.itemsize + times.updates * updated.itemsize
+        updated = self.weight_dtype if axis in AXES[self.optim_cut] else self.accumulate_dtype
+        reduced = self.reduce_dtype if axis in AXES[self.grads_cut] else self.sum_dtype
+        return gathers + times.reductions * reduced.itemsize + times.updates * updated.itemsize
 
 
 class Group(NamedTuple):
@@ -103,17 +117,24 @@ class Group(NamedTuple):
     whole: bool = False
 
 
-def policy_for(config: Config, trainable: bool, dtype: torch.dtype) -> Policy:
-    """The policy of a unit whose parameters have `dtype` in the user's model."""
+def is_storage(dtype: torch.dtype, trainable: bool, inner: bool) -> bool:
+    """Whether values keep their dtype in any precision: what is `inner` to quantised parameters, integers, and frozen
+    floats of 8 bits."""
+    return inner or not dtype.is_floating_point or (dtype.itemsize == 1 and not trainable)
+
+
+def policy_for(config: Config, trainable: bool, dtype: torch.dtype, inner: bool = False) -> Policy:
+    """The policy of a unit whose parameters have `dtype` in the user's model, or are `inner` to quantised ones."""
     placement, precision = config.placement, config.precision
     if not trainable:
         placement = Placement(weights=placement.weights, grads=placement.grads, optim=placement.weights)
-    keeps_dtype = precision.compute == "model" or not dtype.is_floating_point
+    keeps_dtype = is_storage(dtype, trainable, inner) or precision.compute == "model"
     weight_dtype = dtype if keeps_dtype else DTYPES[precision.weights_dtype]
     accumulate_dtype = DTYPES[config.accumulate_dtype]
     if precision.compute == "model" and config.batch.accumulation == 1 and precision.accumulate_dtype is None:
         accumulate_dtype = weight_dtype
-    grad_dtype = weight_dtype if placement.grads.sharding == "sharded" else accumulate_dtype
+    grad_dtype = weight_dtype if placement.grads.sharding != "replicated" else accumulate_dtype
+    given = DTYPES[precision.reduce_dtype] if precision.reduce_dtype else None
     return Policy(
         trainable=trainable,
         placement=placement,
@@ -121,5 +142,6 @@ def policy_for(config: Config, trainable: bool, dtype: torch.dtype) -> Policy:
         master_dtype=torch.float32 if trainable else weight_dtype,
         grad_dtype=grad_dtype,
         accumulate_dtype=accumulate_dtype,
-        reduce_dtype=DTYPES[precision.reduce_dtype] if precision.reduce_dtype else grad_dtype,
+        reduce_dtype=given or grad_dtype,
+        sum_dtype=given or accumulate_dtype,
     )

@@ -30,6 +30,8 @@ from itertools import groupby
 import torch
 from torch import nn
 
+from shardwise.partition.dtensors import local, locals_of
+from shardwise.partition.stored import stored_tensors
 from shardwise.sizes import format_bytes, format_count
 
 Run = tuple[str, ...]  # modules of one unit, by path
@@ -43,7 +45,8 @@ _LEFTOVER_SHARE = 8  # a leftover smaller than this part of a block joins the ro
 class UnitSpec:
     """The parameters of a unit, and the modules whose forward uses them.
 
-    `params` are canonical names (the first ones under which `named_parameters()` reports them) in registration order.
+    `params` are canonical names (the first ones under which `named_parameters()` reports them) in registration order;
+    of a quantised parameter, the names of the tensors that hold it (see `stored`), which are `inner` and frozen.
     Each run is a group of modules: the unit is in use from the first entry into one of them to the last exit. The first
     run is that of the owners, further ones use tied parameters; ("",) is the model itself. A unit without runs belongs
     to a model that has no forward, so its uses cannot be seen.
@@ -54,6 +57,7 @@ class UnitSpec:
     runs: tuple[Run, ...]
     trainable: bool
     dtype: torch.dtype
+    inner: bool = False
 
 
 def divide(
@@ -101,7 +105,7 @@ def describe_units(
     (root)  (root)            2        20    80B  float32  yes
     total                     2        20    80B
     """
-    params = dict(model.named_parameters())
+    params = stored_tensors(model)
     header = ("unit", "modules", "parameters", "elements", "bytes", "dtype", "trainable", "also used by")
     units = divide(model, classes=classes, modules=modules, min_bytes=min_bytes)
     rows = [header, *(_row(unit, params) for unit in units), ("total", "", *_sizes(params.values()), "", "", "")]
@@ -115,9 +119,9 @@ class _Tree:
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = dict(model.named_modules(remove_duplicate=False))
-        self.params = dict(model.named_parameters())
+        self.params = stored_tensors(model)
         self.aliases = [
-            (name, param) for name, param in model.named_parameters(remove_duplicate=False) if name not in self.params
+            (name, param) for name, param in stored_tensors(model, False).items() if name not in self.params
         ]
         self.registrations = Counter(id(module) for module in self.modules.values())
         self._first: dict[int, str] = {}
@@ -137,9 +141,11 @@ class _Tree:
         return self._first[id(self.modules[path])]
 
     def bytes(self, *paths: str) -> int:
-        return sum(self.params[name].nbytes for path in paths for name in self.owned[path])
+        return sum(local(self.params[name]).nbytes for path in paths for name in self.owned[path])
 
     def has_forward(self, path: str) -> bool:
+        if path not in self.modules:
+            return False  # a parameter that consists of several tensors
         forward = self.modules[path].forward
         return getattr(forward, "__func__", forward) is not nn.Module.forward
 
@@ -286,31 +292,33 @@ def _tied_users(tree: _Tree, owners: dict[str, Run], holders: Collection[str]) -
 
 def _specs(tree: _Tree, owners: dict[str, Run], users: dict[str, dict[str, None]]) -> tuple[UnitSpec, ...]:
     """One unit per run, trainability and dtype, in the order in which their modules were registered."""
-    parts: dict[tuple[Run, bool, torch.dtype], list[str]] = defaultdict(list)
+    parts: dict[tuple[Run, bool, torch.dtype, bool], list[str]] = defaultdict(list)
     for name, run in owners.items():
         param = tree.params[name]
-        parts[run, param.requires_grad, param.dtype].append(name)
-    dtypes = Counter((run, trainable) for run, trainable, _ in parts)
+        parts[run, param.requires_grad, param.dtype, not isinstance(param, nn.Parameter)].append(name)
+    dtypes = Counter((run, trainable) for run, trainable, _, _ in parts)
     position = {path: index for index, path in enumerate(tree.modules)}
     units = []
-    for run, trainable, dtype in sorted(parts, key=lambda part: position[part[0][0]] if part[0] else -1):
-        names = parts[run, trainable, dtype]
-        tags = ([] if trainable else ["frozen"]) + ([_short(dtype)] if dtypes[run, trainable] > 1 else [])
+    for run, trainable, dtype, inner in sorted(parts, key=lambda part: position[part[0][0]] if part[0] else -1):
+        names = parts[run, trainable, dtype, inner]
+        tags = [*([] if trainable else ["frozen"]), *(["inner"] if inner else [])]
+        tags += [_short(dtype)] if dtypes[run, trainable] > 1 else []
         label = _label(run) + (f" ({', '.join(tags)})" if tags else "")
         further = {user: None for name in names for user in users.get(name, ())}
         runs = ((run,) if run else ()) + tuple((user,) for user in further)
-        units.append(UnitSpec(label, tuple(names), runs, trainable, dtype))
+        units.append(UnitSpec(label, tuple(names), runs, trainable, dtype, inner))
     return tuple(units)
 
 
-def _row(unit: UnitSpec, params: dict[str, nn.Parameter]) -> tuple[str, ...]:
+def _row(unit: UnitSpec, params: dict[str, torch.Tensor]) -> tuple[str, ...]:
     owner, *others = [_label(run) for run in unit.runs] or ["none"]
     sizes = _sizes([params[name] for name in unit.params])
     return (unit.name, owner, *sizes, _short(unit.dtype), "yes" if unit.trainable else "no", ", ".join(others))
 
 
-def _sizes(params: Collection[nn.Parameter]) -> tuple[str, str, str]:
-    elements, size = sum(param.numel() for param in params), sum(param.nbytes for param in params)
+def _sizes(params: Collection[torch.Tensor]) -> tuple[str, str, str]:
+    here = locals_of(params)
+    elements, size = sum(param.numel() for param in here), sum(param.nbytes for param in here)
     return str(len(params)), format_count(elements), format_bytes(size)
 
 

@@ -12,6 +12,7 @@ option describes. The shares that are printed are those of the rates that were g
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ import torch
 
 from shardwise.config import Config, costs
 from shardwise.config.presets import PRESETS
+from shardwise.config.shape import AXES, Axis, NodeShape, shape_of
 from shardwise.errors import ConfigError
 from shardwise.partition.policy import policy_for
 from shardwise.planning.hardware import Hardware
@@ -76,10 +78,12 @@ def saving(preset: str, world_size: int, each: Accounting) -> Fraction:
     return total_bytes("zero0", 1, world_size, each) / total_bytes(preset, 1, world_size, each)
 
 
-def wire_elements(preset: str, trainable: int, frozen: int, world_size: int, accumulation: int) -> int:
-    """Elements that a rank sends per step, at most: contract C3."""
-    times = costs.wire_times(PRESETS[preset], accumulation)
-    return costs.sent(sum(times) * trainable + times.gathers * frozen, world_size)
+def wire_elements(
+    preset: str, trainable: int, frozen: int, ranks: int | NodeShape, accumulation: int, axis: Axis = "inner"
+) -> int:
+    """Elements that a rank sends per step over an axis, at most: contract C3."""
+    times = costs.wire_times(PRESETS[preset], accumulation, axis)
+    return costs.sent(sum(times) * trainable + times.gathers * frozen, ranks, axis)
 
 
 class Moved(NamedTuple):
@@ -98,14 +102,21 @@ def operations(model: ModelSpec, workload: Workload) -> int:
     return 2 * passes * (active + attention) * workload.tokens * workload.accumulation
 
 
-def sent_bytes(preset: str, model: ModelSpec, workload: Workload, world_size: int) -> int:
-    """By a rank in a step, at most, as the engine counts it: gradients that were added up in fp32 are sent in fp32."""
-    config = workload.config(preset)
-    trained, frozen = (
-        policy_for(config, is_trained, torch.float32).wire_bytes_each(workload.accumulation)
-        for is_trained in (True, False)
-    )
-    return costs.sent(trained * model.trainable + frozen * model.frozen, world_size)
+def sent_by_axis(preset: str, model: ModelSpec, workload: Workload, ranks: int | NodeShape) -> dict[Axis, int]:
+    """Bytes that a rank sends in a step within its node and out of it, at most, as the engine counts it: gradients that
+    were added up in fp32 are sent in fp32."""
+    config = workload.config(preset).for_shape(shape_of(ranks))
+    policies = [policy_for(config, is_trained, torch.float32) for is_trained in (True, False)]
+    sent: dict[Axis, int] = {}
+    for axis in AXES["sharded"]:
+        trained, frozen = (policy.wire_bytes_each(workload.accumulation, axis) for policy in policies)
+        sent[axis] = costs.sent(trained * model.trainable + frozen * model.frozen, ranks, axis)
+    return sent
+
+
+def sent_bytes(preset: str, model: ModelSpec, workload: Workload, ranks: int | NodeShape) -> int:
+    """By a rank in a step, at most."""
+    return sum(sent_by_axis(preset, model, workload, ranks).values())
 
 
 def moved_bytes(config: Config, trainable: int, frozen: int, world_size: int) -> Moved:
@@ -128,11 +139,10 @@ def moved_bytes(config: Config, trainable: int, frozen: int, world_size: int) ->
     return Moved(((up + weights) * trainable + frozen_each * frozen) // world_size, down * trainable // world_size)
 
 
-def wire_s(sent: int, on: Hardware) -> float:
-    """Of what a rank sends, the same to every other: within its node, and through the link that the node shares."""
-    rates, each = on.rates.or_typical(), on.gpus // on.nodes
-    outside = sent * (on.gpus - each) / max(1, on.gpus - 1)
-    return max((sent - outside) / rates["gpu_link"], outside * each / rates["node_link"])
+def wire_s(sent: Mapping[Axis, int], on: Hardware) -> float:
+    """Of what a rank sends: within its node, and through the link that the ranks of a node share."""
+    rates = on.rates.or_typical()
+    return max(sent["inner"] / rates["gpu_link"], sent["outer"] * on.shape.per_node / rates["node_link"])
 
 
 def compute_s(model: ModelSpec, workload: Workload, on: Hardware) -> float:
@@ -145,7 +155,7 @@ def wire_share(preset: str, model: ModelSpec, workload: Workload, on: Hardware) 
     link = rates.gpu_link if on.nodes == 1 else rates.gpu_link and rates.node_link
     if rates.operations is None or link is None:
         return None
-    return wire_s(sent_bytes(preset, model, workload, on.gpus), on) / compute_s(model, workload, on)
+    return wire_s(sent_by_axis(preset, model, workload, on.shape), on) / compute_s(model, workload, on)
 
 
 def cost_s(preset: str, model: ModelSpec, workload: Workload, on: Hardware, moved: Moved) -> float:
@@ -153,7 +163,7 @@ def cost_s(preset: str, model: ModelSpec, workload: Workload, on: Hardware, move
     rates, each = on.rates.or_typical(), on.gpus // on.nodes
     parts = [
         compute_s(model, workload, on),
-        wire_s(sent_bytes(preset, model, workload, on.gpus), on),
+        wire_s(sent_by_axis(preset, model, workload, on.shape), on),
         max(moved.up, moved.down) / rates["host_link"],
         (moved.up + moved.down) * each / rates["disk"] if "nvme" in preset else 0.0,
     ]

@@ -20,6 +20,7 @@ from shardwise.errors import ConfigError
 from shardwise.planning import arithmetic, report, search
 from shardwise.planning import hardware as machines
 from shardwise.planning.hardware import Hardware
+from shardwise.planning.inference import plan_inference
 from shardwise.planning.planner import plan
 from shardwise.planning.report import Plan
 from shardwise.planning.workload import DEFAULT_TARGETS, ModelSpec, Workload, find_model
@@ -75,10 +76,10 @@ def _workload(options: Mapping[str, Any], gpus: int) -> Workload:
         sequence=options["seq"],
         accumulation=options["accumulate"],
         lora=_lora(options["lora"], options["lora_targets"]),
-        **{name: options[name] for name in ("micro_batch", "precision", "optimizer", "checkpointing")},
+        **{name: options[name] for name in ("micro_batch", "precision", "optimizer", "checkpointing", "tp")},
     )
     total = options["global_batch"]
-    return workload if total is None else workload.for_global_batch(total, gpus)
+    return workload if total is None else workload.for_global_batch(total, workload.dp(gpus))
 
 
 def _lora(rank: int | None, targets: str | None) -> tuple[int, tuple[str, ...]] | None:
@@ -100,11 +101,16 @@ def run(options: Mapping[str, Any]) -> None:
         check_path(options["plot"])
     on = _hardware(options)
     workload = _workload(options, on.gpus)
+    if workload.tp > 1 and options["search"]:
+        raise ConfigError(f"--tp {workload.tp}: --search does not vary it: leave out one of them")
     model, params = options["model"], _read(options, {"params": "params"}, parse_count).get("params")
+    if options["inference"]:
+        _show_inference(find_model(model, params, workload), on, options)
+        return
     if options["accounting"] is not None:
         _show_states(find_model(model, params, workload), on, options["accounting"], options["json"])
         return
-    presets = [name.strip() for name in options["presets"].split(",")] if options["presets"] else tuple(PRESETS)
+    presets = [name.strip() for name in options["presets"].split(",")] if options["presets"] else None
     detailed = options["detailed"]
     made = plan(model, params=params, hardware=on, workload=workload, presets=presets, detailed=detailed)
     found = search.search(made.model, workload, on) if options["search"] else None
@@ -145,6 +151,14 @@ def _show_states(model: ModelSpec, on: Hardware, name: str, as_json: bool) -> No
         _console().print(report.states(model.parameters, on.gpus, each, name, sizes))
 
 
+def _show_inference(model: ModelSpec, on: Hardware, options: Mapping[str, Any]) -> None:
+    if model.dimensions is None:
+        raise ConfigError("--inference needs a model whose dimensions are known: name one, or give its config.json")
+    batch, context, precision = options["batch"], options["context"], options["precision"]
+    made = plan_inference(model.dimensions, on, batch, context, precision)
+    typer.echo(json.dumps(made.to_dict(), indent=1) if options["json"] else str(made))
+
+
 def emit(plan: Plan, path: Path, found: Sequence[search.Candidate] | None = None) -> list[str]:
     """Write the recommended configuration, or the best that a search `found`, for shardwise and DeepSpeed.
 
@@ -154,11 +168,11 @@ def emit(plan: Plan, path: Path, found: Sequence[search.Candidate] | None = None
     workload = plan.workload
     if found:
         workload = found[0].workload(workload)
-        settings = deepspeed_settings(workload, found[0].preset, found[0].device_memory)
+        settings = deepspeed_settings(workload, found[0].preset, found[0].device_memory, plan.hardware.shape.per_node)
     elif plan.advice.preset is None or found is not None:
         raise ConfigError(f"--emit {path}: {plan.advice.reason}")
     else:
-        settings = deepspeed_settings(workload, plan.advice.preset)
+        settings = deepspeed_settings(workload, plan.advice.preset, per_node=plan.hardware.shape.per_node)
     Config.load(settings)
     with _writing("--emit", path):
         path.write_text(json.dumps(settings, indent=2) + "\n")
@@ -177,15 +191,22 @@ def _writing(option: str, path: Path) -> Iterator[None]:
 def _left_to_do(workload: Workload) -> Iterator[str]:
     if workload.checkpointing:
         yield "activations are recomputed: this file tells shardwise so; for DeepSpeed, switch it on in the model"
+    if workload.tp > 1:
+        yield f"the plan assumes {workload.tp} GPUs for each copy of the model: cut it (docs/tensor-parallel.md)"
     if workload.lora is not None:
         rank, targets = workload.lora
         yield f"the plan assumes LoRA of rank {rank} on {', '.join(targets)}: add the adapters to the model"
 
 
-def deepspeed_settings(workload: Workload, preset: str, device_memory: int | None = None) -> dict[str, Any]:
-    """The settings of `preset` under DeepSpeed's keys."""
+def deepspeed_settings(
+    workload: Workload, preset: str, device_memory: int | None = None, per_node: int = 1
+) -> dict[str, Any]:
+    """The settings of `preset` under DeepSpeed's keys; `per_node` GPUs are on a node."""
     placement = PRESETS[preset]
-    zero: dict[str, Any] = {"stage": STAGES.index(offloaded(placement))}  # the row with all kinds on the device
+    if placement == PRESETS["zero3_hybrid"]:
+        zero: dict[str, Any] = {"stage": 3, "zero_hpz_partition_size": per_node}
+    else:
+        zero = {"stage": STAGES.index(offloaded(placement))}  # the row with all kinds on the device
     for key, kind in (("offload_optimizer", placement.optim), ("offload_param", placement.weights)):
         if kind.tier != "device":
             zero[key] = {"device": _DEEPSPEED_TIERS[kind.tier], "pin_memory": True}

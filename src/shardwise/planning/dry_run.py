@@ -21,20 +21,25 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from shardwise.comm.comm import DONE, Comm, Handle
+from shardwise.comm import DONE, Comm, Handle, Hop
+from shardwise.comm.interface import EVERYWHERE
 from shardwise.config import Config
 from shardwise.config.auto import UserObjects
+from shardwise.config.shape import Axis, NodeShape, shape_of
 from shardwise.engine.engine import Engine
 from shardwise.errors import ConfigError
 from shardwise.models.built_in import Batch, Build, MakeBatch, ModelAndData
 from shardwise.models.decoder import CausalDecoder, adapt
 from shardwise.models.loading import arguments, loss_of
+from shardwise.models.tensor_parallel import tensor_parallel
 from shardwise.observe import StorageObserver
 from shardwise.observe.labels import Labelling, by_kind
 from shardwise.offload.pinned import HostMemory
+from shardwise.partition.stored import stored_tensors
 from shardwise.planning.estimate import CATEGORIES, Estimate
 from shardwise.planning.fakes import Fakes
 from shardwise.planning.kernels import CPU, Kernels, cuda, replacing
+from shardwise.planning.tp_axis import DryModelGroup, tp_axis, tp_sent_bytes
 from shardwise.planning.workload import ModelSpec, Workload
 from shardwise.tensors import map_tensors
 
@@ -48,12 +53,17 @@ class Untraceable(Exception):
 
 @dataclass(frozen=True)
 class Scenario:
-    """What a dry run runs: `build` returns the model and its data, as for `shardwise compare`."""
+    """What a dry run runs: `build` returns the model and its data, as for `shardwise compare`.
+
+    Each of `world_size` data-parallel ranks is `tp` ranks that hold one copy of the model together.
+    """
 
     build: Build
     config: Config
     world_size: int
     kernels: Kernels = CPU
+    shape: NodeShape | None = None  # of these ranks; None: one node
+    tp: int = 1
 
     @property
     def rank(self) -> int:
@@ -70,23 +80,33 @@ class Foreseen(Estimate):
     """Memory and traffic of one rank; `peak_bytes` is the peak on the device in a step after the first.
 
     startup_bytes  the peak while the whole model is built on the device, sharded, and takes its first steps
+    axis_bytes     bytes sent in a step within the node (inner) and out of it (outer), without control messages
     moved_bytes    bytes of a step from and to `tiers`
     """
 
     startup_bytes: int
     sent_bytes: dict[str, int]
+    axis_bytes: dict[str, int]
     moved_bytes: dict[str, int]
     parameters: int
     trainable: int
 
 
-def foresee(build: Build, config: Any = "zero3", world_size: int | None = None, device: str | None = None) -> Foreseen:
+def foresee(
+    build: Build,
+    config: Any = "zero3",
+    world_size: int | None = None,
+    device: str | None = None,
+    nodes: int = 1,
+    tp: int = 1,
+) -> Foreseen:
     """What a rank will hold and send in a step, by a dry run: no memory, no weights, any number of ranks.
 
     `build` returns the model and `make_batch(rank, step)`, which returns a dictionary of the model's arguments; with
     them the model returns the loss. `config` is what `shardwise.initialize` takes, with the optimizer in it (AdamW by
-    default). The number of ranks and the device are by default those of this process. A model that needs values to
-    decide what to compute raises `shardwise.planning.Untraceable`.
+    default). The number of ranks and the device are by default those of this process. The ranks are spread evenly over
+    `nodes`. With `tp`, each copy of the model is held by that many of the ranks (see `tensor_parallel`, which must have
+    a plan for it). A model that needs values to decide what to compute raises `shardwise.planning.Untraceable`.
 
     >>> import torch, shardwise
     >>> class Model(torch.nn.Linear):
@@ -100,19 +120,27 @@ def foresee(build: Build, config: Any = "zero3", world_size: int | None = None, 
     """
     count = world_size or (dist.get_world_size() if dist.is_initialized() else 1)
     is_cuda = torch.cuda.is_available() if device is None else device.startswith("cuda")
-    loaded = Config.load(config).for_world_size(count)
+    if count % (nodes * tp):
+        raise ConfigError(
+            f"{count} ranks cannot be spread evenly over {nodes} nodes with tp {tp}: give a multiple of {nodes * tp}"
+        )
+    shape = NodeShape(nodes, count // nodes // tp)
+    loaded = Config.load(config).for_shape(shape)
     with torch.random.fork_rng(devices=[]):
-        return dry_run(Scenario(build, loaded, count, cuda() if is_cuda else CPU))
+        return dry_run(Scenario(build, loaded, count // tp, cuda() if is_cuda else CPU, shape, tp))
 
 
-def foresee_workload(model: ModelSpec, workload: Workload, preset: str, world_size: int) -> Foreseen | str:
+def foresee_workload(
+    model: ModelSpec, workload: Workload, preset: str, world_size: int, nodes: int = 1
+) -> Foreseen | str:
     """One preset of a plan on CUDA, or a text that says why a dry run is not possible."""
     # Further micro-batches hold what the second and third do.
     short = replace(workload, accumulation=min(workload.accumulation, MOST_MICRO_BATCHES))
-    config = short.config(preset).for_world_size(world_size)
+    shape = NodeShape(nodes, world_size // nodes)
+    config = short.config(preset).for_shape(shape)
     build = model.build or partial(_build_decoder, model, workload)
     try:
-        return dry_run(Scenario(build, config, world_size, cuda()))
+        return dry_run(Scenario(build, config, world_size, cuda(), shape, workload.tp))
     except Untraceable as failure:
         return str(failure)
 
@@ -143,11 +171,14 @@ def dry_run(scenario: Scenario) -> Foreseen:
     labelling, kernels = _LogitsLabelling(), scenario.kernels
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     observer = _DryObserver(kernels, labelling.label_new, mode)
-    with warnings.catch_warnings(), _traced(), mode:
+    with warnings.catch_warnings(), _traced(), tp_axis(scenario.tp) as axis, mode:
         warnings.simplefilter("ignore")
         with observer, replacing(kernels.replaced):
             model, make_batch = scenario.build()
             _check_fake(model)
+            if axis is not None:
+                tensor_parallel(model, axis)
+                observer.counts_tp = True
             scenario = scenario.with_dtype_of(model)
             engine = _engine(model, scenario, observer.host)
             labelling.attach_model(observer, engine)
@@ -160,6 +191,8 @@ def dry_run(scenario: Scenario) -> Foreseen:
             startup_bytes = observer.peak_bytes
             observer.reset_peak()
             engine.comm.sent_bytes.clear()
+            engine.comm.axis_bytes.clear()
+            observer.tp_bytes = 0
             engine._offload.streams.moved_bytes.clear()
             _step(engine, batches, observer, count)
         return _foreseen(observer, engine, kernels, max(startup_bytes, observer.peak_bytes))
@@ -168,35 +201,38 @@ def dry_run(scenario: Scenario) -> Foreseen:
 class DryComm(Comm):
     """One rank of `world_size`, alone: it counts what it would send, and leaves as it is what it would receive."""
 
-    def __init__(self, rank: int, world_size: int, kernels: str) -> None:
+    def __init__(self, rank: int, ranks: int | NodeShape, kernels: str) -> None:
         self.device = torch.device("cpu")
         self.kernels = kernels
         self.rank = rank
-        self.world_size = world_size
+        self.shape = shape_of(ranks)
+        self.world_size = self.shape.world_size
         self.sent_bytes = Counter()
+        self.axis_bytes = Counter()
         self.micro_step = 0
         self._sends_directly = kernels == "cpu"
 
-    def gather(self, full: torch.Tensor, kind: str, unit: str = "") -> Handle:
-        if self.world_size > 1 and full.numel():
-            self._count(kind, full.nbytes)
+    def gather(self, full: torch.Tensor, kind: str, unit: str = "", axes: Sequence[Axis] = EVERYWHERE) -> Handle:
+        size_bytes = full.nbytes
+        for hop in self.hops(axes):
+            self._count(kind, size_bytes, hop)
+            size_bytes //= hop.size
         return DONE
 
-    @property
-    def rows_received(self) -> int:
-        return self.world_size - self._sends_directly
+    def rows_received(self, hop: Hop) -> int:
+        return hop.size - self._sends_directly
 
     def exchange(
-        self, received: torch.Tensor, sent: torch.Tensor, kind: str, unit: str = ""
+        self, received: torch.Tensor, sent: torch.Tensor, kind: str, unit: str, hop: Hop
     ) -> tuple[Handle, list[torch.Tensor]]:
         """Two rows represent those of all ranks; this rank's own row is among them where it decides how sums are made.
 
         `test_the_peak_is_the_measured_one` with three ranks fails otherwise.
         """
-        self._count(kind, sent.nbytes)
+        self._count(kind, sent.nbytes, hop)
         if not self._sends_directly:
             return DONE, list(received[:2])
-        return DONE, [*[received[0]] * min(self.rank, 2), sent[self.rank], received[-1]]
+        return DONE, [*[received[0]] * min(hop.place, 2), sent[hop.place], received[-1]]
 
     def blocks(self, tensor: torch.Tensor, block_numel: int) -> Sequence[torch.Tensor]:
         """One block represents all: they use the same memory, one after the other."""
@@ -254,6 +290,7 @@ class _DryObserver(StorageObserver):
         self._scratch = kernels.scratch
         self._fakes = Fakes(mode, self.device)
         self.is_updating = False
+        self.counts_tp, self.tp_bytes = False, 0
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -264,6 +301,8 @@ class _DryObserver(StorageObserver):
             return self.device  # fake tensors ask for every operator, and the answer is always the same
         if func is torch.ops.aten._local_scalar_dense.default and self.is_updating:
             return 0  # the engine asks whether gradients overflowed: they did not
+        if self.counts_tp and func.namespace == "_c10d_functional":
+            self.tp_bytes += tp_sent_bytes(func, args)
         if func.is_view and args[0].__class__ is FakeTensor:
             return self.run(func, args, kwargs or {})  # half of all operators; their storages are known
         result = super().__torch_dispatch__(func, types, args, kwargs)
@@ -321,10 +360,12 @@ def _batches(make_batch: MakeBatch, mode: FakeTensorMode, rank: int) -> Iterator
 
 
 def _engine(model: nn.Module, scenario: Scenario, host: HostMemory) -> Engine:
-    config = scenario.config
+    shape = scenario.shape or NodeShape(1, scenario.world_size)
+    config = scenario.config.for_shape(shape)
     params = [param for param in model.parameters() if param.requires_grad]
     optimizer = config.optimizer.build(params) if config.optimizer else torch.optim.AdamW(params, lr=1e-3)
-    comm = DryComm(scenario.rank, scenario.world_size, scenario.kernels.name)
+    comm = DryComm(scenario.rank, shape, scenario.kernels.name)
+    comm.model_group = DryModelGroup(size=scenario.tp)
     return Engine(model, optimizer, config, comm, host)
 
 
@@ -338,7 +379,8 @@ def _foreseen(observer: _DryObserver, engine: Engine, kernels: Kernels, startup_
         categories={name: split.get(name, 0) for name in CATEGORIES},
         startup_bytes=startup_bytes + kernels.overhead_bytes,
         tiers={tier: size for tier in ("host", "disk") if (size := tier_bytes.get(tier))},
-        sent_bytes=dict(engine.comm.sent_bytes),
+        sent_bytes={**engine.comm.sent_bytes, **({"tp": observer.tp_bytes} if observer.tp_bytes else {})},
+        axis_bytes=dict(engine.comm.axis_bytes),
         moved_bytes=dict(engine._offload.streams.moved_bytes),
         parameters=sum(param.numel() for param in params),
         trainable=sum(param.numel() for param in params if param.requires_grad),
@@ -346,7 +388,8 @@ def _foreseen(observer: _DryObserver, engine: Engine, kernels: Kernels, startup_
 
 
 def _check_fake(model: nn.Module) -> None:
-    real = [name for name, param in model.named_parameters() if not isinstance(param, FakeTensor) and not param.is_meta]
+    stored = stored_tensors(model).items()
+    real = [name for name, tensor in stored if not isinstance(tensor, FakeTensor) and not tensor.is_meta]
     if real:
         raise Untraceable(f"its parameter {real[0]!r} has values of its own (loaded from a file?)")
 

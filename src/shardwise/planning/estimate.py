@@ -17,6 +17,7 @@ import torch
 
 from shardwise.config import Config
 from shardwise.config.costs import offloaded_bytes_each, resting, resting_frozen, weight_bytes
+from shardwise.config.shape import NodeShape, shape_of
 from shardwise.memory.ledger import Ledger
 from shardwise.models.dimensions import Dimensions
 from shardwise.offload.context import OffloadContext
@@ -42,9 +43,10 @@ class Estimate:
         return sum(self.categories.values())
 
 
-def estimate(model: ModelSpec, workload: Workload, config: Config, world_size: int) -> Estimate:
+def estimate(model: ModelSpec, workload: Workload, config: Config, ranks: int | NodeShape) -> Estimate:
     """The peak of one rank under a configuration."""
-    sizes = _Sizes(model, workload, config, world_size)
+    shape = shape_of(ranks)
+    sizes = _Sizes(model, workload, config.for_shape(shape), shape)
     highest = max(sizes.backward_starts(), sizes.backward_ends(), sizes.update(), key=Counter.total)
     highest["overhead"] = CUBLAS_BYTES
     tiers = {tier: size for tier in ("host", "disk") if (size := sizes.at_rest(tier).total())}
@@ -69,14 +71,15 @@ def _trained_units(model: ModelSpec) -> list[int]:
 class _Sizes:
     """The sizes that the moments are made of."""
 
-    def __init__(self, model: ModelSpec, workload: Workload, config: Config, world_size: int) -> None:
-        self.model, self.workload, self.config, self.world_size = model, workload, config, world_size
+    def __init__(self, model: ModelSpec, workload: Workload, config: Config, shape: NodeShape) -> None:
+        self.model, self.workload, self.config = model, workload, config
+        self.shape, self.world_size = shape, shape.world_size
         of = model.dimensions
         self.unit = of.layer_numel() if of else model.parameters // UNKNOWN_LAYERS
         self.head = of.embedding_numel if of else self.unit
         self.trained_unit = max(_trained_units(model))
         self._offload = OffloadContext(
-            torch.device("cpu"), Ledger(), config.offload, sum(_trained_units(model)) // world_size
+            torch.device("cpu"), Ledger(), config.offload, sum(_trained_units(model)) // self.world_size
         )
         self.item = weight_bytes(config)
         self.layer_bytes = layer_activation_bytes(of, workload, self.item) if of else 0
@@ -90,12 +93,12 @@ class _Sizes:
         sizes: dict[str, Fraction] = defaultdict(Fraction)
         for part, numel in parts:
             if part.tier == tier:
-                sizes[part.kind] += part.rank_bytes(numel, self.world_size)
+                sizes[part.kind] += part.rank_bytes(numel, self.shape)
         return Counter({kind: int(size) for kind, size in sizes.items()})
 
     def gathered(self, numel: int) -> int:
         """Weights that are whole beside what rests: two units, where they rest sharded."""
-        is_sharded = self.config.placement.weights.sharding == "sharded"
+        is_sharded = self.config.placement.weights.sharding != "replicated"
         return (numel + self.unit) * self.item if is_sharded else 0
 
     def backward_starts(self) -> Counter[str]:
@@ -114,9 +117,9 @@ class _Sizes:
     def backward_ends(self) -> Counter[str]:
         moment = self.at_rest()
         slots, slot_bytes = self.pool()
-        cuts_weights = self.config.placement.weights.sharding == "sharded"
+        cuts_weights = self.config.placement.weights.sharding != "replicated"
         moment["weights"] += self.gathered(self.unit) + (self.unit * self.item if cuts_weights and slots else 0)
-        is_sharded = self.config.placement.grads.sharding == "sharded"
+        is_sharded = self.config.placement.grads.sharding != "replicated"
         # A unit's gradients as they arrive; where they are sharded, another unit's on its way, sent and received. These
         # have left where states come ahead: all the more of them, as activations go.
         is_sent = is_sharded and self.world_size > 1 and (cuts_weights or not slots)
@@ -134,8 +137,7 @@ class _Sizes:
     @property
     def owned(self) -> int:
         """Elements of the largest unit that a rank updates."""
-        is_sharded = self.config.placement.optim.sharding == "sharded"
-        return self.trained_unit // (self.world_size if is_sharded else 1)
+        return self.trained_unit // self.shape.parts(self.config.placement.optim.sharding)
 
     @property
     def buckets(self) -> int:

@@ -9,6 +9,7 @@ from multiprocessing import get_context
 
 import torch
 
+from shardwise.config.shape import NodeShape
 from shardwise.errors import ConfigError
 from shardwise.machine import env
 from shardwise.memory.ledger import PAGE_BYTES
@@ -77,9 +78,15 @@ class Hardware:
             )
 
     @property
+    def shape(self) -> NodeShape:
+        """The GPUs of each node."""
+        return NodeShape(self.nodes, self.gpus // self.nodes)
+
+    @property
     def reserved_bytes(self) -> int:
         """Bytes of a GPU that tensors cannot use."""
-        return CONTEXT_BYTES + PAGES_BYTES + (COMMUNICATOR_BYTES if self.gpus > 1 else 0)
+        pairs = 0 if self.gpus == 1 else 1 if self.shape.is_flat else 3  # of all ranks, in the node, across nodes
+        return CONTEXT_BYTES + PAGES_BYTES + pairs * COMMUNICATOR_BYTES
 
     @property
     def tier_bytes(self) -> dict[str, int]:

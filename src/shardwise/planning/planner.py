@@ -5,6 +5,8 @@ Presets are tried in the order of their cost:
 zero1     sends no more than plain data parallelism, for any number of micro-batches
 zero2     sends the same with one micro-batch, and one more reduction for each further one
 zero3     sends half as much again, for every micro-batch
+hybrid    (on several nodes) sends that within a node, and out of it as little as zero1: with several micro-batches less
+          than zero2
 offload   states cross to the host and back once per step
 nvme      and to the disk
 """
@@ -13,16 +15,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from multiprocessing import get_context
+from typing import Any
 
 import torch
 
 from shardwise.config import Config
 from shardwise.config.presets import PRESETS
+from shardwise.config.shape import NodeShape
 from shardwise.engine import initialize
 from shardwise.errors import ConfigError
 from shardwise.machine.launch import cores
-from shardwise.planning.arithmetic import sent_bytes, wire_share
+from shardwise.planning.arithmetic import sent_by_axis, wire_share
 from shardwise.planning.dry_run import Foreseen, can_dry_run, foresee_workload
 from shardwise.planning.estimate import estimate
 from shardwise.planning.hardware import Hardware
@@ -30,7 +35,7 @@ from shardwise.planning.report import Advice, Fit, Plan, PlanRow
 from shardwise.planning.workload import DEFAULT_TARGETS, ModelSpec, Workload, find_model, from_dimensions
 from shardwise.sizes import format_bytes
 
-ORDER = ("zero1", "zero2", "zero3", "zero1_offload", "zero2_offload", "zero3_offload", "zero3_nvme")
+ORDER = ("zero1", "zero2", "zero3_hybrid", "zero3", "zero1_offload", "zero2_offload", "zero3_offload", "zero3_nvme")
 LORA_RANK = 16
 DRY_RUN_HEADROOM = 0.03
 """The fraction of a GPU that must stay free: the error that a dry run may have (`benchmarks/plan_accuracy.py`)."""
@@ -44,7 +49,7 @@ def plan(
     params: int | None = None,
     hardware: Hardware | None = None,
     workload: Workload | None = None,
-    presets: Sequence[str] = tuple(PRESETS),
+    presets: Sequence[str] | None = None,
     detailed: bool | None = None,
 ) -> Plan:
     """What every rank holds at its peak under each preset, before anything is launched.
@@ -59,24 +64,38 @@ def plan(
     'zero1'
     """
     hardware, workload = hardware or Hardware(), workload or Workload()
+    presets = presets_for(hardware) if presets is None else presets
     unknown = [name for name in presets if name not in PRESETS]
     if unknown:
         raise ConfigError(f"unknown preset {unknown[0]!r}: choose from {', '.join(PRESETS)}")
     known = find_model(model, params, workload)
     if detailed and known.dimensions is None and known.build is None:
         raise ConfigError("a detailed plan needs a model: name one instead of --params")
+    if workload.tp > 1:
+        if known.dimensions is None or workload.lora or detailed is False:
+            raise ConfigError(
+                f"--tp {workload.tp} needs a dry run of a model whose dimensions are known, without adapters: name one "
+                "of the catalog or a config.json, and leave out --params, --lora and --no-detailed"
+            )
+        detailed = True
     return _plan(known, workload, hardware, presets, known.build is not None if detailed is None else detailed)
 
 
 def _plan(model: ModelSpec, workload: Workload, hardware: Hardware, presets: Sequence[str], detailed: bool) -> Plan:
     notes = []
     foreseen: dict[str, Foreseen] = {}
+    copies = workload.dp(hardware.gpus)
     if detailed:
         configs = {preset: workload.config(preset) for preset in presets}
         possible = [name for name, config in configs.items() if can_dry_run(config) and not refusal(config)]
-        foreseen, failure = _dry_runs(model, workload, hardware.gpus, possible)
+        foreseen, failure = _dry_runs(model, workload, zero_shape(workload, hardware), possible)
+        if failure and workload.tp > 1:
+            raise ConfigError(f"--tp {workload.tp}: no dry run: {failure}")
         if failure:
             notes.append(f"no dry run: {failure}; the figures come from arithmetic")
+    if workload.tp > 1:
+        presets = list(foreseen)
+        notes.append(_tp_note(workload.tp, copies, list(foreseen.values())))
     rows = [_row(preset, model, workload, hardware, foreseen.get(preset)) for preset in presets]
     notes += _notes(model, workload, rows)
     mode = "detailed" if foreseen else "analytic"
@@ -85,7 +104,11 @@ def _plan(model: ModelSpec, workload: Workload, hardware: Hardware, presets: Seq
 
 def _row(preset: str, model: ModelSpec, workload: Workload, hardware: Hardware, foreseen: Foreseen | None) -> PlanRow:
     config = workload.config(preset)
-    found = foreseen or estimate(model, workload, config, hardware.gpus)
+    shape = zero_shape(workload, hardware)
+    found = foreseen or estimate(model, workload, config, shape)
+    sent: Mapping[Any, int] = sent_by_axis(preset, model, workload, shape)
+    if foreseen is not None and workload.tp > 1:
+        sent = foreseen.axis_bytes
     reserved = hardware.reserved_bytes
     peak = found.peak_bytes + reserved
     fit = judge(config, peak, found.tiers, hardware, is_dry_run=foreseen is not None)
@@ -93,11 +116,20 @@ def _row(preset: str, model: ModelSpec, workload: Workload, hardware: Hardware, 
         preset=preset,
         categories={**found.categories, "overhead": found.categories["overhead"] + reserved},
         tiers={tier: size * (hardware.gpus // hardware.nodes) for tier, size in found.tiers.items()},
-        wire_bytes=sent_bytes(preset, model, workload, hardware.gpus),
+        wire_bytes=sum(sent.values()),
+        outside_bytes=sent.get("outer", 0) * shape.per_node * workload.tp,
         margin=1 - peak / hardware.gpu_bytes,
-        wire_share=wire_share(preset, model, workload, hardware),
+        wire_share=wire_share(preset, model, workload, replace(hardware, gpus=shape.world_size, nodes=shape.nodes)),
         startup_bytes=foreseen.startup_bytes + reserved if foreseen else None,
         **vars(fit),
+    )
+
+
+def _tp_note(tp: int, copies: int, foreseen: Sequence[Foreseen]) -> str:
+    sent = max((each.sent_bytes.get("tp", 0) for each in foreseen), default=0)
+    return (
+        f"each of {copies} copies of the model is on {tp} GPUs: a GPU sends {format_bytes(sent)} to the others of its "
+        "copy in a step, beside what the table says, so these should be in one node"
     )
 
 
@@ -129,22 +161,45 @@ def _notes(model: ModelSpec, workload: Workload, rows: Sequence[PlanRow]) -> lis
 
 
 def _dry_runs(
-    model: ModelSpec, workload: Workload, world_size: int, presets: Sequence[str]
+    model: ModelSpec, workload: Workload, shape: NodeShape, presets: Sequence[str]
 ) -> tuple[dict[str, Foreseen], str | None]:
     """The dry run of each preset, in parallel if there are cores for it; and why one failed, if one did."""
     # A process that has started CUDA cannot fork: its children find CUDA uninitialized and fail.
     if cores() < 2 or len(presets) < 2 or torch.cuda.is_initialized():
-        found = [foresee_workload(model, workload, preset, world_size) for preset in presets]
+        found = [foresee_workload(model, workload, preset, shape.world_size, shape.nodes) for preset in presets]
     else:
         # Forked: a fresh interpreter would import torch again, which takes as long as a dry run.
         with ProcessPoolExecutor(min(cores(), len(presets)), get_context("fork")) as pool:
             # Offloading presets take longest, so they start first.
             order = sorted(presets, key=lambda preset: PRESETS[preset].optim.tier != "device", reverse=True)
-            begun = {preset: pool.submit(foresee_workload, model, workload, preset, world_size) for preset in order}
+            ranks = shape.world_size, shape.nodes
+            begun = {preset: pool.submit(foresee_workload, model, workload, preset, *ranks) for preset in order}
             found = [begun[preset].result() for preset in presets]
     failure = next((each for each in found if isinstance(each, str)), None)
     foreseen = {preset: each for preset, each in zip(presets, found, strict=True) if not isinstance(each, str)}
     return foreseen, failure
+
+
+def zero_shape(workload: Workload, on: Hardware) -> NodeShape:
+    """The nodes of the ranks of ZeRO. The GPUs that hold one copy of the model are neighbours."""
+    copies, per_node = workload.dp(on.gpus), max(1, on.gpus // on.nodes // workload.tp)
+    return NodeShape(copies // per_node, per_node)
+
+
+def presets_for(on: Hardware) -> tuple[str, ...]:
+    """The presets that differ on a machine: on one node, the hybrid one is zero3."""
+    is_hybrid = {name: "node" in (kind.sharding for _, kind in row) for name, row in PRESETS.items()}
+    return tuple(name for name in PRESETS if not (is_hybrid[name] and on.shape.is_flat))
+
+
+def order_for(on: Hardware, accumulation: int) -> list[str]:
+    """The presets to try, fastest first."""
+    order = [name for name in ORDER if name in presets_for(on)]
+    if accumulation > 1 and "zero3_hybrid" in order:
+        # zero2 would send each micro-batch's gradients out of the node.
+        order.remove("zero3_hybrid")
+        order.insert(order.index("zero2"), "zero3_hybrid")
+    return order
 
 
 def headroom(is_dry_run: bool) -> float:
@@ -183,9 +238,11 @@ def judge(config: Config, peak_bytes: int, tiers: Mapping[str, int], on: Hardwar
 
 
 def advise(rows: Sequence[PlanRow], model: ModelSpec, workload: Workload, hardware: Hardware) -> Advice:
-    """The first preset in `ORDER` that fits."""
+    """The first preset in the order of their cost that fits."""
     by_name = {row.preset: row for row in rows}
-    order = [name for name in ORDER if name in by_name] or [row.preset for row in rows]
+    order = [name for name in order_for(hardware, workload.accumulation) if name in by_name] or [
+        row.preset for row in rows
+    ]
     chosen = next((name for name in order if by_name[name].fits), None)
     if chosen is None:
         least = min(rows, key=lambda row: (not row.is_supported, row.peak_bytes))
@@ -208,7 +265,7 @@ def _reason(row: PlanRow, tried: Sequence[PlanRow], rows: Mapping[str, PlanRow],
         more = rows["zero3"].wire_bytes / max(1, row.wire_bytes)
         saved = max(0, row.peak_bytes - rows["zero3"].peak_bytes)
         part = f"{saved / hardware.gpu_bytes:.0%} of its memory"
-        reason += f"; zero3 would free {format_bytes(saved)} more per GPU, {part}, and send {more:g} times as much"
+        reason += f"; zero3 would free {format_bytes(saved)} more per GPU, {part}, and send {more:.3g} times as much"
     return reason + (f", {row.condition}" if row.condition else "")
 
 
@@ -235,13 +292,13 @@ def _shortage(row: PlanRow, hardware: Hardware) -> str:
 
 def _lora_hint(model: ModelSpec, workload: Workload, hardware: Hardware) -> str:
     """Says if adapters would fit without offload."""
-    if model.dimensions is None or workload.lora is not None:
+    if model.dimensions is None or workload.lora is not None or workload.tp > 1:
         return ""
     targets = tuple(name for name in DEFAULT_TARGETS if name in model.dimensions.linears())
     adapted = from_dimensions(model.dimensions, (LORA_RANK, targets))
     for preset in ("zero2", "zero3"):
         config = workload.config(preset)
-        needed = estimate(adapted, workload, config, hardware.gpus).peak_bytes + hardware.reserved_bytes
+        needed = estimate(adapted, workload, config, hardware.shape).peak_bytes + hardware.reserved_bytes
         if judge(config, needed, {}, hardware).fits:
             return f". LoRA of rank {LORA_RANK} would fit under {preset}: {format_bytes(needed)} per GPU"
     return ""

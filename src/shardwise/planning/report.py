@@ -61,12 +61,15 @@ class Fit:
 class PlanRow(Fit, Estimate):
     """One preset of a plan. Bytes of `categories` are of one rank, bytes of `tiers` of one node.
 
-    margin      the free fraction of a GPU's memory
-    wire_share  the time of sending over that of computing, if the machine's rates are known
+    wire_bytes     what a rank sends in a step
+    outside_bytes  what leaves a node in a step
+    margin         the free fraction of a GPU's memory
+    wire_share     the time of sending over that of computing, if the machine's rates are known
     """
 
     preset: str
     wire_bytes: int
+    outside_bytes: int
     margin: float
     wire_share: float | None
     startup_bytes: int | None
@@ -126,6 +129,8 @@ def render(plan: Plan) -> RenderableType:
         how += " (~ by arithmetic)"
     notes = list(plan.notes)
     legend = f"Peak of a rank in GB, by {how}; sent by a rank in a step"
+    if plan.hardware.nodes > 1:
+        legend += "; out: leaves a node"
     if _has_shares(plan):
         legend += ",\nand share: the time of sending over that of computing, under which it can hide"
     spares = sorted({row.spare for row in plan.rows if row.is_close})
@@ -155,7 +160,9 @@ def _table(plan: Plan) -> Table:
     used = [name for name in CATEGORIES if any(_gb(row.categories[name]) for row in plan.rows)]
     tiers = [tier for tier in ("host", "disk") if any(row.tiers.get(tier) for row in plan.rows)]
     shares = ["share"] * _has_shares(plan)
-    for name in ("peak", "fits", *(SHORT.get(name, name) for name in used), *tiers, "sent", *shares):
+    outside = ["out"] * (plan.hardware.nodes > 1)
+    short = SHORT | ({"weights": "wts.", "logits": "log."} if outside else {})
+    for name in ("peak", "fits", *(short.get(name, name) for name in used), *tiers, "sent", *outside, *shares):
         table.add_column(name, justify="right", no_wrap=True)
     for row in plan.rows:
         mark = "[bold]→ " if row.preset == plan.advice.preset else "  "
@@ -166,6 +173,7 @@ def _table(plan: Plan) -> Table:
             *(_gb(row.categories[name]) for name in used),
             *(_gb(row.tiers.get(tier, 0)) for tier in tiers),
             _gb(row.wire_bytes),
+            *[_gb(row.outside_bytes) for _ in outside],
             *[_share(row.wire_share) for _ in shares],
         )
     return table

@@ -16,7 +16,7 @@ from shardwise.engine.residency import stay
 from shardwise.planning.arithmetic import cost_s, moved_bytes, sent_bytes
 from shardwise.planning.estimate import away_bytes, estimate
 from shardwise.planning.hardware import Hardware
-from shardwise.planning.planner import ORDER, device_budget, judge
+from shardwise.planning.planner import device_budget, judge, order_for
 from shardwise.planning.workload import ModelSpec, Workload
 from shardwise.sizes import format_bytes
 
@@ -60,7 +60,7 @@ def search(model: ModelSpec, workload: Workload, hardware: Hardware, count: int 
         for checkpointing in (False, True)
         if samples % size == 0
     ]
-    found = [_candidate(model, step, hardware, preset) for preset in ORDER for step in steps]
+    found = [_candidate(model, step, hardware, preset) for step in steps for preset in order_for(hardware, 1)]
     fitting = [candidate for candidate in found if candidate is not None]
     return sorted(fitting, key=lambda candidate: (candidate.cost, candidate.peak_bytes))[:count]
 
@@ -68,7 +68,7 @@ def search(model: ModelSpec, workload: Workload, hardware: Hardware, count: int 
 def _candidate(model: ModelSpec, workload: Workload, on: Hardware, preset: str) -> Candidate | None:
     """None if it does not fit, or if all states could stay on the device, as under the preset without offload."""
     config = workload.config(preset)
-    estimated = estimate(model, workload, config, on.gpus)
+    estimated = estimate(model, workload, config, on.shape)
     peak = estimated.peak_bytes + on.reserved_bytes
     units = away_bytes(model, config, on.gpus)
     budget = device_budget(on)
@@ -93,7 +93,7 @@ def _candidate(model: ModelSpec, workload: Workload, on: Hardware, preset: str) 
         resident=resident if estimated.tiers else 1.0,
         device_memory=budget if staying else None,
         peak_bytes=peak + staying_bytes,
-        sent_bytes_per_sample=sent_bytes(preset, model, workload, on.gpus) / samples,
+        sent_bytes_per_sample=sent_bytes(preset, model, workload, on.shape) / samples,
         moved_bytes_per_sample=(moved.up + moved.down) / samples,
         condition=fit.condition,
         cost=cost_s(preset, model, workload, on, moved),

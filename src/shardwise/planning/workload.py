@@ -44,7 +44,8 @@ class ModelSpec:
 class Workload:
     """A training step: tokens of a micro-batch, micro-batches, precision, recomputation and adapters.
 
-    `lora` is the rank of the adapters and the names of the matrices that have one.
+    `lora` is the rank of the adapters and the names of the matrices that have one; `tp` is how many GPUs hold one copy
+    of the model together.
     """
 
     sequence: int = 2048
@@ -54,6 +55,7 @@ class Workload:
     optimizer: str = "AdamW"
     checkpointing: bool = True
     lora: tuple[int, tuple[str, ...]] | None = None
+    tp: int = 1
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
@@ -76,6 +78,12 @@ class Workload:
                 f"{world_size} = {each}"
             )
         return replace(self, accumulation=global_batch // each)
+
+    def dp(self, gpus: int) -> int:
+        """How many copies of the model `gpus` GPUs hold: the data-parallel ranks."""
+        if self.tp < 1 or gpus % self.tp:
+            raise ConfigError(f"--tp {self.tp} does not divide {gpus} GPUs: take one that does")
+        return gpus // self.tp
 
     def config(self, preset: str) -> Config:
         """The configuration of a preset for this workload."""

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
+from shardwise.partition.dtensors import local
 from shardwise.tensors import map_tensors, tensors_in
 from shardwise.unit import Unit
 from shardwise.unit.param_guard import PLAINLY
@@ -203,7 +204,7 @@ class SavedTensorGuard:
         self._is_watching = self._is_needed
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        unit = self._units.get(tensor.untyped_storage()._cdata)
+        unit = self._units.get(local(tensor).untyped_storage()._cdata)
         return tensor if unit is None else _Saved(tensor, unit)
 
     def _unpack(self, packed: Any) -> torch.Tensor:

@@ -88,6 +88,9 @@ class Order:
     other units, and reduce-scatters must be issued in one order.
     """
 
+    learns_from_evaluation = False
+    """Whether passes without gradients are recorded."""
+
     def __init__(self, units: Sequence[Unit], prefetch: Prefetch) -> None:
         self._all = list(units)
         self._prefetch = prefetch
@@ -126,12 +129,18 @@ class Order:
         self.last = seen[-1] if seen else None
         self.forward = seen + unseen
         self.backward = unseen + seen[::-1]
-        self._after = [self._prefetch.choose(unit, entered[index + 1 :]) for index, unit in enumerate(entered)]
+        self._after = [
+            self._prefetch.choose(unit, self._following(entered, index)) for index, unit in enumerate(entered)
+        ]
         first = {unit.name: index for index, unit in reversed(list(enumerate(entered)))}
         self._before = {unit.name: self._prefetch.choose(unit, entered[: first[unit.name]][::-1]) for unit in seen}
         last = {unit.name: index for index, unit in enumerate(entered)}
         end = list(entered[-1:])
         self._stays_from = {unit.name: last[unit.name] for unit in end + [u for e in end for u in self.before(e)]}
+
+    def _following(self, entered: Sequence[Unit], index: int) -> Sequence[Unit]:
+        """What comes after the entry at `index`."""
+        return entered[index + 1 :]
 
     def place(self, unit: Unit, before: int) -> int:
         """The index at which a unit is entered next after `before`; `before` if the order has no such entry."""
@@ -348,10 +357,12 @@ class GatherOrders:
         self._orders = {kind: GatherOrder(kind, sharded, containers, sharded[0].comm) for kind in kinds}
         self._current: GatherOrder | None = None
         self._kept: set[str] = set()
+        self.all_gathered = False
+        """Whether everything stays gathered on all ranks, so that passes have nothing to gather."""
 
     def begin(self, kind: str) -> None:
         """A pass begins."""
-        self._current = self._orders.get(kind)
+        self._current = self._orders.get(kind) if not self.all_gathered else None
         if self._current is not None:
             self._current.begin(self._kept)
         self._kept = set()

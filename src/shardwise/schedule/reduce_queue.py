@@ -1,4 +1,7 @@
-"""The reduce-scatters of one backward, in the order that all ranks keep: one is in flight while the next is packed."""
+"""The reduce-scatters of one backward, in the order that all ranks keep: one is in flight while the next is packed.
+
+Where a unit is reduced in the node and then across nodes, the second is in flight beside the first of the next unit.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ class ReduceQueue:
         self._on_reduced = on_reduced
         self._waiting: list[Unit] = []
         self._reduces = False
-        self._in_flight: Unit | None = None
+        self._in_flight: list[Unit] = []
 
     @property
     def outstanding(self) -> int:
@@ -24,7 +27,8 @@ class ReduceQueue:
         return len(self._waiting)
 
     def begin(self, waiting: list[Unit], reduces: bool) -> None:
-        """These units are due from now on, in this order; unless it `reduces`, they only collect local gradients."""
+        """These units are due from now on, in this order; unless it `reduces`, they only collect gradients: this rank's
+        own, or those of its node."""
         self._waiting, self._reduces = waiting, reduces
 
     def advance(self, is_ready: Callable[[Unit], bool]) -> None:
@@ -38,29 +42,37 @@ class ReduceQueue:
             self._reduce(unit)
         self.finish()
 
-    def start(self, unit: Unit) -> None:
-        """Start to reduce a unit's gradients, once the one before has arrived."""
-        self.finish()
-        unit.grads.start_reduce()
-        self._in_flight = unit
+    def start(self, unit: Unit, is_final: bool = True) -> None:
+        """Start to reduce a unit's gradients, once those before have arrived."""
+        self._finish_one_each()
+        unit.grads.start_reduce(is_final)
+        self._in_flight.append(unit)
         if not unit.grads.reduce_plan.overlap:
             self.finish()
 
     def finish(self) -> None:
-        """Wait for the unit in flight."""
-        unit, self._in_flight = self._in_flight, None
-        if unit is not None:
+        """Wait for the units in flight."""
+        while self._in_flight:
+            self._finish_one_each()
+
+    def _finish_one_each(self) -> None:
+        """Wait for one reduce-scatter of each unit in flight."""
+        units, self._in_flight = self._in_flight, []
+        for unit in units:
             if unit.grads.is_in_flight:
                 with self._clock.phase("finish reduce"):
-                    unit.grads.finish_reduce()
-            self._on_reduced(unit)
+                    if not unit.grads.finish_reduce():
+                        self._in_flight.append(unit)
+                        continue
+            if unit.grads.is_reduced:
+                self._on_reduced(unit)
 
     def forget(self) -> None:
-        """The unit in flight was abandoned."""
-        self._in_flight = None
+        """The units in flight were abandoned."""
+        self._in_flight = []
 
     def _reduce(self, unit: Unit) -> None:
-        if self._reduces:
-            self.start(unit)
+        if self._reduces or unit.grads.is_cut_by_node:
+            self.start(unit, self._reduces)
         else:
             unit.grads.collect()

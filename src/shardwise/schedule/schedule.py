@@ -15,8 +15,9 @@ is then gathered at once and borrowed by the innermost hooked module that is run
 
 from __future__ import annotations
 
+import contextlib
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -37,6 +38,7 @@ from shardwise.schedule.autograd import (
     mark_inputs,
     refuse_transforms,
 )
+from shardwise.schedule.cycle import CyclicGatherOrders, CyclicOrder
 from shardwise.schedule.hooks import HookedModule, containers, hooked_modules, ours
 from shardwise.schedule.order import GatherOrders, Order, Prefetch
 from shardwise.schedule.reduce_queue import ReduceQueue
@@ -107,7 +109,10 @@ class Schedule:
         self._entered: list[Unit] = []
         self._place = -1
         self._order = Order(self.units, prefetch)
-        self._gathers = GatherOrders(self.units, containers(model))
+        self._containers = containers(model)
+        self._gathers = GatherOrders(self.units, self._containers)
+        self._for_training: tuple[Order, GatherOrders] | None = None
+        self._kept: list[Unit] = []
         self._reduces = ReduceQueue(clock, events.reduced)
         self._running: list[HookedModule] = []
         self.saved_tensors = SavedTensorGuard(self.units, self.gather)
@@ -167,6 +172,27 @@ class Schedule:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+    def begin_inference(self, keeps: Sequence[Unit], ahead: int) -> None:
+        """From here to `end_inference`, passes only compute, one after the other: the units of `keeps` stay gathered,
+        the others are gathered up to `ahead` before their use, across the end of a pass. A collective."""
+        self._gathers.drop()
+        self.release_all()
+        self._kept = [unit for unit in self._sharded if unit in keeps]
+        for unit in self._kept:
+            unit.weights.lock()
+        self._for_training = self._order, self._gathers
+        moving = [unit for unit in self._sharded if unit not in self._kept]
+        self._order = CyclicOrder(self.units, moving, ahead)
+        self._gathers = CyclicGatherOrders(moving, self._containers, ahead)
+
+    def end_inference(self) -> None:
+        """Release what stayed gathered, and what was gathered ahead of a pass that does not come."""
+        if self._for_training is not None:
+            (self._order, self._gathers), self._for_training = self._for_training, None
+            while self._kept:
+                self._kept.pop().weights.unlock()
+            self.release_all()
 
     def forward_order(self) -> list[Unit]:
         """The units in the order of their first use."""
@@ -280,7 +306,7 @@ class Schedule:
     def _end_forward(self, root: HookedModule) -> None:
         self._gathers.finish((*root.units, *self._order.staying) if self._forward_has_grad else ())
         # Evaluation passes do not update the recorded order: one rank alone may evaluate.
-        if self._forward_has_grad:
+        if self._forward_has_grad or self._order.learns_from_evaluation:
             self._order.record(self._entered)
 
     def _record(self, unit: Unit) -> None:
@@ -304,7 +330,7 @@ class Schedule:
         self._enter_phase(_BACKWARD)
         self._finish_updates()
         reduces = self._events.reduces()
-        if reduces:
+        if reduces or any(unit.grads.is_cut_by_node for unit in self._trainable):
             self._order.agree()
         self._gathers.begin("backward")
         self._reduces.begin([unit for unit in self._order.backward if unit.is_trainable], reduces)
@@ -331,12 +357,45 @@ class Schedule:
                     self._reduces.start(unit)
         self._reduces.finish()
 
+    def bring(self, grads: Mapping[str, torch.Tensor]) -> None:
+        """Add gradients that were computed outside of a backward, by parameter, as if a backward had left them."""
+        self._events.begins()
+        self._finish_updates()
+        for unit in self._trainable:
+            if not grads.keys().isdisjoint(unit.names):
+                unit.grads.bring([grads.get(name) for name in unit.names])
+        reduces = self._events.reduces()
+        if reduces:
+            self._order.agree()
+        self._reduces.begin([unit for unit in self._order.backward if unit.is_trainable], reduces)
+        self._reduces.reduce_rest()
+        self._reduces.begin([], reduces=False)
+        self._events.ended()
+
+    def keep_gathered(self) -> None:
+        """Gather all weights and keep them until `unlock_all`, between passes. On all ranks."""
+        for unit in self._sharded:
+            self.gather(unit)
+            self._lock(unit)
+        self._gathers.all_gathered = True
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Between passes: within it all weights are gathered. On all ranks."""
+        for unit in self._sharded:
+            self.gather(unit)
+        try:
+            yield
+        finally:
+            self.release_all()
+
     def is_stale(self) -> bool:
         """Whether an exception ended a backward without word to the schedule."""
         return self.phase is _BACKWARD and not inside_backward()
 
     def unlock_all(self) -> None:
         """Release what a backward with `create_graph` left gathered for the backward through its graph."""
+        self._gathers.all_gathered = False
         while self._locked:
             self._locked.pop().weights.unlock()
 

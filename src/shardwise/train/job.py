@@ -98,13 +98,24 @@ def shape_of(size: str, vocabulary: int, **given: int | None) -> Shape:
 
 @dataclass(frozen=True)
 class TrainJob:
-    """A run for `world_size` ranks."""
+    """A run for `world_size` data-parallel ranks, each of which is `tp` processes."""
 
     options: TrainOptions
     world_size: int
     corpus: Corpus
     shape: Shape
     config: Config
+
+    @property
+    def tp(self) -> int:
+        return self.options.placing.tp
+
+    @property
+    def ranks(self) -> str:
+        """How many ranks there are, in words."""
+        count = self.world_size * self.tp
+        axes = f" (tp {self.tp} x dp {self.world_size})" if self.tp > 1 else ""
+        return f"{count} rank{'s' * (count > 1)}{axes}"
 
     @property
     def steps(self) -> int:
@@ -157,15 +168,26 @@ class TrainJob:
         return step == self.steps or (every > 0 and step % every == 0)
 
 
-def prepare(options: TrainOptions, world_size: int) -> TrainJob:
-    """Open the corpus and resolve model, batch and configuration."""
-    data, model = options.data, options.model
+def prepare(options: TrainOptions, ranks: int) -> TrainJob:
+    """Open the corpus and resolve model, batch and configuration for `ranks` processes."""
+    data, model, tp = options.data, options.model, options.placing.tp
+    if ranks % tp:
+        raise ConfigError(f"--tp {tp} does not divide {ranks} rank(s): take --nproc {tp * max(1, ranks // tp)}")
+    world_size = ranks // tp
     config = _config(options, world_size)
     corpus = open_corpus(data.paths, data.glob, data.vocab)
     shape = shape_of(model.size, corpus.vocabulary, **model.model_dump(exclude={"size"}))
+    _check_tp(shape, tp)
     job = TrainJob(options, world_size, corpus, shape, config)
     job.windows  # noqa: B018  # raises now if there is too little text
     return job
+
+
+def _check_tp(shape: Shape, tp: int) -> None:
+    sizes = {"heads": shape.heads, "the width inside a layer": shape.dimensions.width, "vocabulary": shape.vocabulary}
+    for what, size in sizes.items():
+        if size % tp:
+            raise ConfigError(f"--tp {tp} does not divide {what} ({size}): take one that does, or another --size")
 
 
 def check_memory(job: TrainJob, on_cpu: bool, local_ranks: int) -> None:
@@ -180,7 +202,7 @@ def check_memory(job: TrainJob, on_cpu: bool, local_ranks: int) -> None:
     if on_cpu:
         batch_bytes += micro * shape.context * shape.vocabulary * costs.weight_bytes(config)
         kinds = [kind for kind in costs.resting(config) if kind.tier != "disk"]
-        state_bytes = local_ranks * costs.resting_bytes(kinds, shape.parameters, job.world_size)
+        state_bytes = local_ranks * costs.resting_bytes(kinds, shape.parameters // job.tp, job.world_size)
         if state_bytes > has:
             raise ConfigError(
                 f"the states of {format_count(shape.parameters)} parameters need at least {format_bytes(state_bytes)} "

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.comm import Comm
+from shardwise.comm import Comm
 from shardwise.engine.engine import Engine
 from shardwise.machine.memory import process_memory
 from shardwise.observe.analyzer import MemoryAnalyzer, MemoryPoint

@@ -14,15 +14,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.lr_scheduler import LambdaLR
 
 import shardwise
-from shardwise.comm.comm import Comm
+from shardwise.comm import Comm
 from shardwise.config.auto import UserObjects
+from shardwise.config.shape import shape_on_nodes
 from shardwise.engine.engine import Engine
 from shardwise.engine.report import Report
 from shardwise.errors import ConfigError, ShardwiseWarning
 from shardwise.files import validated
+from shardwise.models.tensor_parallel import tensor_parallel
 from shardwise.train.data import SampleLoader
 from shardwise.train.folder import REMEDY, MetricsFiles, RunFolder, StepMetrics, TrainPosition, check_identity
 from shardwise.train.job import TrainJob, rate_factor
@@ -44,7 +47,8 @@ def run(job: TrainJob, process: RankProcess, comm: Comm) -> None:
     _open(folder, job, comm)
     screen = make_screen(comm.rank)
     _introduce(job, process, screen)
-    foreseen_bytes = _foresee(job, process, screen) if job.options.placing.foresee and comm.rank == 0 else None
+    foresees = job.options.placing.foresee and comm.rank == 0 and job.tp == 1
+    foreseen_bytes = _foresee(job, process, screen) if foresees else None
     with _warnings_on(screen):
         engine = build_engine(job, process)
     if foreseen_bytes is not None:
@@ -54,7 +58,7 @@ def run(job: TrainJob, process: RankProcess, comm: Comm) -> None:
     metrics = None
     if comm.rank == 0:
         metrics = MetricsFiles(folder.root, state.step if state is not None else 0, job.options.outputs.tensorboard)
-    loader = SampleLoader(job.windows[0], job.share(comm.rank), job.options.updates.seed)
+    loader = SampleLoader(job.windows[0], job.share(comm.rank // job.tp), job.options.updates.seed)
     loop = TrainLoop(job, process, comm, engine, loader, screen, metrics)
     if state is not None:
         loop.resume(state)
@@ -69,10 +73,15 @@ def run(job: TrainJob, process: RankProcess, comm: Comm) -> None:
 def build_engine(job: TrainJob, process: RankProcess) -> Engine:
     """An engine with the model, optimizer and schedule of the job."""
     torch.manual_seed(job.options.updates.seed)
+    mesh = None
     with shardwise.deferred_init(device=process.device):
         model = LanguageModel(job.shape)
+        if job.tp > 1:
+            shape = (job.world_size, job.tp)
+            mesh = init_device_mesh(process.device.type, shape, mesh_dim_names=("dp", "tp"))
+            tensor_parallel(model, mesh["tp"])
     optimizer = None if job.config.optimizer is not None else functools.partial(_optimizer, rate=job.rate)
-    return shardwise.initialize(model, optimizer, job.config, functools.partial(_scheduler, job))
+    return shardwise.initialize(model, optimizer, job.config, functools.partial(_scheduler, job), mesh)
 
 
 def _optimizer(params: Iterable[Any], rate: float) -> torch.optim.Optimizer:
@@ -161,7 +170,9 @@ def _foresee(job: TrainJob, process: RankProcess, screen: Screen) -> int | None:
 
     kernels = CPU if process.device.type == "cpu" else cuda()
     try:
-        scenario = Scenario(lambda: (LanguageModel(job.shape), make_batch), job.config, job.world_size, kernels)
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", job.world_size))
+        nodes = shape_on_nodes(range(job.world_size), local)
+        scenario = Scenario(lambda: (LanguageModel(job.shape), make_batch), job.config, job.world_size, kernels, nodes)
         peak_bytes = dry_run(scenario).peak_bytes
     except (Untraceable, ValueError):
         return None
@@ -174,11 +185,10 @@ def _introduce(job: TrainJob, process: RankProcess, screen: Screen) -> None:
     held_out = f"{validation.count} of {train.count + validation.count} samples held out"
     kind = "GPU" if process.device.type == "cuda" else "CPU"
     accumulation = f" in {config.batch.accumulation} micro-batches" if config.batch.accumulation > 1 else ""
-    ranks = f"{job.world_size} rank{'s' * (job.world_size > 1)}"
     screen.say("model", str(job.shape))
     screen.say("data", f"{job.corpus}; {held_out}")
     batch = f"{job.batch} x {job.shape.context} tokens a step{accumulation}"
-    screen.say("run", f"{job.options.placing.config} on {ranks} ({kind}), {config.precision.compute}, {batch}")
+    screen.say("run", f"{job.options.placing.config} on {job.ranks} ({kind}), {config.precision.compute}, {batch}")
 
 
 def finish(loop: TrainLoop, folder: RunFolder, foreseen_bytes: int | None) -> None:
@@ -201,7 +211,7 @@ def finish(loop: TrainLoop, folder: RunFolder, foreseen_bytes: int | None) -> No
     if rows := loop.metrics.rows:
         _summarise(loop, rows)
         if job.options.outputs.plot:
-            plotted = f"{job.shape}; {job.options.placing.config} on {job.world_size} rank(s)"
+            plotted = f"{job.shape}; {job.options.placing.config} on {job.ranks}"
             try:
                 draw(rows, loop.trace, plotted, folder.plot)
             except ConfigError as error:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from shardwise.comm.comm import Comm, ProcessGroupComm
+from shardwise.comm import Comm, ProcessGroupComm
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.machine import local_ranks
 from shardwise.machine.local_ranks import FailureReport

@@ -5,6 +5,8 @@ Names, used throughout:
 - *full*: where gradients are replicated, the unit's flat gradients of this rank. Local gradients are moved there when
   the backward has left the unit, and `p.grad` is then a view of it, to which later micro-batches add in place, until
   the reduce-scatter.
+- *node sum*: where gradients are sharded over a node, this rank's part of the mean over its node, added up over the
+  micro-batches; across nodes it is reduced once, with the last one.
 - *shard*: this rank's shard of the mean over the ranks (see `reduced_shard`).
 
 In a backward, `p.grad` is what counts until the reduce-scatter, also if the user changed or replaced it; after it, it
@@ -18,7 +20,8 @@ The states, and what makes the transitions:
                        │  └──────open───────┘                        └────start_reduce──────┘  │
                        └──────────────────────────────open─────────────────────────────────────┘
 
-LOCAL exists where gradients are replicated. `start_reduce` also leads from EMPTY and ARRIVING, and to REDUCED at once
+LOCAL exists where gradients are replicated, or sharded over a node, where `finish_reduce` leads to it from all
+micro-batches but the last. `start_reduce` also leads from EMPTY and ARRIVING, and to REDUCED at once
 where one rank is alone. Sharded gradients go from REDUCED back to ARRIVING with the next micro-batch. `forget` and
 `clear` lead from anywhere to EMPTY.
 """
@@ -26,22 +29,24 @@ where one rank is alone. Sharded gradients go from REDUCED back to ARRIVING with
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 import torch
-from torch import nn
 
 from shardwise.comm import Comm, Handle
+from shardwise.config.shape import AXES, Axis, Sharding, axes_between
 from shardwise.errors import GradientError
 from shardwise.memory import Buffer, Entry, Kind, Ledger, Tier
 from shardwise.memory.reduce_plan import UpdateSizes
 from shardwise.offload.unit_states import GRADS, OffloadedStates, UnitStates
+from shardwise.partition import Span
+from shardwise.partition.dtensors import like
 from shardwise.profiling import mark
 from shardwise.unit.held_grads import HeldGrads
 from shardwise.unit.param_guard import PLAINLY
 from shardwise.unit.plan import UnitPlan
-from shardwise.unit.reduce_scatter import AutogradGrads, FlatGrads, GradSource, Packing, ReduceScatter
+from shardwise.unit.reduce_scatter import AutogradGrads, FlatGrads, Packing, ReduceScatter
 from shardwise.unit.reduced_shard import HeldShard, OffloadedShard, ReducedShard, SegmentShard
 
 
@@ -60,7 +65,7 @@ _NEXT = {
     _EMPTY: {_ARRIVING, _LOCAL, _REDUCING, _REDUCED},
     _ARRIVING: {_LOCAL, _REDUCING, _REDUCED},
     _LOCAL: {_ARRIVING, _REDUCING, _REDUCED},
-    _REDUCING: {_REDUCED},
+    _REDUCING: {_LOCAL, _REDUCED},
     _REDUCED: {_ARRIVING, _REDUCING},
 }
 
@@ -69,7 +74,7 @@ class Grads:
     """The gradients of one trainable unit."""
 
     def __init__(
-        self, plan: UnitPlan, params: Sequence[nn.Parameter], comm: Comm, ledger: Ledger, states: UnitStates
+        self, plan: UnitPlan, params: Sequence[torch.Tensor], comm: Comm, ledger: Ledger, states: UnitStates
     ) -> None:
         layout, policy = plan.layout, plan.policy
         self.name = plan.name
@@ -79,20 +84,23 @@ class Grads:
         self._policy = policy
         self._comm = comm
         self._ledger = ledger
-        self._slice = layout.shard(comm.rank).slice
         self._gathering: Handle | None = None
-        self._reducing: ReduceScatter | None = None
+        self._reducing: list[ReduceScatter] = []
+        self._is_final = True
         self._whole: Buffer | None = None
         self._full: Buffer | None = None
         # With one rank nothing is sent: gradients go straight to where they are held.
         self._is_alone = comm.world_size == 1 and policy.reduce_dtype == policy.grad_dtype
-        if policy.grads_sharded:
-            self._held = self._buffer(Kind.GRADS, layout.shard_numel, policy.accumulate_dtype)
+        if policy.grads_cut != "replicated":
+            self._held = self._buffer(Kind.GRADS, plan.part_numel(policy.grads_cut), policy.accumulate_dtype)
             packed = self._held if self._is_alone else self._buffer(Kind.WORK, layout.numel, policy.reduce_dtype)
             self._packing = Packing(packed, layout)
         else:
             self._full = self._held = self._buffer(Kind.GRADS, layout.numel, policy.grad_dtype)
             self._packing = Packing(self._full, layout)
+        # What `p.grad` is while it is a view of `full`.
+        views = self._packing.views if self._full is not None else ()
+        self._grad_views = [like(param, view) for param, view in zip(params, views, strict=False)]
         self._local = AutogradGrads(plan.name, params, self._packing, layout, ledger)
         self._shard = self._shard_in(states)
         with PLAINLY():
@@ -104,11 +112,17 @@ class Grads:
         return Buffer(self._ledger, Entry(kind, self.name, Tier.DEVICE), numel, dtype, self._comm.device)
 
     def _shard_in(self, states: UnitStates) -> ReducedShard:
-        if self._full is not None:
-            return SegmentShard(self._full.view(self._plan.layout.shard(self._comm.rank)))
+        counted = self._plan.layout.counted(self._comm.shard_index)
+        if self._policy.grads_cut != "sharded":
+            return SegmentShard(self._held.view(self._own_part_of(self._policy.grads_cut)), counted)
         if isinstance(states, OffloadedStates) and GRADS in states:
-            return OffloadedShard(self._held, states, self._comm)
-        return HeldShard(self._held)
+            return OffloadedShard(self._held, counted, states, self._comm)
+        return HeldShard(self._held, counted)
+
+    def _own_part_of(self, cut: Sharding) -> Span:
+        """This rank's shard as a part of what it holds of a buffer that is cut in this way."""
+        numel = self._plan.layout.numel
+        return self._comm.part(numel, "sharded").shift(-self._comm.part(numel, cut).start)
 
     @property
     def shard(self) -> ReducedShard:
@@ -134,7 +148,7 @@ class Grads:
     @cached_property
     def update_sizes(self) -> UpdateSizes:
         """What the unit's update makes of its gradients, where they are on the device."""
-        whole = self._plan.layout.numel * self._held.tensor.dtype.itemsize if self._makes_whole else 0
+        whole = self._plan.owned_numel * self._held.tensor.dtype.itemsize if self._makes_whole else 0
         cast = self.cast_bytes
         return UpdateSizes(self._plan.owned_numel, whole + cast, cast - self._held.size_bytes if cast else whole)
 
@@ -157,19 +171,24 @@ class Grads:
         return largest * (grads.itemsize + (weights.itemsize if weights != grads else 0))
 
     def _check_not_final(self) -> None:
-        if self.is_reduced and self._full is not None:
+        if self.is_reduced and self._policy.grads_cut != "sharded":
             raise RuntimeError(
                 f"the gradients of {self.name} were already reduced in this step, and another backward would add to "
                 "them: call backward once on the sum of the losses, or inside engine.no_sync() all but the last "
                 'time, or set gradients.reduce_at to "step"'
             )
 
+    def bring(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """Add gradients of the parameters that were computed outside of a backward."""
+        self.open()
+        self._local.add([grad if grad is None else grad.detach().to(self._policy.grad_dtype) for grad in grads])
+
     def collect(self) -> None:
         """Move the local gradients of this micro-batch into `full`, where gradients are replicated."""
         if self._full is None:
             return
         self._check_not_final()
-        views, params = self._packing.views, self._local.params
+        views, params = self._grad_views, self._local.params
         # A unit that no backward has reached stays EMPTY, also while `full` holds zeros for it.
         has_arrived = self.has_gradients or any(
             param.grad is not None and param.grad is not view for param, view in zip(params, views, strict=True)
@@ -179,30 +198,45 @@ class Grads:
         if not any(param.grad is view for param, view in zip(params, views, strict=True)):
             self._packing.fill(self._local.read())
         else:
-            for param, view in zip(params, views, strict=True):
-                if param.grad is None:
-                    view.zero_()
+            for place, grad, param, view in zip(self._packing.views, self._local.read(), params, views, strict=True):
+                if grad is None:
+                    place.zero_()
                 elif param.grad is not view:
-                    view.copy_(param.grad.detach())
+                    place.copy_(grad.detach())
         self._local.replace(views)
         if has_arrived:
             self._enter(_LOCAL)
 
-    def start_reduce(self) -> None:
+    @property
+    def is_cut_by_node(self) -> bool:
+        """Whether every micro-batch is reduced in the node, and the last one across nodes as well."""
+        return self._policy.grads_cut == "node"
+
+    def start_reduce(self, is_final: bool = True) -> None:
         """Send every rank its part. `finish_reduce` waits for this rank's part and adds it up."""
         with mark("reduce", self.name):
             self.collect()
             if self._is_alone:
                 self._reduce_alone()
                 return
-            source: GradSource = self._local
-            if self._full is not None:
-                source = FlatGrads(self._full.tensor, self._comm.world_size)
-            self._reducing = ReduceScatter(self._plan, source, self._shard, self._comm, self._ledger)
-            self._reducing.start()
+            self._is_final = is_final
+            self._reducing = list(self._reductions())
+            self._reducing[0].start()
             if self._full is not None:
                 self._local.drop()
             self._enter(_REDUCING)
+
+    def _reductions(self) -> Iterator[ReduceScatter]:
+        """From local gradients to what is held, over the axes by which that is cut; from there to the shard, over the
+        others."""
+        cut, hops = self._policy.grads_cut, self._comm.hops
+        arguments = self._comm, self._ledger
+        if cut != "replicated":
+            held = self._shard if cut == "sharded" else HeldShard(self._held, ())
+            yield ReduceScatter(self._plan, self._local, held, *arguments, hops(AXES[cut]))
+        if cut != "sharded" and self._is_final:
+            source = FlatGrads(self._held.tensor, self._policy.sum_dtype)
+            yield ReduceScatter(self._plan, source, self._shard, *arguments, hops(axes_between("sharded", cut)))
 
     def _reduce_alone(self) -> None:
         """The gradients of one rank are the mean over all ranks."""
@@ -213,22 +247,25 @@ class Grads:
         self._shard.store()
         self._enter(_REDUCED)
 
-    def finish_reduce(self) -> None:
-        """Wait for a reduce-scatter in flight, and add its mean to this rank's shard."""
-        if self._reducing is not None:
+    def finish_reduce(self) -> bool:
+        """Wait for a reduce-scatter in flight, and add its mean to this rank's shard; False if another follows it."""
+        if self._reducing:
             with mark("reduce", self.name):
-                self._reducing.finish()
-                self._reducing = None
-                self._enter(_REDUCED)
+                self._reducing.pop(0).finish()
+                if self._reducing:
+                    self._reducing[0].start()
+                    return False
+                self._enter(_REDUCED if self._is_final or self._policy.grads_cut == "sharded" else _LOCAL)
+        return True
 
     @property
     def is_in_flight(self) -> bool:
         """Whether a reduce-scatter is in flight."""
-        return self._reducing is not None
+        return bool(self._reducing)
 
     def late_gradient(self) -> bool:
         """Whether a gradient arrived after the unit was reduced, and so is in no rank's sum."""
-        may_be_late = self.is_reduced or (self.state is _ARRIVING and self._full is None)
+        may_be_late = self.is_reduced or (self.state in (_ARRIVING, _LOCAL) and self._full is None)
         return may_be_late and self._local.exist()
 
     # Between backwards and updates
@@ -252,7 +289,7 @@ class Grads:
         arrived = self._held_grads.take_off()
         is_local = self._full is not None and self._full.live and self.state in (_EMPTY, _LOCAL)
         if is_local:
-            self._local.replace(self._packing.views)
+            self._local.replace(self._grad_views)
         if arrived:
             self.open()
             self._local.add(arrived)
@@ -269,17 +306,21 @@ class Grads:
     # In an update
 
     def start_gather(self) -> None:
-        """Where the optimizer is replicated: bring the reduced gradients of all ranks to every rank."""
-        if self._policy.optim_sharded or self._comm.world_size == 1 or self._gathering is not None:
+        """Where several ranks update one element: bring each of them the reduced gradients that it needs."""
+        if not self._gather_axes or self._comm.world_size == 1 or self._gathering is not None:
             return
         if self._makes_whole:
-            self._whole = self._buffer(Kind.WORK, self._plan.layout.numel, self._policy.accumulate_dtype)
-            self._whole.allocate()[self._slice] = self.shard.tensor
-        self._gathering = self._comm.gather(self._everything, "reduce", self.name)
+            self._whole = self._buffer(Kind.WORK, self._plan.owned_numel, self._policy.accumulate_dtype)
+            self._whole.allocate()[self._own_part_of(self._policy.optim_cut).slice] = self.shard.tensor
+        self._gathering = self._comm.gather(self._everything, "reduce", self.name, self._gather_axes)
+
+    @cached_property
+    def _gather_axes(self) -> tuple[Axis, ...]:
+        return axes_between("sharded", self._policy.optim_cut)
 
     def owned(self) -> torch.Tensor:
         """The reduced gradients of the elements whose optimizer state this rank holds."""
-        if self._policy.optim_sharded or self._comm.world_size == 1:
+        if not self._gather_axes or self._comm.world_size == 1:
             return self.shard.tensor
         self.start_gather()
         assert self._gathering is not None
@@ -290,7 +331,7 @@ class Grads:
         """The whole unit's reduced gradients, in a fresh tensor. A collective."""
         shard = self.shard.tensor
         full = shard.new_empty(self._plan.layout.numel)
-        full[self._slice] = shard
+        full[self._own_part_of("replicated").slice] = shard
         self._comm.gather(full, "control", self.name).wait()
         return full
 
@@ -306,14 +347,13 @@ class Grads:
 
     @property
     def _makes_whole(self) -> bool:
-        """Whether gradients that are held in shards have to be gathered for a replicated optimizer."""
-        return self._full is None and not self._policy.optim_sharded and self._comm.world_size > 1
+        """Whether what is gathered for the optimizer needs a buffer beside what is held."""
+        policy = self._policy
+        return bool(self._gather_axes) and policy.grads_cut != policy.optim_cut and self._comm.world_size > 1
 
     @property
     def _everything(self) -> torch.Tensor:
-        buffer = self._full or self._whole
-        assert buffer is not None
-        return buffer.tensor
+        return (self._whole or self._held).tensor
 
     # Between steps
 
@@ -322,9 +362,9 @@ class Grads:
         if self._gathering is not None:
             self._gathering.wait()
             self._gathering = None
-        if self._reducing is not None:
-            self._reducing.abandon()
-            self._reducing = None
+        for reducing in self._reducing:
+            reducing.abandon()
+        self._reducing = []
         self._shard.forget()
         self._enter(_EMPTY)
 
@@ -333,9 +373,9 @@ class Grads:
         self.forget()
         self._shard.free()
         self._local.drop()  # before `full`, of which `p.grad` may be a view
-        for buffer in (self._whole, self._full):
-            if buffer is not None:
-                buffer.free()
+        self._held.free()
+        if self._whole is not None:
+            self._whole.free()
         self._whole = None
 
     def make_resident(self, states: UnitStates) -> None:

@@ -54,7 +54,7 @@ class HeldGrad(torch.Tensor):
         _refuse("numpy", (self,))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch has no types for it
         """Refuse every operation, except that autograd adds a gradient, in place unless with `create_graph`."""
         if func not in (_ADD, _ADD_IN_PLACE) or torch._C._current_graph_task_id() == -1:
             _refuse(func.__name__.partition(".")[0], args)

@@ -22,6 +22,7 @@ from torch import nn
 
 from shardwise.comm import DONE, Handle
 from shardwise.memory import Buffer, Entry, Kind, Ledger, Tier
+from shardwise.offload.storage import Origin
 from shardwise.offload.unit_states import HERE, MASTER, Arrival, OffloadedStates, UnitStates
 from shardwise.partition import Span
 from shardwise.partition.layout import GroupRun
@@ -70,6 +71,10 @@ class Master(ABC):
     @abstractmethod
     def write_back(self) -> None:
         """Make what was written into the segment the master's value. Unchanged elements keep every bit of theirs."""
+
+    def differs(self, places: torch.Tensor) -> torch.Tensor | None:
+        """Whether the segment was written at `places` by others, on the device; None where that cannot be told."""
+        return None
 
     def rest_in(self, states: UnitStates) -> None:
         """The moments rest elsewhere from now on."""
@@ -124,6 +129,11 @@ class SeparateMaster(Master):
 
     def write_back(self) -> None:
         self._buffer.tensor.copy_(_rewritten(self._buffer.tensor, self._segment))
+
+    def differs(self, places: torch.Tensor) -> torch.Tensor:
+        weights, exact = self._segment[places].to(self._buffer.tensor.dtype), self._buffer.tensor[places]
+        rounding = torch.finfo(self._segment.dtype).eps
+        return (weights.isfinite() & ~torch.isclose(weights, exact, rtol=rounding, atol=1e-6)).any()
 
     def free(self) -> None:
         super().free()
@@ -203,6 +213,10 @@ class OffloadedMaster(Master):
         self._states.write(MASTER, self._states.everything, values)
         self.bind()
 
+    def load(self, span: Span, origin: Origin, part: Span) -> None:
+        """Take the elements `part` of an origin as the first values of `span`."""
+        self._states.storages[MASTER].load(span, origin, part)
+
     def fill_segment(self) -> Arrival:
         return self._states.transfer(self._segment)
 
@@ -261,7 +275,7 @@ def make_master(
         return Buffer(ledger, Entry(kind, plan.name, Tier.DEVICE), plan.owned_numel, dtype, segment.device)
 
     if isinstance(states, OffloadedStates) and MASTER in states:
-        if policy.weights_sharded and policy.weights_tier == "device":
+        if policy.weights_sharded and policy.weights_tier == "device" and not policy.weights_rest_apart:
             return MirroredMaster(pieces, segment, states, buffer(Kind.WEIGHTS, policy.weight_dtype))
         return OffloadedMaster(pieces, segment, states)
     if policy.weight_dtype == policy.master_dtype:

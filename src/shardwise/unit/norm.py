@@ -1,6 +1,7 @@
 """The global gradient norm: one number, the same bits on every rank and under every placement.
 
-Both ways start from the reduced shards, which every placement has, and never wait for the device.
+Both ways start from the reduced shards, which every placement has, and never wait for the device. Under tensor
+parallelism they go over both axes, and elements that several ranks hold count once (`Layout.counted`).
 
 - Ordinary: each shard's sum of squares, added up in fp64, over units and ranks in one fixed order. It depends on where
   shards are cut, so on W and on the division into units, but not on the stage.
@@ -11,7 +12,7 @@ Both ways start from the reduced shards, which every placement has, and never wa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -21,30 +22,34 @@ _BLOCK_NUMEL = 1 << 16
 _BITS, _PARTS = 16, 4
 
 
-def global_norm(shards: Sequence[torch.Tensor], comm: Comm, exact: bool) -> torch.Tensor:
-    """The norm over all shards of all ranks, fp64, on the device."""
-    if not shards:
-        return torch.zeros((), dtype=torch.float64, device=comm.device)
-    return _exact_norm(shards, comm) if exact else norm_from_sums(sums_of_squares(shards, comm), comm)
-
-
 def clip_coefficient(norm: torch.Tensor, limit: float) -> torch.Tensor:
     """What gradients are multiplied with so that their norm is at most `limit`; fp32, on the device."""
     return (limit / (norm + 1e-6)).clamp(max=1.0).to(torch.float32)
 
 
-def sums_of_squares(shards: Sequence[torch.Tensor], comm: Comm) -> torch.Tensor:
-    """Of each shard, fp64; a shard's has the same bits alone and among others."""
+def sums_of_squares(shards: Sequence[Sequence[torch.Tensor]], comm: Comm) -> torch.Tensor:
+    """Of the parts of each shard, fp64; a shard's has the same bits alone and among others."""
+    parts = [part for shard in shards for part in shard]
+    if not parts:
+        return torch.zeros(len(shards), dtype=torch.float64, device=comm.device)
     if comm.kernels == "cpu":
-        return torch.stack([_sum_of_squares(shard, comm) for shard in shards])
-    # One launch for all. Shards are of one dtype and aligned alike under every placement, so the bits are too.
-    norms = torch._foreach_norm(list(shards), 2, dtype=torch.float32)
-    return torch.stack(norms).to(torch.float64).square()
+        sums = torch.stack([_sum_of_squares(part, comm) for part in parts])
+    else:
+        # One launch for all. Shards are of one dtype and aligned alike under every placement, so the bits are too.
+        norms = torch._foreach_norm(parts, 2, dtype=torch.float32)
+        sums = torch.stack(norms).to(torch.float64).square()
+    counts = [len(shard) for shard in shards]
+    return sums if set(counts) == {1} else torch.stack([each.sum() for each in sums.split(counts)])
+
+
+def sum_of_squares(shard: Sequence[torch.Tensor], comm: Comm) -> torch.Tensor:
+    """As `sums_of_squares`, of one shard."""
+    return sums_of_squares([shard], comm)[0]
 
 
 def norm_from_sums(sums: torch.Tensor, comm: Comm) -> torch.Tensor:
     """The ordinary norm over all ranks from the sums of squares of this rank's shards."""
-    norm: torch.Tensor = comm.share(sums).sum().sqrt()
+    norm: torch.Tensor = comm.model_group.share(comm.share(sums).sum()).sum().sqrt()
     return norm
 
 
@@ -55,16 +60,18 @@ def _sum_of_squares(shard: torch.Tensor, comm: Comm) -> torch.Tensor:
     return torch.stack(sums).to(torch.float64).sum() if sums else torch.zeros((), dtype=torch.float64)
 
 
-def _exact_norm(shards: Sequence[torch.Tensor], comm: Comm) -> torch.Tensor:
-    largest = torch.stack([shard.abs().amax() if shard.numel() else shard.new_zeros(()) for shard in shards]).amax()
-    top = comm.share(largest.to(torch.float64)).amax().square()
+def exact_norm(parts: Iterable[torch.Tensor], comm: Comm) -> torch.Tensor:
+    """The exact norm over all parts of all ranks, fp64, on the device."""
+    tops = [part.abs().amax().to(torch.float64) for part in parts if part.numel()]
+    largest = torch.stack(tops).amax() if tops else torch.zeros((), dtype=torch.float64, device=comm.device)
+    top = comm.model_group.share(comm.share(largest).amax()).amax().square()
     # The smallest power of two above the largest square. frexp keeps it exact; non-finite values pass through.
     ceiling = torch.ldexp(torch.ones_like(top), torch.frexp(top).exponent)
     sums = torch.zeros(_PARTS, dtype=torch.float64, device=top.device)
-    for shard in shards:
-        for block in _blocks(shard, comm):
+    for part in parts:
+        for block in _blocks(part, comm):
             sums += _split_sums(block.square_(), ceiling)
-    total = comm.share(sums).sum(dim=0)
+    total = comm.model_group.share(comm.share(sums).sum(dim=0)).sum(dim=0)
     return torch.where(torch.isfinite(top), total.sum(), top).sqrt()
 
 

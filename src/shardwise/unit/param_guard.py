@@ -9,6 +9,7 @@ writes, which would be lost. Gathered parameters are plain and cost nothing.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
@@ -47,6 +48,7 @@ _METADATA = {
     torch.Tensor.requires_grad_,
 }
 _DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]  # a descriptor
+_READ_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]  # a descriptor
 _OPERATORS = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"}
 
 
@@ -78,9 +80,10 @@ class ParamGuard:
 
 
 def _guarded_class(plain: type[torch.Tensor], owner: Owner) -> type[torch.Tensor]:
+    common = {"_shardwise_owner": owner, "__torch_function__": classmethod(_react)}
     members = {
-        "_shardwise_owner": owner,
-        "__torch_function__": classmethod(_react),
+        **common,
+        "_shardwise_data": type("Tensor", (torch.Tensor,), common),
         "__reduce_ex__": _reduce_ex,
         "__deepcopy__": _deepcopy,
     }
@@ -94,26 +97,31 @@ def _react(cls: type, func: Callable[..., Any], types: Any, args: Any = (), kwar
             if owner is not None:
                 owner.react(func)
     with torch._C.DisableTorchFunctionSubclass():
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+    if func == _READ_DATA and cls is type(args[0]):  # still guarded: writes into it are refused like those into args[0]
+        return result.as_subclass(cls._shardwise_data)
+    return result
 
 
 def _reduce_ex(self: torch.Tensor, protocol: int) -> Any:
     """Pickle the values alone: neither the class, which exists only here, nor its link to an engine."""
-    return _plain_copy(self).__reduce_ex__(protocol)
+    return _plain_copy(self, {}).__reduce_ex__(protocol)
 
 
 def _deepcopy(self: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
     if id(self) not in memo:
-        memo[id(self)] = _plain_copy(self)
+        memo[id(self)] = _plain_copy(self, memo)
     copied: torch.Tensor = memo[id(self)]
     return copied
 
 
-def _plain_copy(param: torch.Tensor) -> torch.nn.Parameter:
+def _plain_copy(param: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
     """A separate parameter with the whole values. A collective where they are sharded."""
     owner: Owner = param._shardwise_owner  # type: ignore[attr-defined]  # of our class
     owner.lock()
     try:
+        if type(param) is not torch.nn.Parameter:
+            return copy.deepcopy(param, memo)  # a quantised one takes its scales along
         return torch.nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
     finally:
         owner.unlock()

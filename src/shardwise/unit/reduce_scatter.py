@@ -1,21 +1,25 @@
 """A reduce-scatter of a unit's gradients: from where autograd leaves them to the mean of this rank's shard.
 
-Each rank sends its parts to their owners, and adds up what it receives in rank order.
+Each rank sends its parts to their owners, and adds up what it receives in rank order. Over several nodes it does so
+twice: in its node, where it gets the parts of all ranks with its local index, and with the node's mean of these, among
+those ranks. Each hop makes a mean, so that no sum of 16-bit gradients overflows between hops.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
 import torch
-from torch import nn
 
-from shardwise.comm import DONE, Comm, Handle
+from shardwise.comm import DONE, Comm, Handle, Hop
 from shardwise.memory import Buffer, Entry, Kind, Ledger, Tier
 from shardwise.memory.reduce_plan import sum_block_numel
 from shardwise.partition import Layout, Span
+from shardwise.partition.dtensors import local_grads
 from shardwise.unit.param_guard import PLAINLY
 from shardwise.unit.plan import UnitPlan
 from shardwise.unit.reduced_shard import ReducedShard
@@ -25,20 +29,31 @@ Blocks = Callable[[torch.Tensor], Sequence[torch.Tensor]]
 
 
 class ReduceScatter:
-    """One unit's gradients, sent at once or in several parts, and their mean, added to this rank's shard."""
+    """One unit's gradients, sent at once or in several parts over each of `hops`, and their mean, added to a shard."""
 
-    def __init__(self, plan: UnitPlan, source: GradSource, shard: ReducedShard, comm: Comm, ledger: Ledger) -> None:
+    def __init__(
+        self,
+        plan: UnitPlan,
+        source: GradSource,
+        shard: ReducedShard,
+        comm: Comm,
+        ledger: Ledger,
+        hops: Sequence[Hop],
+    ) -> None:
         self._name = plan.name
         self._source = source
         self._shard = shard
-        self._dtype = plan.policy.reduce_dtype
+        self._dtype = source.wire_dtype
         self._comm = comm
         self._ledger = ledger
+        self._hops = hops
+        self._next_hop = 0
         self._handle: Handle = DONE
         self._sent: Buffer | None = None
-        self._received: Buffer | None = None
+        self._received: list[Buffer] = []
         self._rows: Sequence[torch.Tensor] = ()
-        numel = plan.layout.shard_numel
+        self._row_count = math.prod(hop.size for hop in hops)
+        numel = source.numel // self._row_count
         step = max(1, -(-numel // plan.reduce_plan.parts))
         self._cuts = [(start, min(start + step, numel)) for start in range(0, numel, step)]
 
@@ -60,8 +75,9 @@ class ReduceScatter:
         for index, (start, stop) in enumerate(self._cuts):
             if index:
                 self._issue(start, stop)
+            self._pass_hops(start)
             self._handle.wait()
-            if self._received is not None and self._comm.rows_received == self._comm.world_size:
+            if self._received and not self._reads_sent:
                 self._drop_sent()
             tensor, adds = place = place or self._shard.target()
             self._add_up(tensor[start:stop], adds)
@@ -76,30 +92,52 @@ class ReduceScatter:
         self._handle = DONE
         self._rows = ()
         self._drop_sent()
-        if self._received is not None:
-            self._received.free()
-            self._received = None
+        while self._received:
+            self._received.pop().free()
+
+    @property
+    def _reads_sent(self) -> bool:
+        """Whether a row that is added up is in the buffer that was sent."""
+        return any(self._comm.rows_received(hop) == hop.size - 1 for hop in self._hops)
 
     def _issue(self, start: int, stop: int) -> None:
         parts = self._pack(start, stop)
-        self._rows = list(parts)
+        self._rows, self._next_hop = list(parts), 0
         if stop == self._cuts[-1][1]:
             self._source.packed()
-        if self._comm.world_size > 1:
-            shape = (self._comm.rows_received, stop - start)
-            self._received = self._buffer(shape)
-            received = self._received.allocate().view(shape)
+        if self._hops:
+            self._pass_hop(parts, start)
+        if self._comm.runs_ahead:
+            self._pass_hops(start)
+
+    def _pass_hops(self, start: int) -> None:
+        """Go on to the last hop, from the mean of the one before each."""
+        while 0 < self._next_hop < len(self._hops):
+            self._pass_hop(None, start)
+
+    def _pass_hop(self, parts: torch.Tensor | None, start: int) -> None:
+        """Issue the next hop with `parts`, or with the mean of the rows that arrive, for which the first has room."""
+        hop, self._next_hop = self._hops[self._next_hop], self._next_hop + 1
+        sent = self._rows[0] if parts is None else parts
+        shape = (self._comm.rows_received(hop), sent.numel() // hop.size)
+        self._received.append(self._buffer(shape))
+        received = self._received[-1].allocate().view(shape)
+        with contextlib.nullcontext() if parts is not None else self._comm.following(self._handle):
+            if parts is None:
+                self._add_up(sent, False)
             # Each part has a name of its own: the sequence of operations is the same in every step (`agreement`).
             name = self._name if len(self._cuts) == 1 else f"{self._name} from {start}"
-            self._handle, self._rows = self._comm.exchange(received, parts, "reduce", name)
+            rows = sent.view(hop.size, -1)
+            self._handle, self._rows = self._comm.exchange(received, rows, "reduce", name, hop)
 
     def _pack(self, start: int, stop: int) -> torch.Tensor:
-        parts = self._source.whole(self._dtype) if len(self._cuts) == 1 else None
-        if parts is None:
-            shape = (self._comm.world_size, stop - start)
-            self._sent = self._buffer(shape)
-            parts = self._sent.allocate().view(shape)
-            self._source.pack(parts, start, stop)
+        whole = self._source.whole() if len(self._cuts) == 1 else None
+        if whole is not None:
+            return whole.view(self._row_count, -1)
+        shape = (self._row_count, stop - start)
+        self._sent = self._buffer(shape)
+        parts = self._sent.allocate().view(shape)
+        self._source.pack(parts, start, stop)
         return parts
 
     def _add_up(self, part: torch.Tensor, adds: bool) -> None:
@@ -158,13 +196,16 @@ def _place(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 class GradSource(Protocol):
-    """Local gradients to send, seen as [W, shard]."""
+    """Gradients to send: `numel` of them in one flat order, in `wire_dtype`."""
 
-    def whole(self, dtype: torch.dtype) -> torch.Tensor | None:
+    numel: int
+    wire_dtype: torch.dtype
+
+    def whole(self) -> torch.Tensor | None:
         """All of them in one tensor, if that needs no other buffer than their own."""
 
     def pack(self, sent: torch.Tensor, start: int, stop: int) -> None:
-        """Copy the columns from `start` to `stop` of every shard."""
+        """Cut them into as many parts as `sent` has rows, and copy the elements from `start` to `stop` of each."""
 
     def packed(self) -> None:
         """Everything is in buffers: drop what is not needed any more."""
@@ -202,8 +243,10 @@ class Packing:
 class AutogradGrads:
     """The gradients of a unit as autograd leaves them, each in its parameter's `grad`."""
 
-    def __init__(self, name: str, params: Sequence[nn.Parameter], packing: Packing, layout: Layout, ledger: Ledger):
+    def __init__(self, name: str, params: Sequence[torch.Tensor], packing: Packing, layout: Layout, ledger: Ledger):
         self.params = list(params)
+        self.numel = layout.numel
+        self.wire_dtype = packing.buffer.tensor.dtype
         self._packing = packing
         self._layout = layout
         self._ledger = ledger
@@ -216,7 +259,7 @@ class AutogradGrads:
     def read(self) -> list[torch.Tensor | None]:
         """The gradients as plain values: a backward with `create_graph` leaves some that have a history."""
         with PLAINLY():
-            grads = [param.grad for param in self.params]
+            grads = local_grads(self.params, [param.grad for param in self.params])
         if not torch.is_grad_enabled():
             return grads
         return [grad if grad is None else grad.detach() for grad in grads]
@@ -249,15 +292,15 @@ class AutogradGrads:
 
     # As a `GradSource`
 
-    def whole(self, dtype: torch.dtype) -> torch.Tensor | None:
+    def whole(self) -> torch.Tensor | None:
         flat = self._packing.buffer.allocate()
         self._packing.fill(self.read())
-        return flat.view(self._layout.world_size, -1)
+        return flat
 
     def pack(self, sent: torch.Tensor, start: int, stop: int) -> None:
-        grads = self.read()
-        for rank, row in enumerate(sent):
-            _lay_out(row, Span(start, stop).shift(rank * self._layout.shard_numel), grads, self._layout)
+        grads, part_numel = self.read(), self.numel // len(sent)
+        for index, row in enumerate(sent):
+            _lay_out(row, Span(start, stop).shift(index * part_numel), grads, self._layout)
 
     def packed(self) -> None:
         self.drop()
@@ -267,16 +310,18 @@ class AutogradGrads:
 
 
 class FlatGrads:
-    """Gradients in the unit's flat buffer, a `GradSource`."""
+    """Gradients in a flat buffer, which may be overwritten: a `GradSource`."""
 
-    def __init__(self, flat: torch.Tensor, world_size: int) -> None:
-        self._shards = flat.view(world_size, -1)
+    def __init__(self, flat: torch.Tensor, wire_dtype: torch.dtype) -> None:
+        self.numel = flat.numel()
+        self.wire_dtype = wire_dtype
+        self._flat = flat
 
-    def whole(self, dtype: torch.dtype) -> torch.Tensor | None:
-        return self._shards if self._shards.dtype == dtype else None
+    def whole(self) -> torch.Tensor | None:
+        return self._flat if self._flat.dtype == self.wire_dtype else None
 
     def pack(self, sent: torch.Tensor, start: int, stop: int) -> None:
-        sent.copy_(self._shards[:, start:stop])
+        sent.copy_(self._flat.view(len(sent), -1)[:, start:stop])
 
     def packed(self) -> None:
         pass

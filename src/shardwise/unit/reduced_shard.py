@@ -8,7 +8,7 @@ OffloadedShard  host memory; it leaves the device when it is made, and comes bac
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -16,13 +16,17 @@ from shardwise.comm import Comm
 from shardwise.memory import Buffer
 from shardwise.offload.streams import Event
 from shardwise.offload.unit_states import GRADS, OffloadedStates
+from shardwise.partition import Span
 from shardwise.unit import norm
 
 
 class ReducedShard(ABC):
-    """One unit's reduced shard."""
+    """One unit's reduced shard; `counted` is what the norm over all ranks has of it (see `Layout.counted`)."""
 
     is_offloaded = False
+
+    def __init__(self, counted: Sequence[Span]) -> None:
+        self._counted = counted
 
     @property
     @abstractmethod
@@ -44,8 +48,14 @@ class ReducedShard(ABC):
         change(self.tensor)
 
     def sum_of_squares(self, comm: Comm) -> torch.Tensor:
-        """Of the values: fp64, on the device."""
-        return norm.sums_of_squares([self.tensor], comm)[0]
+        """Of the counted values: fp64, on the device."""
+        return norm.sum_of_squares(self.counted_in(self.tensor), comm)
+
+    def counted_in(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """The counted parts of the shard's `values`."""
+        if len(self._counted) == 1 and self._counted[0].numel == values.numel():
+            return [values]
+        return [values[span.slice] for span in self._counted]
 
     def forget(self) -> None:
         """The update has the values, or will read them: the next micro-batch starts anew."""
@@ -57,7 +67,8 @@ class ReducedShard(ABC):
 class SegmentShard(ReducedShard):
     """A segment of the full gradients, which is freed with them."""
 
-    def __init__(self, segment: torch.Tensor) -> None:
+    def __init__(self, segment: torch.Tensor, counted: Sequence[Span]) -> None:
+        super().__init__(counted)
         self._segment = segment
 
     @property
@@ -71,7 +82,8 @@ class SegmentShard(ReducedShard):
 class HeldShard(ReducedShard):
     """A buffer on the device."""
 
-    def __init__(self, buffer: Buffer) -> None:
+    def __init__(self, buffer: Buffer, counted: Sequence[Span]) -> None:
+        super().__init__(counted)
         self._buffer = buffer
 
     @property
@@ -92,8 +104,8 @@ class OffloadedShard(HeldShard):
 
     is_offloaded = True
 
-    def __init__(self, buffer: Buffer, states: OffloadedStates, comm: Comm) -> None:
-        super().__init__(buffer)
+    def __init__(self, buffer: Buffer, counted: Sequence[Span], states: OffloadedStates, comm: Comm) -> None:
+        super().__init__(buffer, counted)
         self._states = states
         self._comm = comm
         self._sum: torch.Tensor | None = None
@@ -118,13 +130,13 @@ class OffloadedShard(HeldShard):
         return super().target()
 
     def store(self) -> None:
-        self._sum = norm.sums_of_squares([self._buffer.tensor], self._comm)[0]
+        self._sum = norm.sum_of_squares(self.counted_in(self._buffer.tensor), self._comm)
         self._states.offload(GRADS, self._buffer.tensor, self._buffer.free)
 
     def edit(self, change: Callable[[torch.Tensor], None]) -> None:
         shard = self.tensor
         change(shard)
-        self._sum = norm.sums_of_squares([shard], self._comm)[0]
+        self._sum = norm.sum_of_squares(self.counted_in(shard), self._comm)
         keep = [shard]  # alive until the copy is over
         self._states.offload(GRADS, shard, keep.clear)
 

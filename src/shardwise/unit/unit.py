@@ -8,11 +8,11 @@ from functools import partial
 from itertools import count
 
 import torch
-from torch import nn
 
 from shardwise.comm import Comm
 from shardwise.offload.context import OffloadContext
 from shardwise.offload.unit_states import OffloadedStates, ResidentStates, unit_states_for
+from shardwise.partition.dtensors import whole
 from shardwise.unit.grads import Grads
 from shardwise.unit.plan import UnitPlan
 from shardwise.unit.state_view import StateView
@@ -48,7 +48,7 @@ class Unit:
     def __init__(
         self,
         plan: UnitPlan,
-        params: Mapping[str, nn.Parameter],
+        params: Mapping[str, torch.Tensor],
         comm: Comm,
         offload: OffloadContext,
         on_read: Callable[[Unit], None],
@@ -79,6 +79,11 @@ class Unit:
         """One parameter's part of a flat tensor in this unit's layout."""
         slot = self.layout.slot(name)
         return flat[slot.span.slice].view(slot.spec.shape)
+
+    def whole(self, flat: torch.Tensor, name: str) -> torch.Tensor:
+        """A copy of one parameter's part of a flat tensor, made whole where tensor parallelism has cut it. A collective
+        over that axis."""
+        return whole(self.params[self.names.index(name)], self.view(flat, name)).clone()
 
     def finish_update(self) -> None:
         """Issue what is pending of the last update, and order the compute stream after it."""

@@ -21,20 +21,24 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
-from torch import nn
 
 from shardwise.comm import DONE, Comm, Handle
+from shardwise.config.shape import AXES, Axis, axes_between
 from shardwise.errors import ModelChangedError
 from shardwise.memory import Buffer, Entry, Kind, Ledger, Tier
 from shardwise.offload.unit_states import HERE, Arrival, UnitStates
 from shardwise.partition import Span
+from shardwise.partition.dtensors import local, locals_of, set_dtype
+from shardwise.partition.stored import rebind_copies
 from shardwise.profiling import mark
 from shardwise.unit.master import MasterPiece, OffloadedMaster, make_master, pieces_of
 from shardwise.unit.param_guard import PLAINLY, ParamGuard, writes
 from shardwise.unit.plan import UnitPlan
+from shardwise.unit.resting_part import RestingPart
 
 ORIGIN = "_shardwise_origin"
 """The attribute of a parameter that is built without values (see `deferred`): a function of a part of its flat elements
@@ -68,7 +72,7 @@ class Weights:
     def __init__(
         self,
         plan: UnitPlan,
-        params: Sequence[nn.Parameter],
+        params: Sequence[torch.Tensor],
         comm: Comm,
         ledger: Ledger,
         states: UnitStates,
@@ -78,9 +82,10 @@ class Weights:
         self.name = plan.name
         self.policy = policy
         self.params = list(params)
+        self._locals = locals_of(params)
         self.state = WeightsState.RELEASED
         self.generation = 0
-        self.owned = layout.shard(comm.rank) if policy.optim_sharded else Span(0, layout.numel)
+        self.owned = comm.part(layout.numel, policy.optim_cut)
         self.is_whole = self.owned.numel == layout.numel
         """Whether this rank owns every element, so that nothing need be gathered."""
         self._plan = plan
@@ -94,11 +99,20 @@ class Weights:
         entry = Entry(Kind.WEIGHTS, plan.name, Tier.DEVICE)
         self._full = Buffer(ledger, entry, layout.numel, policy.weight_dtype, comm.device)
         self._views = self._full.views(layout)
+        self._axes = AXES[policy.optim_cut]
         self._segment = self._full.view(self.owned)
+        self._rest: RestingPart | None = None
+        if policy.weights_rest_apart:
+            part = comm.part(layout.numel, policy.weights_cut)
+            rest = Buffer(ledger, entry, part.numel, policy.weight_dtype, comm.device)
+            others = axes_between(policy.optim_cut, policy.weights_cut)
+            self._rest = RestingPart(part, rest, self._full.view(part), others)
+            self._axes = AXES[policy.weights_cut]
+            self._segment = rest.view(self.owned.shift(-part.start))
         blank = _blank(policy.weight_dtype, comm.device)
         self._stand_ins = [blank.expand(slot.spec.shape) for slot in layout.slots]
         self._bound: Sequence[torch.Tensor] = self._views
-        runs = layout.updates(comm.rank if policy.optim_sharded else None) if policy.trainable else ()
+        runs = layout.updates(self.owned) if policy.trainable else ()
         self._master = make_master(plan, pieces_of(states.split(runs)), self._segment, states, ledger)
 
     @property
@@ -134,6 +148,8 @@ class Weights:
 
         Parameters that were built without values have an `ORIGIN` instead, from which each rank reads what it needs.
         """
+        if self._adopt_at_rest():
+            return
         # Rank 0's values are sent in the master's dtype: a 16-bit copy would lose what the master must keep.
         is_exact = self.policy.weight_dtype == self.policy.master_dtype
         if is_exact:
@@ -142,19 +158,45 @@ class Weights:
             exact = torch.zeros(self._full.tensor.numel(), dtype=self.policy.master_dtype, device=self._comm.device)
         is_shared = not any(hasattr(param, ORIGIN) or hasattr(param, SHARED_ORIGIN) for param in self.params)
         self._read_origins(exact)
+        for slot in self._plan.layout.slots:
+            if slot.spec.part is not None and slot.spec.part.dim is None:
+                self._comm.model_group.broadcast(exact[slot.span.slice])
         if is_shared:
             self._comm.broadcast(exact, unit=self.name)
+        if self._rest is not None:
+            self._rest.buffer.allocate().copy_(exact[self._rest.span.slice])
         self._master.adopt(exact[self.owned.slice], in_segment=True)
         if not is_exact:
             self._full.allocate().copy_(exact)
+        for param in self.params:
+            set_dtype(param, self.policy.weight_dtype)
+        self._locals = locals_of(self.params)
         self._bind(self._views)
+        for param, view in zip(self.params, self._views, strict=True):
+            rebind_copies(param, view)
         self._enter(WeightsState.GATHERED)
         if self.policy.weights_sharded:
             self.release()
 
+    def _adopt_at_rest(self) -> bool:
+        """Read the values of a frozen unit that rests off the device from their origins to where they rest; returns
+        whether it is one. They need no room on the device."""
+        master, policy = self._master, self.policy
+        rests_away = isinstance(master, OffloadedMaster) and policy.weights_sharded and not policy.trainable
+        if not rests_away or not all(hasattr(param, ORIGIN) for param in self.params):
+            return False
+        assert isinstance(master, OffloadedMaster)
+        for slot, param in zip(self._plan.layout.slots, self.params, strict=True):
+            origin = param.__dict__.pop(ORIGIN)
+            if part := slot.span.intersect(self.owned):
+                master.load(part.shift(-self.owned.start), origin, part.shift(-slot.span.start))
+        self._bind(self._stand_ins)
+        self._guard.begin()
+        return True
+
     def _read_origins(self, exact: torch.Tensor) -> None:
         base = self._full.tensor.storage_offset()
-        needed = self.owned if self.policy.weights_sharded else Span(0, exact.numel())
+        needed = self._comm.part(exact.numel(), self.policy.weights_cut)
         for param, view in zip(self.params, self._views, strict=True):
             start = int(view.storage_offset() - base)
             slot, origin = Span(start, start + view.numel()), param.__dict__.pop(ORIGIN, None)
@@ -162,7 +204,7 @@ class Weights:
             if shared is not None:
                 exact[slot.slice].copy_(shared())
             elif origin is None:
-                exact[slot.slice].copy_(param.detach().reshape(-1))
+                exact[slot.slice].copy_(local(param).detach().reshape(-1))
             elif part := slot.intersect(needed):
                 exact[part.slice].copy_(origin(part.shift(-start)))
 
@@ -194,7 +236,13 @@ class Weights:
         A pending update of offloaded states is issued on the way; if the weights are released, by the next gather.
         """
         self.generation += 1
-        self._master.refresh(is_released=self.state is _RELEASED)
+        if self._rest is not None:
+            with mark("gather", self.name):
+                self._rest.wait()
+                target, axes = self._rest.buffer.tensor, self._rest.axes
+                self._rest.arriving = self._fill(target, axes, f"{self.name} (new weights)")
+        else:
+            self._master.refresh(is_released=self.state is _RELEASED)
         if self.state is not _RELEASED:
             with mark("gather", self.name):
                 self.wait_gather()
@@ -211,6 +259,8 @@ class Weights:
         """Order the compute stream after everything in flight."""
         self.wait_gather()
         self._drop_aside()
+        if self._rest is not None:
+            self._rest.wait()
         self._master.wait()
 
     def release(self) -> None:
@@ -222,7 +272,8 @@ class Weights:
         self.wait_gather()
         with mark("release", self.name):
             self._bind(self._stand_ins)
-            self._master.leave_segment()
+            if self._rest is None:
+                self._master.leave_segment()
             self._full.free()
             self._enter(_RELEASED)
 
@@ -246,7 +297,7 @@ class Weights:
             return owned
         full = owned.new_empty(self._full.tensor.numel())
         full[self.owned.slice] = owned
-        self._comm.gather(full, "control", self.name).wait()
+        self._comm.gather(full, "control", self.name, AXES[self.policy.optim_cut]).wait()
         return full
 
     def make_resident(self, states: UnitStates) -> None:
@@ -259,7 +310,7 @@ class Weights:
         self._master = make_master(self._plan, self.pieces, self._segment, states, self._ledger)
         values = before.values
         before.free()
-        self._master.adopt(values, in_segment=self.state is not _RELEASED)
+        self._master.adopt(values, in_segment=self._rest is not None or self.state is not _RELEASED)
 
     def take_back(self, source: int | None = None) -> None:
         """Make what was written into `full` the master's value; `source` is the rank whose values all take."""
@@ -269,6 +320,9 @@ class Weights:
         self._reclaim()
         if source is not None:
             self._comm.broadcast(self._full.tensor, source, self.name)
+        if self._rest is not None:
+            self._rest.wait()
+            self._rest.buffer.tensor.copy_(self._rest.place)
         self._master.write_back()
         self.generation += 1
 
@@ -280,26 +334,42 @@ class Weights:
                 "assign inside `with shardwise.gathered(params, write=True):`, and resize before shardwise.initialize"
             )
 
+    def was_written(self) -> torch.Tensor | None:
+        """Whether others wrote into `full` in place, by a few elements of each parameter; None if that cannot be told.
+
+        Such a write is not seen by any counter if it goes through `param.data`, and an update would undo it.
+        """
+        is_fake = type(self._full.tensor) is not torch.Tensor  # in a dry run
+        if self.state is not _GATHERED or self._locks or is_fake or not self.policy.trainable:
+            return None
+        return self._master.differs(self._places)
+
+    @cached_property
+    def _places(self) -> torch.Tensor:
+        """Some elements of each parameter in this rank's segment, as indices into it."""
+        return torch.tensor(self._plan.layout.samples(self.owned, 8), dtype=torch.int64, device=self._comm.device)
+
     def _reclaim(self) -> None:
         """Copy what the user has put into storage of its own into `full`, and bind the parameters to that again."""
         for name, param, tensor in self._rebound():
-            if param.shape != tensor.shape:
+            values = local(param)
+            if values.shape != tensor.shape:
                 raise ModelChangedError(
-                    f"{name!r} has the shape {tuple(param.shape)} now and had {tuple(tensor.shape)}: resize before "
+                    f"{name!r} has the shape {tuple(values.shape)} now and had {tuple(tensor.shape)}: resize before "
                     "shardwise.initialize; copy.deepcopy(engine.module) gives a plain model to resize"
                 )
-            tensor.copy_(param.detach())
-            param.data = tensor
+            tensor.copy_(values.detach())
+            values.data = tensor
 
-    def _rebound(self) -> list[tuple[str, nn.Parameter, torch.Tensor]]:
+    def _rebound(self) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
         """The parameters that are not where the engine has put them: name, parameter, and that place."""
         if type(self._full.tensor) is not torch.Tensor:
             return []  # the fake tensors of a dry run have no address
         with PLAINLY():
-            if list(map(_ADDRESS, self.params)) == list(map(_ADDRESS, self._bound)):
+            if list(map(_ADDRESS, locals_of(self.params))) == list(map(_ADDRESS, self._bound)):
                 return []
             bound = zip(self._plan.layout.slots, self.params, self._bound, strict=True)
-            return [(slot.spec.name, param, at) for slot, param, at in bound if _ADDRESS(param) != _ADDRESS(at)]
+            return [(slot.spec.name, param, at) for slot, param, at in bound if _ADDRESS(local(param)) != _ADDRESS(at)]
 
     def free(self) -> None:
         """Drop every buffer; the parameters become stand-ins."""
@@ -307,6 +377,8 @@ class Weights:
         self._bind(self._stand_ins)
         self._master.free()
         self._full.free()
+        if self._rest is not None:
+            self._rest.buffer.free()
         self._enter(_FREED)
 
     def react(self, func: Callable[..., Any]) -> None:
@@ -320,19 +392,24 @@ class Weights:
         self.wait_gather()
 
     def _publish(self) -> None:
-        """Fill this rank's segment, and gather the others'."""
-        arrival = self._master.fill_segment()
-        if arrival is HERE:
-            self._handle = self._gather_full()
-        elif self.is_whole:
-            self._handle = arrival
+        """Fill this rank's part of `full`, and gather the others'."""
+        if self._rest is None:
+            self._handle = self._fill(self._full.tensor, self._axes, self.name)
         else:
-            with arrival.following():
-                self._handle = _Both(arrival, self._gather_full())
+            with self._comm.following(self._rest.arriving, "gather"):
+                self._rest.place.copy_(self._rest.buffer.tensor)
+                self._handle = self._comm.gather(self._full.tensor, "gather", self.name, self._axes)
         self._enter(_GATHERED if self._handle is DONE else _GATHERING)
 
-    def _gather_full(self) -> Handle:
-        return DONE if self.is_whole else self._comm.gather(self._full.tensor, "gather", self.name)
+    def _fill(self, target: torch.Tensor, axes: Sequence[Axis], name: str) -> Handle:
+        """Fill the segment in `target`, and gather the rest of it."""
+        arrival = self._master.fill_segment()
+        if arrival is HERE:
+            return self._comm.gather(target, "gather", name, axes)
+        if self.is_whole:
+            return arrival
+        with arrival.following():
+            return _Both(arrival, self._comm.gather(target, "gather", name, axes))
 
     def _gather_aside(self) -> None:
         """Take part in a gather beside the locked values, into which the user may have written."""
@@ -340,8 +417,12 @@ class Weights:
         entry = Entry(Kind.WORK, self.name, Tier.DEVICE)
         full = self._full.tensor
         buffer = Buffer(self._ledger, entry, full.numel(), full.dtype, full.device)
-        buffer.allocate()[self.owned.slice] = self._segment
-        self._aside = buffer, self._comm.gather(buffer.tensor, "gather", self.name)
+        if self._rest is None:
+            buffer.allocate()[self.owned.slice] = self._segment
+        else:
+            self._rest.wait()
+            buffer.allocate()[self._rest.span.slice] = self._rest.buffer.tensor
+        self._aside = buffer, self._comm.gather(buffer.tensor, "gather", self.name, self._axes)
 
     def _drop_aside(self) -> None:
         if self._aside is not None:
@@ -364,7 +445,7 @@ class Weights:
     def _bind(self, tensors: Sequence[torch.Tensor]) -> None:
         self._bound = tensors
         with PLAINLY():  # guarded parameters would ask first
-            for param, tensor in zip(self.params, tensors, strict=True):
+            for param, tensor in zip(self._locals, tensors, strict=True):
                 param.data = tensor
 
 

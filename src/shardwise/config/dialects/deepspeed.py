@@ -11,8 +11,8 @@ from typing import Any
 from shardwise.config.dialects import deepspeed_keys as ds
 from shardwise.config.dialects.rules import FileSection, KeyRule, Rules, without_effect
 from shardwise.config.draft import AutoKey, ConfigDraft, ValueOrigin
-from shardwise.config.presets import STAGES, offloaded
-from shardwise.config.sections import Tier
+from shardwise.config.presets import PRESETS, STAGES, offloaded
+from shardwise.config.sections import Placement, Tier
 from shardwise.config.values import any_value, choice, flag, is_open, nearest, real, text
 from shardwise.errors import ConfigError
 from shardwise.sizes import whole
@@ -192,7 +192,7 @@ def _offload(section: FileSection, rules: Rules, element_bytes: int, why_not: st
 
 
 def _place(section: FileSection, stage: int, tiers: Mapping[str, Tier]) -> None:
-    draft, row = section.draft, STAGES[stage]
+    draft, row = section.draft, _row(section, stage)
     stage_path = draft.own_path("zero_optimization.stage")
     origin = ValueOrigin("file", stage_path) if "stage" in section.data else ValueOrigin("default")
     draft.set_placement(offloaded(row, weights=tiers["offload_param"], optim=tiers["offload_optimizer"]), origin)
@@ -202,6 +202,19 @@ def _place(section: FileSection, stage: int, tiers: Mapping[str, Tier]) -> None:
     if draft.values["placement.grads.tier"] != "device":
         draft.origins["placement.grads.tier"] = ValueOrigin("derived", "from optim")
     draft.note("zero_optimization.stage", section.data.get("stage", 0), f"the placements of zero{stage}")
+
+
+def _row(section: FileSection, stage: int) -> Placement:
+    """The row of a stage; with a second partition inside each node (hpZ), the hybrid one."""
+    key = "zero_hpz_partition_size"
+    size = 1 if section.is_open(key) else section.read(key, whole)
+    if size <= 1 or stage < len(STAGES) - 1:
+        if key in section.data:
+            section.note(key, "off" if size <= 1 else f"no effect: stage {stage} replicates the weights")
+        return STAGES[stage]
+    section.set(key, "communication.ranks_per_node", size)
+    section.note(key, "communication.ranks_per_node: weights rest sharded over a node, as in zero3_hybrid")
+    return PRESETS["zero3_hybrid"]
 
 
 def _optimizer(top: FileSection) -> None:

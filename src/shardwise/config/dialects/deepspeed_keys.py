@@ -45,7 +45,7 @@ _UPDATE = "no effect: the update goes unit by unit"
 _MASTER = "16-bit master weights (the master copy is fp32 here)"
 
 ZERO: Rules = {
-    **dict.fromkeys(("stage", "offload_param", "offload_optimizer", "aio"), BY_CODE),
+    **dict.fromkeys(("stage", "offload_param", "offload_optimizer", "aio", "zero_hpz_partition_size"), BY_CODE),
     "reduce_bucket_size": KeyRule(bound, _BOUND, "gradients.reduce_bucket_bytes", in_elements=True),
     "allgather_bucket_size": KeyRule(bound, _BOUND, "runtime.gather_bucket_bytes", in_elements=True),
     "stage3_prefetch_bucket_size": KeyRule(bound, _BOUND, "runtime.prefetch_bytes", in_elements=True),
@@ -78,7 +78,6 @@ ZERO: Rules = {
     "save_muon_momentum_buffer_in_memory": KeyRule(flag, _UPDATE),
     "mics_shard_size": Refused("MiCS (shards inside sub-groups of ranks)"),
     "zenflow": Refused("ZenFlow (stale updates of unimportant gradients)"),
-    "zero_hpz_partition_size": Refused("ZeRO++ (a second partition inside each node)"),
     "zero_quantized_gradients": Refused("ZeRO++ (quantised gradients)"),
     "zero_quantized_nontrainable_weights": Refused("ZeRO++ (quantised weights)"),
     "zero_quantized_weights": Refused("ZeRO++ (quantised weights)"),

@@ -1,0 +1,74 @@
+"""How process groups end: NCCL groups whose errors are left to the agreement of ranks, and any group at exit.
+
+By default torch's watchdog ends the process as soon as a communicator fails, before the error can name the rank that
+died; where it is told not to, it still holds the process for a minute to write its own record. So our groups are made
+without either, and aborted together by one thread each. A group that has failed is never destroyed: its destructor
+holds Python's lock while it waits for a thread that waits for that lock (tests/test_deaths_gpu.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from shardwise.machine.process import start_thread
+
+ABORT_S = 30.0
+END_S = 10.0
+"""How long the end of a process may wait for a group to be destroyed."""
+_SETTINGS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",  # the watchdog sleeps four times as long after an error
+}
+
+
+@contextlib.contextmanager
+def errors_left_to_us() -> Iterator[None]:
+    """Have the watchdog of NCCL groups that are made within only report errors, unless the user chose otherwise."""
+    ours = {name: value for name, value in _SETTINGS.items() if name not in os.environ}
+    os.environ.update(ours)
+    try:
+        yield
+    finally:
+        for name in ours:
+            del os.environ[name]
+
+
+def abort(groups: Sequence[Any]) -> None:
+    """Abort groups side by side: an abort waits for the device, where the kernels of the other groups never end."""
+    for group in {*groups, dist.group.WORLD}:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # its destructor never runs, not even at exit
+    threads = [start_thread(_abort, group, name="shardwise-abort") for group in groups]
+    for thread in threads:
+        thread.join(ABORT_S)
+
+
+def _abort(group: Any) -> None:
+    with contextlib.suppress(RuntimeError):
+        group.abort()
+
+
+def end_groups(groups: Sequence[Any]) -> None:
+    """Destroy groups in limited time, or end the process: a thread inside torch while the interpreter ends would abort
+    it."""
+
+    def work() -> None:
+        for group in groups:
+            with contextlib.suppress(Exception):  # destroyed already, or a rank that has ended closed the connections
+                dist.destroy_process_group(group)
+
+    ending = threading.Thread(target=work, daemon=True)
+    ending.start()
+    ending.join(END_S)
+    if ending.is_alive():
+        print(f"shardwise: another rank has not left the process group after {END_S:g} s", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(1)

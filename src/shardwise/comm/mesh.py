@@ -1,0 +1,147 @@
+"""The mesh that the ranks span, parsed: which ranks ZeRO acts over, which axes it leaves alone, and its nodes.
+
+A mesh has any of the axes `pp, dp_replicate, dp_shard, sp, tp` (`dp` for `dp_shard`). ZeRO's group is dp_replicate x
+dp_shard x sp. Ranks of one tp or pp group hold different parameters and never take part in its gathers and reductions.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardwise.config.sections import MeshSection
+from shardwise.config.shape import NodeShape, shape_on_nodes
+from shardwise.errors import ConfigError
+
+NAMES = ("pp", "dp_replicate", "dp_shard", "sp", "tp")
+_ZERO = ("dp_replicate", "dp_shard", "sp")
+_ALIASES = {"dp": "dp_shard"}
+_EXPECTED = "expected some of pp, dp_replicate, dp_shard (or dp), sp and tp"
+
+
+@dataclass(frozen=True)
+class RankMesh:
+    """The axes of the ranks.
+
+    sizes        of each axis that there is, outermost first
+    members      the ranks of every ZeRO group of the world, if this mesh has all ranks; else nothing is known of others
+    group        ZeRO's group where the user's mesh has made it, and is all that is known
+    device_mesh  what it was parsed from
+    """
+
+    sizes: dict[str, int]
+    members: tuple[tuple[int, ...], ...]
+    group: dist.ProcessGroup | None = None
+    device_mesh: DeviceMesh | None = None
+
+    @classmethod
+    def of_world(cls) -> RankMesh:
+        """All ranks in one axis."""
+        return cls({"dp_shard": dist.get_world_size()}, (tuple(range(dist.get_world_size())),))
+
+    @classmethod
+    def parse(cls, mesh: Any) -> RankMesh:
+        """A mesh of the user's: with names, the whole mesh; of one dimension, also a part of a larger one."""
+        names = tuple(_ALIASES.get(name, name) for name in mesh.mesh_dim_names or ())
+        _check_names(mesh, names)
+        is_world = mesh.mesh.numel() == dist.get_world_size()
+        if not is_world and mesh.ndim > 1:
+            raise ConfigError(
+                f"the mesh has {mesh.mesh.numel()} of {dist.get_world_size()} ranks in {mesh.ndim} dimensions: pass "
+                "the whole mesh, or its axis for data parallelism, mesh['dp']"
+            )
+        sizes = dict(zip(names or ("dp_shard",), mesh.mesh.shape, strict=True))
+        if not is_world:
+            return cls(sizes, (), mesh.get_group(), mesh)
+        dims = [names.index(name) for name in _ZERO if name in names] if names else [0]
+        others = [dim for dim in range(mesh.ndim) if dim not in dims]
+        ranks = mesh.mesh.permute(*others, *dims).reshape(-1, math.prod(mesh.mesh.shape[dim] for dim in dims))
+        members = tuple(map(tuple, ranks.tolist()))
+        for own in members:
+            # torch numbers the ranks of a group in ascending order: another order would mix their shards up.
+            if mesh.ndim > 1 and list(own) != sorted(own):
+                raise ConfigError(
+                    f"the data-parallel ranks of the mesh are {list(own)}, which do not ascend: put dp_replicate "
+                    "before dp_shard and dp_shard before sp in mesh_dim_names, over ranks in their order, as "
+                    "init_device_mesh makes them"
+                )
+        return cls(sizes, members, None, mesh)
+
+    @property
+    def is_world(self) -> bool:
+        """Whether ZeRO's group is all ranks."""
+        return len(self.members) == 1
+
+    @property
+    def zero_ranks(self) -> list[int]:
+        """The ranks of this process's ZeRO group, as numbers of the world."""
+        if self.group is not None:
+            return dist.get_process_group_ranks(self.group)
+        return next(list(ranks) for ranks in self.members if dist.get_rank() in ranks)
+
+    def group_of(self, name: str) -> dist.ProcessGroup | None:
+        """The process group of an axis such as "tp" or "pp"; None where there is no such axis."""
+        if self.device_mesh is None or self.sizes.get(name, 1) == 1:
+            return None
+        group: dist.ProcessGroup = self.device_mesh.get_group(name)
+        return group
+
+    def shape(self, ranks_per_node: int | None) -> NodeShape:
+        """The nodes of ZeRO's group: what the configuration says, the mesh's dp_replicate, or else as launched."""
+        ranks = self.zero_ranks
+        if ranks_per_node is not None:
+            if len(ranks) % ranks_per_node:
+                raise ConfigError(
+                    f"communication.ranks_per_node is {ranks_per_node}, and ZeRO has {len(ranks)} ranks, which are not "
+                    "nodes of that size: take a divisor, or leave it out"
+                )
+            return NodeShape(len(ranks) // ranks_per_node, ranks_per_node)
+        if "dp_replicate" in self.sizes:
+            return NodeShape(self.sizes["dp_replicate"], len(ranks) // self.sizes["dp_replicate"])
+        return shape_on_nodes(ranks, int(os.environ.get("LOCAL_WORLD_SIZE") or dist.get_world_size()))
+
+
+def make_mesh(section: MeshSection, device: torch.device) -> RankMesh:
+    """The mesh that a configuration describes, over all ranks of the world."""
+    sizes: dict[str, int | None] = {name: getattr(section, name) for name in NAMES}
+    if section.dp_replicate is None:
+        del sizes["dp_replicate"]
+    world_size = dist.get_world_size()
+    given = math.prod(size for size in sizes.values() if size is not None)
+    if world_size % given or (section.dp_shard is not None and given != world_size):
+        listed = " x ".join(f"{name} {size}" for name, size in sizes.items() if size not in (None, 1))
+        raise ConfigError(
+            f"mesh: {listed or 'its axes'} = {given} ranks, and there are {world_size}: change an axis, leave dp_shard "
+            f"out to have it derived, or start a multiple of {given} ranks"
+        )
+    sizes["dp_shard"] = section.dp_shard or world_size // given
+    names = [name for name, size in sizes.items() if size != 1 or name in ("dp_replicate", "dp_shard")]
+    if names == ["dp_shard"]:
+        return RankMesh.of_world()
+    return RankMesh.parse(
+        init_device_mesh(device.type, tuple(sizes[name] or 1 for name in names), mesh_dim_names=tuple(names))
+    )
+
+
+def _check_names(mesh: Any, names: tuple[str, ...]) -> None:
+    if not names and mesh.ndim > 1:
+        raise ConfigError(
+            f"the mesh has {mesh.ndim} dimensions without names: {_EXPECTED}, as mesh_dim_names of init_device_mesh"
+        )
+    unknown = [name for name in names if name not in NAMES]
+    if unknown:
+        raise ConfigError(f"the mesh has an axis {unknown[0]!r}: {_EXPECTED}, as mesh_dim_names of init_device_mesh")
+    if len(set(names)) < len(names):
+        raise ConfigError("the mesh has both dp and dp_shard, which are one axis: rename one, to dp_replicate perhaps")
+    is_world = mesh.mesh.numel() == dist.get_world_size()
+    if names and not is_world and not set(names) & set(_ZERO):
+        raise ConfigError(
+            f"the mesh is the axis {names[0]!r}, whose ranks hold different parameters: pass the whole mesh, or its "
+            "axis for data parallelism, mesh['dp']"
+        )

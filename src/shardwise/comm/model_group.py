@@ -1,0 +1,109 @@
+"""The ranks that hold one copy of the model together: the tp axis of a mesh, beside ZeRO's data-parallel group.
+
+These ranks see the same batch, and each holds a part of some tensors (see `partition.dtensors`). ZeRO's gathers and
+reductions never go over this group. What has to be known over both axes does: the gradient norm, and so clipping and
+skipped steps, and who writes what of a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from shardwise.errors import ConfigError
+
+
+class DataGroup(Protocol):
+    """What `Everyone` needs of a `Comm`."""
+
+    rank: int
+    world_size: int
+    model_group: ModelGroup
+
+    def share_object(self, value: Any, name: str = "object") -> list[Any]: ...
+
+    @property
+    def has_failed(self) -> bool: ...
+
+
+class ModelGroup:
+    """The group of one axis; this rank alone without one. `rank` and `size` are those in it."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None, rank: int = 0, size: int = 1) -> None:
+        self._group = group
+        self.rank = rank
+        self.size = size
+
+    @classmethod
+    def of(cls, mesh: Any) -> ModelGroup:
+        """The group of a one-dimensional mesh, or of this rank alone for None."""
+        return cls() if mesh is None else cls(mesh.get_group(), mesh.get_local_rank(), mesh.size())
+
+    def share(self, values: torch.Tensor) -> torch.Tensor:
+        """A few values of every rank, on every rank: shape [size, *values.shape]."""
+        if self.size == 1:
+            return values[None]
+        everyone = [torch.empty_like(values) for _ in range(self.size)]
+        dist.all_gather(everyone, values.contiguous(), group=self._group)
+        return torch.stack(everyone)
+
+    def share_object(self, value: Any) -> list[Any]:
+        """A small picklable value of every rank, on every rank."""
+        everyone = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(everyone, value, group=self._group)
+        return everyone
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Copy the first rank's values to every rank."""
+        if self.size > 1 and tensor.numel():
+            dist.broadcast(tensor, group=self._group, group_src=0)
+
+
+class Everyone:
+    """All ranks of both axes, numbered by data-parallel rank first."""
+
+    def __init__(self, comm: DataGroup) -> None:
+        self._comm = comm
+        self._model = comm.model_group
+        self.rank = comm.rank * self._model.size + self._model.rank
+        self.world_size = comm.world_size * self._model.size
+
+    def share_object(self, value: Any, name: str = "object") -> list[Any]:
+        """A small picklable value of every rank, on every rank, in order."""
+        rows = self._comm.share_object(self._model.share_object(value), name)
+        return [each for row in rows for each in row]
+
+    @property
+    def has_failed(self) -> bool:
+        return self._comm.has_failed
+
+
+def mesh_beside(tp: Any) -> Any:
+    """The mesh of all ranks, with the axes dp and tp. `tp` is the mesh of those that hold this rank's copy of a model.
+
+    Ranks of one copy are neighbours, as in `init_device_mesh(device, (W // tp, tp), mesh_dim_names=("dp", "tp"))`.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+
+    ranks, size, world_size = tp.mesh.flatten().tolist(), tp.size(), dist.get_world_size()
+    first = ranks[0]
+    if world_size % size or first % size or ranks != list(range(first, first + size)):
+        raise ConfigError(
+            f"the model is cut over the ranks {ranks} of {world_size}, which are not a row of neighbours: pass the "
+            "data-parallel axis of your mesh, shardwise.initialize(..., mesh=mesh['dp'])"
+        )
+    return init_device_mesh(tp.device_type, (world_size // size, size), mesh_dim_names=("dp", "tp"))
+
+
+def check_apart(ranks: Sequence[int], tp: Any) -> None:
+    """Refuse a data-parallel group whose ranks hold different parts of the model."""
+    common = set(ranks) & set(tp.mesh.flatten().tolist()) if tp is not None else set()
+    if len(common) > 1:
+        raise ConfigError(
+            f"ranks {sorted(common)} are in the data-parallel mesh and hold different parts of the model (its "
+            "parameters are DTensors over them): pass the axis across which the model is the same, mesh['dp']"
+        )

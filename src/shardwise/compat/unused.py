@@ -1,0 +1,45 @@
+"""`zero_optimization.ignore_unused_parameters: false`: a step in which a parameter got no gradient is an error."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class UnusedParameters:
+    """Notes which trainable parameters get gradients; `check` refuses a step in which some got none."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._missing: dict[str, None] = {}
+        self._names = [name for name, param in model.named_parameters() if param.requires_grad]
+        for name in self._names:
+            model.get_parameter(name).register_hook(self._noted(name))
+        self._begin()
+
+    @classmethod
+    def of(cls, model: nn.Module, settings: dict[str, Any], stage: int) -> UnusedParameters | None:
+        """A check where the settings ask for one; under stage 2 alone, as in DeepSpeed."""
+        zero = settings.get("zero_optimization")
+        is_asked = isinstance(zero, dict) and zero.get("ignore_unused_parameters") is False
+        return cls(model) if is_asked and stage == 2 else None
+
+    def check(self) -> None:
+        """Before the update of a step."""
+        missing = list(self._missing)
+        self._begin()
+        if missing:
+            raise AssertionError(
+                f"{len(missing)} parameters got no gradient, the first is {missing[0]!r}: set "
+                "zero_optimization.ignore_unused_parameters to true, or leave it out"
+            )
+
+    def _begin(self) -> None:
+        self._missing = dict.fromkeys(self._names)
+
+    def _noted(self, name: str) -> Any:
+        def note(grad: torch.Tensor) -> None:
+            self._missing.pop(name, None)
+
+        return note

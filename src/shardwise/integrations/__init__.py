@@ -1,0 +1,9 @@
+"""Other libraries' own extension points: Lightning's strategies, transformers' Trainer.
+
+    lightning      `Trainer(strategy=ShardwiseStrategy("zero3"))`
+    transformers   `ShardwiseTrainer`, a Trainer that trains through an engine
+    settings       what a trainer says about precision and accumulation, in a configuration
+    detach         taking an engine off a model that keeps its values
+
+The library that a module is for is imported by that module alone, so this package imports none of them.
+"""

@@ -1,0 +1,150 @@
+"""Tensor parallelism: cut a model over the ranks of one mesh axis, by torch's `parallelize_module`.
+
+A plan gives the modules by path, with `*` for any part of it, and how each is cut:
+
+| plan says    | what is cut                                               | for                                  |
+|--------------|-----------------------------------------------------------|--------------------------------------|
+| "columns"    | a Linear by outputs: each rank has some heads or channels | queries, keys, values; gate, up      |
+| "rows"       | a Linear by inputs; the ranks' outputs are added up       | what follows such a module: out, down |
+| "vocabulary" | an Embedding by rows; the ranks' outputs are added up     | tokens                               |
+| "logits"     | a Linear by outputs, which are gathered                   | the head                             |
+
+or one of torch's own styles, such as `SequenceParallel()`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from shardwise.errors import ConfigError
+from shardwise.models.built_in import GPT
+from shardwise.models.decoder import CausalDecoder
+
+_CUT_DIMENSIONS = {"columns": 0, "rows": 1, "vocabulary": 0, "logits": 0}
+DECODER_PLAN = {
+    "model.embed_tokens": "vocabulary",
+    "model.layers.*.self_attn.[qkv]_proj": "columns",
+    "model.layers.*.self_attn.o_proj": "rows",
+    "model.layers.*.mlp.gate_proj": "columns",
+    "model.layers.*.mlp.up_proj": "columns",
+    "model.layers.*.mlp.down_proj": "rows",
+    "lm_head": "logits",
+}
+"""For the decoder that `shardwise train` trains, and any Llama with Hugging Face's names."""
+GPT_PLAN = {
+    "embed": "vocabulary",
+    "blocks.*.[qkv]": "columns",
+    "blocks.*.out": "rows",
+    "blocks.*.up": "columns",
+    "blocks.*.down": "rows",
+    "head": "logits",
+}
+
+
+def tensor_parallel(model: nn.Module, mesh: Any, plan: Mapping[str, Any] | None = None) -> nn.Module:
+    """Cut `model` in place over the ranks of the one-dimensional `mesh`, and return it.
+
+    Every rank passes the same values, and each keeps its part. Inside `with shardwise.deferred_init():`, no rank ever
+    has more. Without `plan`, the model is one of shardwise's own.
+
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        model = tensor_parallel(GPT(..., fused=False), mesh["tp"])
+        engine = shardwise.initialize(model, optimizer, "zero3", mesh=mesh["dp"])
+    """
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    given = _plan_of(model) if plan is None else plan
+    resolved = {path: how for key, how in given.items() for path in _matching(model, key)}
+    _check_heads(model, mesh.size())
+    for path, how in resolved.items():
+        _check_cut(path, model.get_submodule(path), how, mesh.size())
+    ties = _ties(model)
+    styles = {path: _style(how) if isinstance(how, str) else how for path, how in resolved.items()}
+    parallelize_module(model, mesh, styles, src_data_rank=None)
+    for alias, name in ties.items():
+        path, _, leaf = alias.rpartition(".")
+        setattr(model.get_submodule(path), leaf, model.get_parameter(name))
+    return model
+
+
+def _plan_of(model: nn.Module) -> Mapping[str, Any]:
+    if isinstance(model, CausalDecoder):
+        return {key: how for key, how in DECODER_PLAN.items() if _has(model, key) or "gate" not in key}
+    if isinstance(model, GPT):
+        if model.fused:
+            raise ConfigError("GPT has q, k and v in one matrix, which cannot be cut: build it with fused=False")
+        return GPT_PLAN
+    raise ConfigError(
+        f"there is no tensor-parallel plan for {type(model).__name__}: pass one, such as {{'layers.*.up': 'columns', "
+        "'layers.*.down': 'rows'}, or call torch's parallelize_module yourself"
+    )
+
+
+def _has(model: nn.Module, key: str) -> bool:
+    return any(fnmatchcase(name, key) for name, _ in model.named_modules())
+
+
+def _matching(model: nn.Module, key: str) -> list[str]:
+    names = [name for name, _ in model.named_modules()]
+    found = [name for name in names if fnmatchcase(name, key)]
+    if not found:
+        near = difflib.get_close_matches(key.replace("*", "0"), names, n=1)
+        hint = f"; the nearest is {near[0]!r}" if near else ""
+        raise ConfigError(f"the tensor-parallel plan names {key!r}, and the model has no such module{hint}")
+    return found
+
+
+def _check_heads(model: nn.Module, size: int) -> None:
+    of = getattr(getattr(model, "model", None), "of", None)
+    if isinstance(model, CausalDecoder) and of is not None and (of.latent or of.experts):
+        raise ConfigError("models with latent attention or experts have no tensor-parallel plan: pass one of your own")
+    heads = {of.heads, of.kv_heads} if of is not None else {model.heads} if isinstance(model, GPT) else set()
+    for count in heads:
+        if count % size:
+            raise ConfigError(f"{count} attention heads cannot be cut into {size} parts: take a tp that divides them")
+
+
+def _check_cut(path: str, module: nn.Module, how: Any, size: int) -> None:
+    if not isinstance(how, str):
+        return
+    if how not in _CUT_DIMENSIONS:
+        near = difflib.get_close_matches(how, _CUT_DIMENSIONS, n=1)
+        hint = f", such as {near[0]!r}" if near else ""
+        raise ConfigError(
+            f"the tensor-parallel plan says {how!r} of {path!r}: take one of {', '.join(_CUT_DIMENSIONS)}{hint}"
+        )
+    if not isinstance(module, nn.Embedding if how == "vocabulary" else nn.Linear):
+        raise ConfigError(
+            f"{path!r} is a {type(module).__name__}, which cannot be cut by {how}: name a Linear (or, for vocabulary, "
+            "an Embedding), or give one of torch's styles"
+        )
+    length = module.weight.shape[_CUT_DIMENSIONS[how]]
+    if length % size:
+        raise ConfigError(
+            f"{path!r} has {length} {'inputs' if how == 'rows' else 'rows'}, which cannot be cut into {size} equal "
+            "parts: take a tp that divides them, or leave it out of the plan"
+        )
+
+
+def _ties(model: nn.Module) -> dict[str, str]:
+    """Further names of tied parameters, with the first: each name of a module is cut by itself."""
+    first: dict[int, str] = {}
+    names = model.named_parameters(remove_duplicate=False)
+    return {name: first[id(param)] for name, param in names if first.setdefault(id(param), name) != name}
+
+
+def _style(how: str) -> Any:
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    return {
+        "columns": ColwiseParallel(),
+        "rows": RowwiseParallel(),
+        "vocabulary": RowwiseParallel(input_layouts=Replicate()),
+        "logits": ColwiseParallel(output_layouts=Replicate()),
+    }[how]

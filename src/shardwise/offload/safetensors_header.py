@@ -1,0 +1,66 @@
+"""The header of a safetensors file: where its tensors lie. safetensors itself reads tensors, but names no places."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from shardwise.errors import CheckpointError
+
+_MOST_HEADER_BYTES = 1 << 28
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+
+
+class HeaderEntry(NamedTuple):
+    """A tensor in a file: its dtype there, and its first byte."""
+
+    dtype: str
+    start: int
+
+    def is_of(self, dtype: torch.dtype) -> bool:
+        return _DTYPES.get(self.dtype) == dtype
+
+
+def read_header(path: Path) -> Mapping[str, HeaderEntry]:
+    """The tensors of a safetensors file. A CheckpointError if it is none, or is not whole."""
+    remedy = "copy it again, or download it again"
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if not 2 <= length <= min(size - 8, _MOST_HEADER_BYTES):
+                raise CheckpointError(f"{path} has no safetensors header of the length that it begins with: {remedy}")
+            header = json.loads(file.read(length))
+            tensors = {name: value for name, value in header.items() if name != "__metadata__"}
+            found = {
+                name: HeaderEntry(str(value["dtype"]), 8 + length + int(value["data_offsets"][0]))
+                for name, value in tensors.items()
+            }
+            end = 8 + length + max((int(value["data_offsets"][1]) for value in tensors.values()), default=0)
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{path} has no valid safetensors header ({error}): {remedy}") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}): {remedy}") from None
+    if size < end:
+        raise CheckpointError(f"{path} is cut short: it has {size} of the {end} bytes that its header names: {remedy}")
+    return found

@@ -1,0 +1,280 @@
+"""Where a model is cut into stages, and what a stage keeps of it.
+
+    embed │ block 0   block 1 │ block 2   block 3 │ norm   head
+    ──────────────────────────┼──────────────────────────────────
+            stage 0           │            stage 1
+
+A model that can be cut is a list of blocks with something before it and something after it. Blocks are the members of
+that ModuleList or Sequential which holds at least half of the parameters in the smallest parts. What is registered
+before the blocks belongs to the first stage, what is registered after them to the last one. Stages are cut evenly by
+parameters, or where `split` says.
+
+A stage is a copy of the whole model in which parts of other stages are replaced, so parameters keep their names and the
+model's own forward runs on every stage: see `prune`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class StageCut:
+    """Blocks of a model by path, and the index of the first block of each stage."""
+
+    blocks: tuple[str, ...]
+    starts: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        return len(self.starts)
+
+    def own(self, stage: int) -> range:
+        """The indices of a stage's blocks."""
+        return range(self.starts[stage], (*self.starts, len(self.blocks))[stage + 1])
+
+    def stage_of(self, name: str, names: Sequence[str]) -> int:
+        """The stage of a parameter, of a model whose parameters are `names`, in order."""
+        for stage in range(self.count):
+            if any(_is_inside(name, self.blocks[index]) for index in self.own(stage)):
+                return stage
+        first = next(i for i, each in enumerate(names) if any(_is_inside(each, block) for block in self.blocks))
+        return 0 if names.index(name) < first else self.count - 1
+
+
+def cut(model: nn.Module, count: int, split: Sequence[str] | None = None) -> StageCut:
+    """Cut a model into `count` stages: evenly by parameters, or at the blocks that `split` names.
+
+    >>> cut(nn.Sequential(*(nn.Linear(2, 2) for _ in range(5))), 2).starts
+    (0, 2)
+    """
+    blocks = _find_blocks(model)
+    if split is not None:
+        return StageCut(blocks, _named_starts(blocks, count, split))
+    if len(blocks) < count:
+        raise ConfigError(
+            f"{count} stages for {len(blocks)} blocks ({blocks[0]} to {blocks[-1]}) leave a stage empty: use fewer "
+            "pipeline ranks, or a schedule with one stage a rank (GPipe, 1F1B)"
+        )
+    names = [name for name, _ in model.named_parameters()]
+    sizes = [sum(param.numel() for param in model.get_submodule(block).parameters()) for block in blocks]
+    whole = StageCut(blocks, (0, len(blocks) - 1))
+    for name, param in model.named_parameters():
+        if not any(_is_inside(name, block) for block in blocks):
+            sizes[-1 if whole.stage_of(name, names) else 0] += param.numel()
+    return StageCut(blocks, even_starts(sizes, count))
+
+
+def even_starts(sizes: Sequence[int], count: int) -> tuple[int, ...]:
+    """Where to cut a list into `count` runs, none empty, so that the largest sum is smallest.
+
+    >>> even_starts([5, 1, 1, 1, 4], 3)
+    (0, 1, 4)
+    """
+    sums = [0]
+    for size in sizes:
+        sums.append(sums[-1] + size)
+    # best[k][i]: the largest run and the cuts, of the first i items in k runs
+    best: list[dict[int, tuple[int, tuple[int, ...]]]] = [{0: (0, ())}]
+    for runs in range(1, count + 1):
+        best.append(
+            {
+                stop: min(
+                    (max(largest, sums[stop] - sums[start]), (*starts, start))
+                    for start, (largest, starts) in best[-1].items()
+                    if start < stop
+                )
+                for stop in range(runs, len(sizes) + 1)
+            }
+        )
+    return best[count][len(sizes)][1]
+
+
+def _named_starts(blocks: Sequence[str], count: int, split: Sequence[str]) -> tuple[int, ...]:
+    for name in split:
+        if name not in blocks:
+            raise ConfigError(f"split names {name!r}, which is no block: take some of {', '.join(blocks)}")
+    starts = (0, *(blocks.index(name) for name in split))
+    if len(starts) != count:
+        raise ConfigError(
+            f"split names {len(split)} blocks, and there are {count} stages: name the first block of each stage but "
+            "the first"
+        )
+    if sorted(set(starts)) != list(starts):
+        raise ConfigError(f"split leaves a stage empty: name blocks in ascending order, not {list(split)}")
+    return starts
+
+
+def _find_blocks(model: nn.Module) -> tuple[str, ...]:
+    whole = sum(param.numel() for param in model.parameters())
+    found: list[tuple[int, tuple[str, ...]]] = []
+    for path, module in model.named_modules():
+        if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1:
+            sizes = [sum(param.numel() for param in child.parameters()) for child in module]
+            if 2 * sum(sizes) >= whole:
+                found.append(
+                    (max(sizes), tuple(f"{path}.{name}" if path else name for name, _ in module.named_children()))
+                )
+    if not found:
+        raise ConfigError(
+            f"{type(model).__name__} cannot be cut into stages: no ModuleList or Sequential in it holds half of its "
+            "parameters; use ZeRO alone, shardwise.initialize(model, optimizer, 'zero3')"
+        )
+    return min(found)[1]
+
+
+def _is_inside(name: str, path: str) -> bool:
+    return name.startswith(f"{path}.")
+
+
+class StageEnd(Exception):
+    """Leaves a model's forward after the last block of a stage. `value` is what the next stage receives."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        super().__init__("the end of a stage")
+        self.value = value
+
+
+class _Part(nn.Module):
+    """Stands for a part of another stage, and has its plain attributes, which a model's forward may read."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        plain = (str, int, float, bool, type(None))
+        own = vars(self).keys()
+        vars(self).update({k: v for k, v in vars(part).items() if k not in own and isinstance(v, plain)})
+
+
+class _Passed(_Part):
+    """A block before the stage, or a norm or dropout there: does nothing."""
+
+    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        return x
+
+
+class ReceivingBlock(_Part):
+    """The last block before the stage: gives what the stage before has sent."""
+
+    received: torch.Tensor | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        received, self.received = self.received, None
+        assert received is not None, "the stage has received nothing"
+        return received
+
+
+class _Zeros(_Part):
+    """An embedding or a projection before the blocks: gives zeros, which no stage reads."""
+
+    def __init__(self, part: nn.Embedding | nn.Linear) -> None:
+        super().__init__(part)
+        self.is_embedding = isinstance(part, nn.Embedding)
+        self.width = part.embedding_dim if isinstance(part, nn.Embedding) else part.out_features
+        self.dtype = part.weight.dtype
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shape = (*(x.shape if self.is_embedding else x.shape[:-1]), self.width)
+        return torch.zeros((), dtype=self.dtype, device=x.device).expand(shape)
+
+
+class _EndBlock(_Part):
+    """The first block after the stage."""
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        # A schedule detaches what it has sent in place, which a view does not allow.
+        raise StageEnd(x.clone() if x._is_view() else x)
+
+
+class _Absent(_Part):
+    """A part of the last stage: the stages before never reach it."""
+
+    def __init__(self, part: nn.Module, path: str) -> None:
+        super().__init__(part)
+        self.path = path
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise ConfigError(
+            f"the forward uses {self.path!r} before the blocks, and its parameters are on the last stage, because it "
+            "is registered after them: register modules in the order of their use"
+        )
+
+
+def prune(model: nn.Module, where: StageCut, stage: int) -> nn.Module:
+    """A copy of `model` that computes one stage. Its parameters are those of `model`; others have been taken out.
+
+    Blocks before the stage do nothing, and the last of them is a `ReceivingBlock`. The block after the stage raises
+    `StageEnd`. What lies before the blocks gives zeros on later stages. A tied parameter whose uses are on the first
+    and the last stage is a parameter of each.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    shared = {id(each): each for each in (*model.parameters(), *model.buffers())}
+    part = copy.deepcopy(model, shared)
+    own, last = where.own(stage), where.count - 1
+    for index, path in enumerate(where.blocks):
+        block = part.get_submodule(path)
+        if index not in own:
+            kind = _EndBlock if index >= own.stop else ReceivingBlock if index == own.start - 1 else _Passed
+            _replace(part, path, kind(block))
+    for path, module in list(part.named_modules()):
+        direct = [f"{path}.{name}" if path else name for name in module._parameters]
+        outside = [name for name in direct if not any(_is_inside(name, block) for block in where.blocks)]
+        if not outside or isinstance(module, _Part):
+            continue
+        home = 0 if _is_before(outside[0], part, where, names) else last
+        if home == stage:
+            if home == last and home:
+                _untie(module, {name for name in names if where.stage_of(name, names) == 0}, model)
+        elif home == last:
+            _replace(part, path, _Absent(module, path)) if path else _blank(module)
+        else:
+            _replace(part, path, _stand_in(module, path)) if path and not list(module.children()) else _blank(module)
+    return part
+
+
+def _is_before(name: str, part: nn.Module, where: StageCut, names: Sequence[str]) -> bool:
+    """Whether a parameter, also a tied one by its further name, is registered before the blocks."""
+    everything = [each for each, _ in part.named_modules()]
+    holder = name.rpartition(".")[0]
+    if name in names:
+        return where.stage_of(name, names) == 0
+    return everything.index(holder) < everything.index(where.blocks[0])
+
+
+def _stand_in(module: nn.Module, path: str) -> nn.Module:
+    if isinstance(module, (nn.Embedding, nn.Linear)):
+        return _Zeros(module)
+    if "norm" in type(module).__name__.lower():
+        return _Passed(module)
+    raise ConfigError(
+        f"the model cannot be cut: stages after the first do not know what to compute for {path!r} "
+        f"({type(module).__name__}), which comes before the blocks; known are Embedding, Linear and norms"
+    )
+
+
+def _blank(module: nn.Module) -> None:
+    """Replace parameters that the model holds itself by zeros without memory."""
+    for name, param in list(module._parameters.items()):
+        del module._parameters[name]
+        if param is not None:
+            module.register_buffer(name, torch.zeros((), dtype=param.dtype).expand(param.shape), persistent=False)
+
+
+def _untie(module: nn.Module, elsewhere: set[str], model: nn.Module) -> None:
+    """Give a module of the last stage parameters of its own in place of those that the first stage has too."""
+    theirs = {id(param) for name, param in model.named_parameters() if name in elsewhere}
+    for name, param in module._parameters.items():
+        if param is not None and id(param) in theirs:
+            module._parameters[name] = nn.Parameter(param.detach().clone(), param.requires_grad)
+
+
+def _replace(model: nn.Module, path: str, module: nn.Module) -> None:
+    parent, _, name = path.rpartition(".")
+    model.get_submodule(parent)._modules[name] = module

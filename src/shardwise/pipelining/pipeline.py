@@ -1,0 +1,276 @@
+"""`shardwise.pipeline`: a model cut into stages, each an engine, run by a schedule of torch.
+
+Every rank of a pipeline is given the same batch; ranks of different `dp` places get different ones, as under ZeRO. Each
+stage runs the model's own forward on its copy (see `cut`), so a model computes from the batch on every stage what it
+needs there: masks, positions, labels. Between stages only the hidden states are sent.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
+
+from shardwise.config import Config
+from shardwise.engine import Engine
+from shardwise.engine.initialize import initialize
+from shardwise.engine.report import Report
+from shardwise.errors import ConfigError
+from shardwise.optim.optimizers import OptimizerFactory
+from shardwise.pipelining.checkpoints import StageFolders
+from shardwise.pipelining.cut import ReceivingBlock, StageCut, StageEnd, cut, prune
+from shardwise.pipelining.stage import EngineStage
+from shardwise.pipelining.tied import TiedWeights
+from shardwise.tensors import map_tensors, tensors_in
+
+LossFn = Callable[[Any, Any], torch.Tensor]
+
+
+def pipeline(
+    model: nn.Module,
+    mesh: Any,
+    optimizer: OptimizerFactory | None = None,
+    config: Any = "zero2",
+    *,
+    schedule: str = "1F1B",
+    micro_batches: int = 8,
+    split: Sequence[str] | None = None,
+    loss_fn: LossFn | None = None,
+    lr_scheduler: Callable[[Any], Any] | None = None,
+    keep_gathered: bool = False,
+) -> Pipeline:
+    """Cut `model` over the axis `pp` of `mesh`, put each stage under ZeRO over its axis `dp`, and return the pipeline.
+
+    `optimizer` and `lr_scheduler` are callables, as for `initialize`: every stage makes its own. `schedule` is one of
+    torch's: GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble, DualPipeV. `split` names the
+    first block of each stage but the first; without it stages have about the same number of parameters. The model's
+    forward returns the loss, or an output with a `loss`; or `loss_fn(output, target)` makes it of a batch
+    `(*inputs, target)`. The model's parameters are taken over: those of other ranks are freed.
+    """
+    names = tuple(mesh.mesh_dim_names or ())
+    if names != ("pp", "dp"):
+        raise ConfigError(f"the axes of the mesh are {names}: a pipeline needs ('pp', 'dp'), in this order")
+    if optimizer is not None and (isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer)):
+        raise ConfigError(
+            "a pipeline's stages have optimizers of their own: pass a callable that takes parameters, such as "
+            "lambda params: torch.optim.AdamW(params, lr=1e-4)"
+        )
+    loaded = Config.load(config)
+    _check_config(loaded, micro_batches)
+    kind = _schedule_class(schedule)
+    places, count = _stages_of(kind, mesh["pp"].get_local_rank(), mesh["pp"].size())
+    where = cut(model, count, split)
+    parts = {place: prune(model, where, place) for place in places}
+    tied = TiedWeights.of(model, where)
+    _free_others(model, parts.values())
+    calls = {place: StageCall(part, loss_fn) for place, part in parts.items()}
+    engines = {place: initialize(part, optimizer, loaded, lr_scheduler, mesh["dp"]) for place, part in parts.items()}
+    group = mesh["pp"].get_group()
+    stages = [EngineStage(engine, place, count, group, keep_gathered) for place, engine in engines.items()]
+    driver = kind(
+        stages if issubclass(kind, PipelineScheduleMulti) else stages[0],
+        micro_batches,
+        loss_fn=lambda loss, _: loss.sum() / micro_batches,
+        scale_grads=False,
+    )
+    return Pipeline(engines, calls, driver, where, group, tied, micro_batches)
+
+
+def _check_config(config: Config, micro_batches: int) -> None:
+    if micro_batches < 1:
+        raise ConfigError(f"micro_batches is {micro_batches}: it is at least 1")
+    if config.precision.compute == "fp16":
+        raise ConfigError("precision.compute is fp16, whose loss scale stages do not share: compute in bf16")
+    if config.batch.accumulation > 1:
+        raise ConfigError(
+            f"batch.accumulation is {config.batch.accumulation}: a pipeline accumulates over its micro-batches, set "
+            "micro_batches instead"
+        )
+
+
+def _schedule_class(name: str) -> Any:
+    try:
+        kind = get_schedule_class(name)
+    except ValueError:
+        kind = None
+    if kind is None or inspect.isabstract(kind) or name.lower().startswith("pipelineschedule"):
+        raise ConfigError(
+            f"schedule is {name!r}: take GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, "
+            "ZBVZeroBubble or DualPipeV"
+        )
+    return kind
+
+
+def _stages_of(kind: Any, rank: int, ranks: int) -> tuple[list[int], int]:
+    """The stages of a rank of the pipeline, and the number of all stages."""
+    if not issubclass(kind, PipelineScheduleMulti):
+        return [rank], ranks
+    is_v = kind.__name__ in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
+    return [rank, 2 * ranks - 1 - rank if is_v else ranks + rank], 2 * ranks
+
+
+def _free_others(model: nn.Module, parts: Any) -> None:
+    own = {id(param) for part in parts for param in part.parameters()}
+    for param in model.parameters():
+        if id(param) not in own:
+            param.data = param.data.new_empty(0)
+
+
+class StageCall:
+    """Replaces the forward of a stage's model: `forward(*received, index)` runs micro-batch number `index`."""
+
+    def __init__(self, part: nn.Module, loss_fn: LossFn | None) -> None:
+        self.micro_batches: list[Any] = []
+        self._loss_fn = loss_fn
+        self._entries = [module for module in part.modules() if isinstance(module, ReceivingBlock)]
+        self._options = {"use_cache": False} if "use_cache" in inspect.signature(part.forward).parameters else {}
+        vars(part)["forward"] = partial(self._run, part.forward)
+
+    def _run(self, forward: Callable[..., Any], *received: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        for entry in self._entries:
+            (entry.received,) = received
+        batch = self.micro_batches[int(index)]
+        try:
+            return self._loss(forward, batch)
+        except StageEnd as end:
+            return end.value
+
+    def _loss(self, forward: Callable[..., Any], batch: Any) -> torch.Tensor:
+        if isinstance(batch, Mapping):
+            output, target = forward(**{**self._options, **batch}), batch
+        elif self._loss_fn is not None and isinstance(batch, (tuple, list)):
+            output, target = forward(*batch[:-1], **self._options), batch[-1]
+        else:
+            args = batch if isinstance(batch, (tuple, list)) else (batch,)
+            output, target = forward(*args, **self._options), None
+        loss = self._loss_fn(output, target) if self._loss_fn is not None else getattr(output, "loss", output)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            raise ConfigError(
+                f"the model returned {type(output).__name__} and no loss: pass loss_fn=, or batches with labels"
+            )
+        return loss.reshape(1)
+
+
+class Pipeline:
+    """A model in stages, of which this rank has `engines`, by the number of the stage."""
+
+    def __init__(
+        self,
+        engines: dict[int, Engine],
+        calls: dict[int, StageCall],
+        schedule: Any,
+        where: StageCut,
+        group: dist.ProcessGroup,
+        tied: TiedWeights,
+        micro_batches: int,
+    ) -> None:
+        self.engines = engines
+        self.schedule = schedule
+        self.where = where
+        self.grad_norm: torch.Tensor | None = None
+        self._calls = calls
+        self._group = group
+        self._tied = tied
+        self._micro_batches = micro_batches
+        self._tied.attach(engines)
+        self._folders = StageFolders(engines, where.count, group, set(tied.names.values()))
+
+    @property
+    def steps(self) -> int:
+        return next(iter(self.engines.values())).steps
+
+    def train_step(self, batch: Any) -> torch.Tensor:
+        """Train on a batch, the same on all ranks of a pipeline; its mean loss, on all of them. A collective."""
+        loss = self.forward_backward(batch)
+        self.step()
+        return loss
+
+    def forward_backward(self, batch: Any) -> torch.Tensor:
+        """Run all micro-batches of a batch through the schedule; the mean of their losses. A collective."""
+        parts = self._split(batch)
+        for call in self._calls.values():
+            call.micro_batches = parts
+        index, losses = torch.arange(self._micro_batches), list[torch.Tensor]()
+        is_last = self.where.count - 1 in self.engines
+        self.schedule.step(index=index, **({"target": index, "losses": losses} if is_last else {}))
+        for call in self._calls.values():
+            call.micro_batches = []
+        loss = torch.zeros((), device=self._device)
+        if is_last:
+            loss += torch.stack([each.detach().float() for each in losses]).sum()
+        dist.all_reduce(loss, group=self._group)
+        return loss
+
+    def step(self) -> None:
+        """Clip by the norm over all stages, update, and step the schedules of learning rates. A collective."""
+        self._tied.share(self.engines, self._group)
+        norms = [engine.clip_grad_norm_(math.inf) for engine in self.engines.values()]
+        total = torch.stack([norm.double().square() for norm in norms]).sum() - self._tied.counted_twice
+        dist.all_reduce(total, group=self._group)
+        self.grad_norm = total.sqrt().float()
+        for engine in self.engines.values():
+            engine.set_grad_norm(self.grad_norm)
+            engine.step()
+
+    def full_param(self, name: str) -> torch.Tensor | None:
+        """A parameter's value, whole, on the ranks that hold its stage; None on others. A collective of these."""
+        for engine in self.engines.values():
+            if any(name in unit.names for unit in engine.units):
+                return engine.full_param(name)
+        return None
+
+    def save(
+        self, dir: str | Path, tag: str | None = None, state: dict[str, Any] | None = None, keep: int | None = None
+    ) -> None:
+        """Write a checkpoint of every stage into folders of `dir`; see `Engine.save`. A collective."""
+        self._folders.save(Path(dir), tag, state, keep)
+
+    def load(self, dir: str | Path, tag: str = "latest") -> Any:
+        """Go on from a checkpoint of a pipeline with the same stages; the user's state. A collective.
+
+        The size of dp and the stage of ZeRO may differ. The newest is the newest that all stages have.
+        """
+        return self._folders.load(Path(dir), tag)
+
+    def export(self, dir: str | Path, dtype: str | None = None, files_from: str | Path | None = None) -> None:
+        """Write the whole model into the new folder `dir` as Hugging Face does. A collective.
+
+        The first rank of each stage holds that stage's weights in host memory meanwhile. See `Engine.export`.
+        """
+        self._folders.export(Path(dir), dtype, Path(files_from) if files_from else None)
+
+    def report(self) -> dict[int, Report]:
+        """The account of each stage of this rank."""
+        return {place: engine.report() for place, engine in self.engines.items()}
+
+    def destroy(self) -> None:
+        """Take the engines off their models and free every buffer."""
+        for engine in self.engines.values():
+            engine.destroy()
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self.engines.values())).comm.device
+
+    def _split(self, batch: Any) -> list[Any]:
+        count = self._micro_batches
+        sizes = {len(tensor) for tensor in tensors_in((batch,), {})}
+        if len(sizes) != 1 or next(iter(sizes)) % count:
+            raise ConfigError(
+                f"a batch with {sorted(sizes)} rows cannot be cut into {count} micro-batches: make it a multiple of "
+                "micro_batches"
+            )
+        rows = sizes.pop() // count
+        return [map_tensors(batch, partial(_rows, start=number * rows, count=rows)) for number in range(count)]
+
+
+def _rows(tensor: torch.Tensor, start: int, count: int) -> torch.Tensor:
+    return tensor[start : start + count]

@@ -1,0 +1,73 @@
+"""Weights that the first and the last stage both use: each has a copy, and both get the sum of the gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwise.engine import Engine
+from shardwise.pipelining.cut import StageCut
+
+
+@dataclass
+class TiedWeights:
+    """The names of tied parameters on the first and on the last stage."""
+
+    names: dict[str, str]
+    shapes: dict[str, torch.Size]
+    last: int
+    counted_twice: float | torch.Tensor = 0.0
+    """The squares of their gradients that the norm of this rank's stages has once too often."""
+    _sums: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: nn.Module, where: StageCut) -> TiedWeights:
+        names = [name for name, _ in model.named_parameters()]
+        first = {id(param): name for name, param in model.named_parameters() if where.stage_of(name, names) == 0}
+        found: dict[str, str] = {}
+        modules = [path for path, _ in model.named_modules(remove_duplicate=False)]
+        for name, param in model.named_parameters(remove_duplicate=False):
+            is_after = modules.index(name.rpartition(".")[0]) > modules.index(where.blocks[-1])
+            if where.count > 1 and name not in names and id(param) in first and is_after and param.requires_grad:
+                found[first[id(param)]] = name
+        shapes = {name: param.shape for name, param in model.named_parameters() if name in found}
+        return cls(found, shapes, where.count - 1)
+
+    def attach(self, engines: Mapping[int, Engine]) -> None:
+        """Have the engines of the first and the last stage put the sums in place of their gradients."""
+        for stage, engine in engines.items():
+            for first, name in self._here(stage):
+                engine.register_grad_hook(partial(self._put, engine, first, name))
+
+    def share(self, engines: Mapping[int, Engine], group: dist.ProcessGroup) -> None:
+        """Add up the reduced gradients of both stages. A collective of the pipeline."""
+        self.counted_twice = 0.0
+        for first in self.names:
+            total = torch.zeros(self.shapes[first], device=next(iter(engines.values())).comm.device)
+            for stage, engine in engines.items():
+                for key, name in self._here(stage):
+                    if key == first:
+                        total += engine.full_grad(name)
+            dist.all_reduce(total, group=group)
+            self._sums[first] = total
+            if self.last in engines:
+                self.counted_twice = self.counted_twice + total.double().square().sum()
+
+    def _here(self, stage: int) -> list[tuple[str, str]]:
+        if stage == 0:
+            return [(first, first) for first in self.names]
+        return list(self.names.items()) if stage == self.last else []
+
+    def _put(self, engine: Engine, first: str, name: str, unit_name: str, shard: torch.Tensor) -> None:
+        for unit in engine.units:
+            if unit.name == unit_name and name in unit.names:
+                slot, owned = unit.layout.slot(name), unit.layout.shard(engine.comm.shard_index)
+                part = slot.span.intersect(owned)
+                if part:
+                    flat = self._sums[first].reshape(-1)
+                    shard[part.shift(-owned.start).slice] = flat[part.shift(-slot.span.start).slice]

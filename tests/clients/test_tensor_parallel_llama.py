@@ -1,0 +1,79 @@
+"""Hugging Face's Llama under tensor parallelism x ZeRO: cut by transformers' own plan, by ours, and by its loader."""
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise
+from support.ranks import ranks
+from test_tensor_parallel import CLIP, differs_by, mesh_of, sgd, values
+
+pytestmark = pytest.mark.clients
+
+
+def llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, use_cache=False))
+
+
+def tokens(step, dp_rank):
+    return torch.randint(64, (2, 8), generator=torch.Generator().manual_seed(100 * step + dp_rank))
+
+
+@ranks(4)
+def test_a_llama_cut_by_its_own_plan_or_by_ours_trains_and_exports_as_one_process_does(rank, world_size, tmp_path):
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    from shardwise.models.tensor_parallel import DECODER_PLAN, tensor_parallel
+
+    mesh, plain = mesh_of(2), llama()
+    optimizer = sgd(plain.parameters())
+    for step in range(2):
+        batches = [tokens(step, dp_rank) for dp_rank in range(2)]
+        optimizer.zero_grad()
+        (sum(plain(input_ids=each, labels=each).loss for each in batches) / 2).backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), CLIP)
+        optimizer.step()
+    cuts = {
+        "theirs": lambda model: apply_tensor_parallelism(model, mesh["tp"]),
+        "ours": lambda model: tensor_parallel(model, mesh["tp"], DECODER_PLAN),
+    }
+    for name, cut in cuts.items():
+        model = cut(llama())
+        config = {"preset": "zero3", "gradients": {"clip_norm": CLIP}}
+        engine = shardwise.initialize(model, sgd(model.parameters()), config, mesh=mesh)  # its dp part is ZeRO's group
+        for step in range(2):
+            batch = tokens(step, mesh["dp"].get_local_rank())
+            engine.backward(engine(input_ids=batch, labels=batch).loss)
+            engine.step()
+        got = values(engine)
+        assert differs_by(got, dict(plain.named_parameters())) <= 1e-6
+        engine.export(tmp_path / name)
+        exported = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        assert all(torch.equal(param, got[key]) for key, param in exported.named_parameters())
+        engine.destroy()
+
+
+@ranks(2)
+def test_a_loader_that_cuts_over_all_ranks_needs_no_mesh(rank, world_size, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    mesh_of(2)
+    if rank == 0:
+        llama().save_pretrained(tmp_path)
+    torch.distributed.barrier()
+    model, plain = AutoModelForCausalLM.from_pretrained(tmp_path, tp_plan="auto"), llama()
+    engine, optimizer = shardwise.initialize(model, sgd(model.parameters()), "zero3"), sgd(plain.parameters())
+    for step in range(2):
+        batch = tokens(step, 0)
+        engine.backward(engine(input_ids=batch, labels=batch).loss)
+        engine.step()
+        optimizer.zero_grad()
+        plain(input_ids=batch, labels=batch).loss.backward()
+        optimizer.step()
+    assert differs_by(values(engine), dict(plain.named_parameters())) <= 1e-6

@@ -1,0 +1,103 @@
+"""The dry run of one rank of a (dp, tp) mesh, against four real ranks."""
+
+import gc
+import statistics
+from dataclasses import replace
+
+import pytest
+import torch
+
+import shardwise
+from shardwise.errors import ConfigError
+from shardwise.models.built_in import GPT, tokens
+from shardwise.models.tensor_parallel import tensor_parallel
+from shardwise.observe import StorageObserver
+from shardwise.planning.hardware import Hardware
+from shardwise.planning.workload import Workload
+from support import run_ranks
+
+PRESETS = ("zero1", "zero3")
+BATCH, LENGTH, HIDDEN, LAYERS, VOCABULARY = 2, 64, 128, 6, 128
+
+
+def build():
+    model = GPT(hidden=HIDDEN, layers=LAYERS, heads=4, vocabulary=VOCABULARY, length=LENGTH, fused=False)
+    return model, tokens(BATCH, LENGTH, VOCABULARY)
+
+
+def foreseen(rank, world_size):
+    found = [shardwise.foresee(build, preset, 4, "cpu", tp=2) for preset in PRESETS]
+    with pytest.raises(ConfigError, match="4 ranks cannot be spread evenly over 1 nodes with tp 3"):
+        shardwise.foresee(build, "zero3", 4, "cpu", tp=3)
+    check_plan()
+    return [(each.peak_bytes, each.sent_bytes) for each in found]
+
+
+def check_plan():
+    """`shardwise plan --tp`: a rank holds about a half, and sends about a half over dp as one of as many copies."""
+    on, presets = Hardware(gpus=4), ("zero1", "zero3")
+    halves = shardwise.plan("llama3.2-1b", hardware=on, workload=Workload(tp=2, sequence=128), presets=presets)
+    copies = shardwise.plan(
+        "llama3.2-1b", hardware=replace(on, gpus=2), workload=Workload(sequence=128), presets=presets, detailed=True
+    )
+    for half, copy in zip(halves.rows, copies.rows, strict=True):
+        assert half.is_dry_run
+        assert half.wire_bytes == pytest.approx(copy.wire_bytes / 2, rel=0.02)
+        assert half.categories["moments"] == pytest.approx(copy.categories["moments"] / 2, rel=0.02)
+    assert "each of 2 copies of the model is on 2 GPUs: a GPU sends" in halves.notes[0]
+    with pytest.raises(ConfigError, match="--tp 3 does not divide 4 GPUs"):
+        shardwise.plan("llama3.2-1b", hardware=on, workload=Workload(tp=3))
+    with pytest.raises(ConfigError, match="--tp 2 needs a dry run of a model whose dimensions are known"):
+        shardwise.plan(params=10**9, hardware=on, workload=Workload(tp=2))
+    with pytest.raises(ConfigError, match=r"'model.embed_tokens' has 50257 rows, which cannot be cut into 2"):
+        shardwise.plan("gpt2", hardware=on, workload=Workload(tp=2), presets=presets)
+
+
+def measured(rank, world_size):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()  # it has meshes of earlier tests, whose groups are gone
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    return [observed(mesh, preset) for preset in PRESETS]
+
+
+def observed(mesh, preset):
+    """Peak and bytes sent of a step after the second.
+
+    The middle one of three peaks: Gloo's threads may hold a buffer of torch's collectives a moment longer than needed.
+    """
+    torch.manual_seed(0)
+    model, make_batch = build()
+    tensor_parallel(model, mesh["tp"])
+    engine = shardwise.initialize(model, torch.optim.AdamW(model.parameters()), preset, mesh=mesh["dp"])
+    for step in range(2):
+        train(engine, make_batch(0, step))
+    peaks = []
+    for step in range(3, 6):
+        gc.collect()
+        engine.comm.sent_bytes.clear()
+        with StorageObserver() as memory:
+            train(engine, make_batch(0, step))
+        peaks.append(memory.peak_bytes)
+    sent = dict(engine.comm.sent_bytes)
+    engine.destroy()
+    return statistics.median(peaks), sent
+
+
+def train(engine, batch):
+    engine.backward(engine(**batch))
+    engine.step()
+
+
+def test_peak_and_traffic_of_a_rank_of_the_mesh_are_the_measured_ones():
+    (predicted,) = run_ranks(foreseen, 1, fresh=True, init=False)
+    ranks = run_ranks(measured, 4)
+    activations = BATCH * LENGTH * HIDDEN * 4
+    logits = BATCH * LENGTH * VOCABULARY // 2 * 4
+    for number, preset in enumerate(PRESETS):
+        peak_bytes, sent = predicted[number]
+        assert peak_bytes == pytest.approx(statistics.median(each[number][0] for each in ranks), rel=0.03), preset
+        assert all(sent[kind] == ranks[0][number][1][kind] for kind in ("gather", "reduce"))
+        # Forward: out, down and the embedding. Backward: the inputs of q, k, v, up and the head.
+        assert sent["tp"] == (6 * LAYERS + 2) * activations + logits

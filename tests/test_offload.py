@@ -8,9 +8,9 @@ from torch import nn
 
 import shardwise
 from shardwise.memory.ledger import Ledger
+from shardwise.offload.buckets import buckets_of
 from shardwise.offload.buffer_pool import DeviceBufferPool
 from shardwise.offload.streams import Streams
-from shardwise.offload.unit_states import _buckets
 from shardwise.partition.layout import Span
 from support import matrix, ranks
 from support.training import digest, make_batch, make_sgd, start, train_step, trained
@@ -347,7 +347,7 @@ def test_parcels_hold_every_element_once():
         for most in (1024, 4096):
             for pieces in ([], [Span(0, 1000)], [Span(0, 4096), Span(4096, 9000), Span(9100, 9900)]):
                 fitting = [span for span in pieces if span.stop <= numel]
-                buckets = list(_buckets(numel, fitting, most))
+                buckets = list(buckets_of(numel, fitting, most))
                 assert [i for p in buckets for i in p.pieces] == list(range(len(fitting)))
                 assert sum(bucket.span.numel for bucket in buckets) == numel
                 borders = [bucket.span for bucket in buckets]

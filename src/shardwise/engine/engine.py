@@ -29,8 +29,8 @@ from shardwise.engine.root_call import RootCall
 from shardwise.engine.step_grads import StepGrads
 from shardwise.errors import GradientError, Notices
 from shardwise.memory import Entry, Ledger
+from shardwise.offload.offloaded_states import OffloadedStates, prefetch
 from shardwise.offload.pinned import HostMemory
-from shardwise.offload.unit_states import OffloadedStates, prefetch
 from shardwise.optim import Updater
 from shardwise.optim.clipping import Clip
 from shardwise.optim.frozen import check_none_thawed

@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.offload.buckets import GRADS, MASTER, Bucket
+from shardwise.offload.offloaded_states import OffloadedStates
 from shardwise.offload.streams import PAST, Event, Stream, Streams, now
-from shardwise.offload.unit_states import GRADS, MASTER, Bucket, OffloadedStates
 from shardwise.optim.frozen import check_none_frozen
 from shardwise.optim.host_share import use_cores
 from shardwise.optim.piece_optimizer import PieceOptimizer, options_now

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.offload import unit_states
-from shardwise.offload.unit_states import OffloadedStates
+from shardwise.offload import buckets
+from shardwise.offload.offloaded_states import OffloadedStates
 from shardwise.partition import Span
 from shardwise.unit import Unit
 from shardwise.unit.state_view import OffloadedView, StateView, TensorView
@@ -47,8 +47,8 @@ def state_views(unit: Unit, optimizer: torch.optim.Optimizer | None) -> list[Sta
     unit.synchronize()
     weights, states, first = unit.weights, unit.states, unit.weights.owned.start
     views: list[StateView] = []
-    if isinstance(states, OffloadedStates) and unit_states.MASTER in states:
-        views.append(OffloadedView(MASTER, weights.owned, states, unit_states.MASTER, first))
+    if isinstance(states, OffloadedStates) and buckets.MASTER in states:
+        views.append(OffloadedView(MASTER, weights.owned, states, buckets.MASTER, first))
     else:
         views.append(TensorView(MASTER, weights.owned, weights.master))
     for param, span, state in _piece_states(unit, optimizer):

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from shardwise.offload.unit_states import GRADS, MASTER, Bucket, NewMoments, OffloadedStates, Views
+from shardwise.offload.buckets import GRADS, MASTER, Bucket, NewMoments, Views
+from shardwise.offload.offloaded_states import OffloadedStates
 from shardwise.optim.frozen import check_none_frozen
 from shardwise.optim.piece_optimizer import PieceOptimizer, options_now, scaled
 from shardwise.optim.states import offload_moments, per_element, shares_storage

@@ -10,7 +10,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from shardwise.memory import Entry, Kind, Ledger, Tier
 from shardwise.memory.reduce_plan import update_batches
-from shardwise.offload.unit_states import OffloadedStates
+from shardwise.offload.offloaded_states import OffloadedStates
 from shardwise.optim.frozen import Frozen, has_frozen
 from shardwise.optim.host_update import HostedUpdate, HostWorker, hosted
 from shardwise.optim.optimizers import members

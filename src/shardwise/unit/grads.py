@@ -39,7 +39,9 @@ from shardwise.config.shape import AXES, Axis, Sharding, axes_between
 from shardwise.errors import GradientError
 from shardwise.memory import Buffer, Entry, Kind, Ledger, Tier
 from shardwise.memory.reduce_plan import UpdateSizes
-from shardwise.offload.unit_states import GRADS, OffloadedStates, UnitStates
+from shardwise.offload.buckets import GRADS
+from shardwise.offload.offloaded_states import OffloadedStates
+from shardwise.offload.unit_states import UnitStates
 from shardwise.partition import Span
 from shardwise.partition.dtensors import like
 from shardwise.profiling import mark

@@ -22,8 +22,10 @@ from torch import nn
 
 from shardwise.comm import DONE, Handle
 from shardwise.memory import Buffer, Entry, Kind, Ledger, Tier
+from shardwise.offload.buckets import HERE, MASTER, Arrival
+from shardwise.offload.offloaded_states import OffloadedStates
 from shardwise.offload.storage import Origin
-from shardwise.offload.unit_states import HERE, MASTER, Arrival, OffloadedStates, UnitStates
+from shardwise.offload.unit_states import UnitStates
 from shardwise.partition import Span
 from shardwise.partition.layout import GroupRun
 from shardwise.unit.plan import UnitPlan

@@ -14,8 +14,9 @@ import torch
 
 from shardwise.comm import Comm
 from shardwise.memory import Buffer
+from shardwise.offload.buckets import GRADS
+from shardwise.offload.offloaded_states import OffloadedStates
 from shardwise.offload.streams import Event
-from shardwise.offload.unit_states import GRADS, OffloadedStates
 from shardwise.partition import Span
 from shardwise.unit import norm
 

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from shardwise.offload.unit_states import OffloadedStates
+from shardwise.offload.offloaded_states import OffloadedStates
 from shardwise.partition import Span
 
 

@@ -11,7 +11,8 @@ import torch
 
 from shardwise.comm import Comm
 from shardwise.offload.context import OffloadContext
-from shardwise.offload.unit_states import OffloadedStates, ResidentStates, unit_states_for
+from shardwise.offload.offloaded_states import OffloadedStates, unit_states_for
+from shardwise.offload.unit_states import ResidentStates
 from shardwise.partition.dtensors import whole
 from shardwise.unit.grads import Grads
 from shardwise.unit.plan import UnitPlan

@@ -30,7 +30,8 @@ from shardwise.comm import DONE, Comm, Handle
 from shardwise.config.shape import AXES, Axis, axes_between
 from shardwise.errors import ModelChangedError
 from shardwise.memory import Buffer, Entry, Kind, Ledger, Tier
-from shardwise.offload.unit_states import HERE, Arrival, UnitStates
+from shardwise.offload.buckets import HERE, Arrival
+from shardwise.offload.unit_states import UnitStates
 from shardwise.partition import Span
 from shardwise.partition.dtensors import local, locals_of, set_dtype
 from shardwise.partition.stored import rebind_copies

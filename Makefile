@@ -84,8 +84,8 @@ bench-carry: bench-env  ## .bench-carry: what Python 3.12 with torch needs for c
 	rm -rf $(CARRY)/wheels $(CARRY)/bin
 	@du -sh $(CARRY)
 
-readme-tables: $(STAMP)  ## write the measured tables of README.md from benchmarks/results
-	$(PY) benchmarks/readme_tables.py README.md
+readme-tables: $(STAMP)  ## write the measured tables of README.md and docs/measured.md from benchmarks/results
+	for page in README.md docs/measured.md; do $(PY) benchmarks/readme_tables.py $$page || exit 1; done
 
 errors-page: $(STAMP)  ## write docs/errors.md from the errors that the code raises
 	PYTHONPATH=src:tests $(PY) -c "from support import errors_page; errors_page.write()"

@@ -25,10 +25,17 @@ DEFAULT_CASE = "cpu-gpt-26m"
 def main() -> None:
     path = Path(sys.argv[1])
     before = path.read_text()
-    after = BLOCK.sub(lambda match: match[1] + table(match["kind"], match["case"]) + match[4], before)
+    after = current(before, path.resolve().parent)
     if "--check" in sys.argv:
         sys.exit(before != after)
     path.write_text(after)
+
+
+def current(text: str, folder: Path) -> str:
+    """The text of a page in `folder`, with its tables anew."""
+    up = "" if folder == RESULTS.parent.parent.resolve() else "../"
+    tables = BLOCK.sub(lambda match: match[1] + table(match["kind"], match["case"]) + match[4], text)
+    return re.sub(r"\]\((?:\.\./)*benchmarks/results/", f"]({up}benchmarks/results/", tables)
 
 
 def table(kind: str, case: str) -> str:

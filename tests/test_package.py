@@ -47,6 +47,11 @@ def test_examples_run_as_written(page, tmp_path):
         run_example(code, tmp_path / f"{number}.py")
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/measured.md"])
+def test_measured_tables_are_those_of_the_newest_results(page):
+    run_command([sys.executable, ROOT / "benchmarks/readme_tables.py", ROOT / page, "--check"], timeout=60, forked=True)
+
+
 def python_blocks(markdown: str) -> list[str]:
     """The blocks fenced as `python`. Each must run on its own; code that is only shown is fenced as `py`."""
     fences = re.finditer(r"^( *)```python *\n(.*?)^\1``` *$", markdown, flags=re.MULTILINE | re.DOTALL)

@@ -125,6 +125,7 @@ def test_dry_runs_are_not_forked_after_cuda_was_started(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
     found = shardwise.plan("mlp-100k", detailed=True, presets=["zero1", "zero2"])
     assert found.mode == "detailed"
+    assert any("torch's allocator will reserve about" in note for note in found.notes)
     assert not [note for note in found.notes if "no dry run" in note]
 
 

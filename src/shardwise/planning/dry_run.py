@@ -36,6 +36,7 @@ from shardwise.observe import StorageObserver
 from shardwise.observe.labels import Labelling, by_kind
 from shardwise.offload.pinned import HostMemory
 from shardwise.partition.stored import stored_tensors
+from shardwise.planning.allocator import CachingAllocator
 from shardwise.planning.estimate import CATEGORIES, Estimate
 from shardwise.planning.fakes import Fakes
 from shardwise.planning.kernels import CPU, Kernels, cuda, replacing
@@ -43,6 +44,7 @@ from shardwise.planning.tp_axis import DryModelGroup, tp_axis, tp_sent_bytes
 from shardwise.planning.workload import ModelSpec, Workload
 from shardwise.tensors import map_tensors
 
+_SCRATCH, _WORKSPACE = -1, -2
 MOST_MICRO_BATCHES = 3
 """How many micro-batches of a step the dry run of a plan runs."""
 
@@ -80,11 +82,13 @@ class Foreseen(Estimate):
     """Memory and traffic of one rank; `peak_bytes` is the peak on the device in a step after the first.
 
     startup_bytes  the peak while the whole model is built on the device, sharded, and takes its first steps
+    reserved_bytes what the allocator reserves on a CUDA device for the peak, with the blocks that it cannot reuse
     axis_bytes     bytes sent in a step within the node (inner) and out of it (outer), without control messages
     moved_bytes    bytes of a step from and to `tiers`
     """
 
     startup_bytes: int
+    reserved_bytes: int
     sent_bytes: dict[str, int]
     axis_bytes: dict[str, int]
     moved_bytes: dict[str, int]
@@ -182,6 +186,8 @@ def dry_run(scenario: Scenario) -> Foreseen:
             scenario = scenario.with_dtype_of(model)
             engine = _engine(model, scenario, observer.host)
             labelling.attach_model(observer, engine)
+            observer.allocator.allocate(_WORKSPACE, kernels.overhead_bytes)
+            observer.allocator.empty_cache()  # as `initialize` does
             batches = _batches(make_batch, mode, scenario.rank)
             count = scenario.config.batch.accumulation
             # Later steps are all alike: the first creates the states, and with offload the pool of device buffers
@@ -287,10 +293,27 @@ class _DryObserver(StorageObserver):
         # If the foreseen device is the CPU, host memory is part of it, as in a measurement.
         is_away = None if kernels.name == "cpu" else lambda: self.host.is_allocating
         super().__init__("cpu", (), label, kernels.granularity_bytes, is_away)
+        self.allocator = CachingAllocator()
         self._scratch = kernels.scratch
         self._fakes = Fakes(mode, self.device)
         self.is_updating = False
         self.counts_tp, self.tp_bytes = False, 0
+
+    def _resized(self, entry: Any, nbytes: int) -> None:
+        if entry.nbytes != nbytes and entry.nbytes:
+            self.allocator.free(id(entry))
+        if entry.nbytes != nbytes and nbytes:
+            self.allocator.allocate(id(entry), nbytes)
+        super()._resized(entry, nbytes)
+
+    def add_scratch(self, size_bytes: int) -> None:
+        self.allocator.allocate(_SCRATCH, size_bytes)
+        self.allocator.free(_SCRATCH)
+        super().add_scratch(size_bytes)
+
+    def reset_peak(self) -> None:
+        super().reset_peak()
+        self.allocator.reset_peak()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -378,6 +401,7 @@ def _foreseen(observer: _DryObserver, engine: Engine, kernels: Kernels, startup_
     return Foreseen(
         categories={name: split.get(name, 0) for name in CATEGORIES},
         startup_bytes=startup_bytes + kernels.overhead_bytes,
+        reserved_bytes=observer.allocator.peak_bytes,
         tiers={tier: size for tier in ("host", "disk") if (size := tier_bytes.get(tier))},
         sent_bytes={**engine.comm.sent_bytes, **({"tp": observer.tp_bytes} if observer.tp_bytes else {})},
         axis_bytes=dict(engine.comm.axis_bytes),

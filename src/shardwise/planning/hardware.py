@@ -83,10 +83,15 @@ class Hardware:
         return NodeShape(self.nodes, self.gpus // self.nodes)
 
     @property
+    def context_bytes(self) -> int:
+        """Bytes of a GPU that the driver and the communicators take."""
+        pairs = 0 if self.gpus == 1 else 1 if self.shape.is_flat else 3  # of all ranks, in the node, across nodes
+        return CONTEXT_BYTES + pairs * COMMUNICATOR_BYTES
+
+    @property
     def reserved_bytes(self) -> int:
         """Bytes of a GPU that tensors cannot use."""
-        pairs = 0 if self.gpus == 1 else 1 if self.shape.is_flat else 3  # of all ranks, in the node, across nodes
-        return CONTEXT_BYTES + PAGES_BYTES + pairs * COMMUNICATOR_BYTES
+        return self.context_bytes + PAGES_BYTES
 
     @property
     def tier_bytes(self) -> dict[str, int]:

@@ -99,7 +99,10 @@ def _plan(model: ModelSpec, workload: Workload, hardware: Hardware, presets: Seq
     rows = [_row(preset, model, workload, hardware, foreseen.get(preset)) for preset in presets]
     notes += _notes(model, workload, rows)
     mode = "detailed" if foreseen else "analytic"
-    return Plan(model, workload, hardware, rows, advise(rows, model, workload, hardware), mode, notes)
+    advice = advise(rows, model, workload, hardware)
+    if advice.preset in foreseen:
+        notes.append(_reserved_note(advice.preset, foreseen[advice.preset], hardware))
+    return Plan(model, workload, hardware, rows, advice, mode, notes)
 
 
 def _row(preset: str, model: ModelSpec, workload: Workload, hardware: Hardware, foreseen: Foreseen | None) -> PlanRow:
@@ -123,6 +126,18 @@ def _row(preset: str, model: ModelSpec, workload: Workload, hardware: Hardware, 
         startup_bytes=foreseen.startup_bytes + reserved if foreseen else None,
         **vars(fit),
     )
+
+
+def _reserved_note(preset: str, foreseen: Foreseen, on: Hardware) -> str:
+    """What nvidia-smi will show: the allocator reserves more than the tensors take."""
+    shown = foreseen.reserved_bytes + on.context_bytes
+    note = (
+        f"{preset}: torch's allocator will reserve about {format_bytes(foreseen.reserved_bytes)} for "
+        f"{format_bytes(foreseen.peak_bytes)} of tensors; nvidia-smi shows it with the context, {format_bytes(shown)}"
+    )
+    if shown > on.gpu_bytes:
+        note += ": more than a GPU has, so that it will return pages to the driver in every step, which takes time"
+    return note
 
 
 def _tp_note(tp: int, copies: int, foreseen: Sequence[Foreseen]) -> str:

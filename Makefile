@@ -12,11 +12,12 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
-# torch first and exact: a range would let pip choose a build with gigabytes of CUDA packages.
+# torch first and exact: a range would let pip choose a build with gigabytes of CUDA packages. Without byte-compiling:
+# Python does it for the modules that are imported, a fraction of all.
 $(STAMP): pyproject.toml requirements/test.txt
 	@test -x $(PY) || python3 -m venv $(VENV)
-	$(PY) -m pip install --quiet --disable-pip-version-check $(TORCH)
-	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements/test.txt
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-compile $(TORCH)
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-compile -r requirements/test.txt
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps -e .
 	@touch $@
 

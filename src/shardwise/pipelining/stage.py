@@ -80,6 +80,11 @@ class EngineStage(PipelineStage):
     def scale_grads(self, grad_scale_factor: int) -> None:
         """Nothing: see `perform_reduce_grad`."""
 
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """What torch before 2.13 sends to warm up, except to this rank itself, as in a V: Gloo cannot do that."""
+        ops: list[dist.P2POp] = super()._get_init_p2p_neighbors_ops()  # not in torch 2.13
+        return [op for op in ops if op.group_peer != self.group_rank]
+
 
 class _Weight:
     """Stands for a parameter in torch's `stage_backward_weight`, which puts the gradient here instead of there."""

@@ -12,6 +12,7 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 
 from shardwise.comm import ProcessGroupComm
+from shardwise.comm.groups import set_timeout
 from shardwise.comm.mesh import RankMesh, make_mesh
 from shardwise.comm.model_group import ModelGroup, check_apart, mesh_beside
 from shardwise.config import Config
@@ -60,6 +61,8 @@ def initialize(
     device = _device(model, session)
     config, tp = Config.load(config), tp_mesh(model)
     rank_mesh = join_ranks(mesh, device, config.mesh, tp)
+    if config.runtime.timeout is not None:
+        set_timeout(rank_mesh.group, config.runtime.timeout)
     config = config.for_shape(_shape(rank_mesh, config))
     check_supported(config)
     config = _spilling(config)

@@ -10,7 +10,8 @@ from unittest import mock
 import pytest
 import yaml
 
-from shardwise.errors import ConfigError
+from shardwise.engine.initialize import _warn_of_tasks
+from shardwise.errors import ConfigError, ConfigWarning
 from shardwise.machine import launch, slurm
 from support import run_command
 
@@ -132,6 +133,13 @@ def test_a_node_whose_name_does_not_resolve_is_looked_up(monkeypatch):
     assert slurm.find_address("gpu07") == "gpu07"
 
 
+def test_tasks_that_each_train_by_themselves_are_warned(monkeypatch):
+    for name, value in STEP.items():
+        monkeypatch.setenv(name, value)
+    with pytest.warns(ConfigWarning, match="9 tasks of Slurm run this script, and each trains by itself"):
+        _warn_of_tasks()
+
+
 # Kubernetes
 
 MANIFEST = Path(__file__).parent.parent / "examples" / "trainjob.yaml"
@@ -154,7 +162,7 @@ def test_the_manifest_for_kubernetes_starts_the_example():
 
 @pytest.mark.full
 def test_the_manifest_for_kubernetes_follows_the_published_schema():
-    models = pytest.importorskip("kubeflow_trainer_api").models
+    models = pytest.importorskip("kubeflow_trainer_api.models")
     manifest = yaml.safe_load(MANIFEST.read_text())
     assert models.TrainerV1alpha1TrainJob.from_dict(manifest).to_dict() == manifest  # an unknown key is left out
     manifest["spec"]["trainer"]["numNode"] = 1

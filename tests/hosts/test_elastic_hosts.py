@@ -68,11 +68,11 @@ def test_a_job_goes_on_without_a_lost_host_and_takes_it_back(tmp_path, capsys):
         goal = starts(tmp_path)[2][0] + EVERY
         wait_for(lambda: newest(checkpoints) >= goal, tmp_path, "a checkpoint of three hosts again")
         logs = "\n".join(path.read_text() for path in tmp_path.glob("host[01]-*.log"))
-    found = starts(tmp_path)
+    (_, first), (lost_at, second), (back_at, third) = starts(tmp_path)
     with capsys.disabled():
-        print(f"\nhost2 lost: {found[1][1]} processes went on from step {found[1][0]} (saved: {saved}) {lost_s:.0f} s later")
-        print(f"host2 back: {found[2][1]} processes went on from step {found[2][0]} {joined_s:.0f} s later")
+        print(f"\nhost2 lost: {second} processes went on from step {lost_at} (saved: {saved}) {lost_s:.0f} s later")
+        print(f"host2 back: {third} processes went on from step {back_at} {joined_s:.0f} s later")
         print(next(line for line in logs.splitlines() if "DisagreementError: " in line))
-    assert [processes for _, processes in found] == [3, 2, 3]
-    assert found[1][0] >= saved  # at most the steps since the last checkpoint are lost
+    assert (first, second, third) == (3, 2, 3)
+    assert lost_at >= saved  # at most the steps since the last checkpoint are lost
     assert "on host2)" in logs

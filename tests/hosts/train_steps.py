@@ -3,6 +3,7 @@
 Arguments: preset, timeout in seconds, steps.
 """
 
+import json
 import os
 import sys
 import time
@@ -27,7 +28,7 @@ def main(preset: str, timeout: str, steps: str) -> None:
             engine.step()
             say(f"step {engine.steps}")
     except shardwise.DisagreementError as error:
-        say(f"stopped {error!r}")
+        say(f"stopped {json.dumps(str(error))}")
         raise
     say("ended")
 

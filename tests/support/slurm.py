@@ -115,15 +115,27 @@ class SlurmCluster:
         (folder / "key").chmod(0o400)
         names = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
         options = [f"--{option}={folder / name}" for option, name in names.items()]
-        self._start("munged", "setpriv", f"--reuid={user.pw_uid}", f"--regid={user.pw_gid}", "--clear-groups",
-                    _find("munged"), "--foreground", *options)
+        self._start(
+            "munged",
+            "setpriv",
+            f"--reuid={user.pw_uid}",
+            f"--regid={user.pw_gid}",
+            "--clear-groups",
+            _find("munged"),
+            "--foreground",
+            *options,
+        )
         _wait_for(lambda: (folder / "socket").exists(), "munged", self.folder / "munged.out")
 
     def _start_slurm(self) -> None:
         for name in ("state", "spool-node0", "spool-node1"):
             (self.folder / name).mkdir()
         text = CONFIGURATION.format(
-            host=socket.gethostname().partition(".")[0], address="127.0.0.1", ports=_free_ports(), folder=self.folder, munge=self._munge
+            host=socket.gethostname().partition(".")[0],
+            address="127.0.0.1",
+            ports=_free_ports(),
+            folder=self.folder,
+            munge=self._munge,
         )
         (self.folder / "slurm.conf").write_text(text)
         configuration = ("-D", "-f", self.folder / "slurm.conf")

@@ -39,7 +39,8 @@ def describe_holder(store: Any) -> str:
 def describe_hosts(hosts: Sequence[RankHost], own: int) -> str:
     """A line for each host, with its ranks.
 
-    >>> print(describe_hosts([RankHost("a", True), RankHost("b", False), RankHost("b", False), RankHost("c", False)], 2))
+    >>> names = ("a", "b", "b", "c")
+    >>> print(describe_hosts([RankHost(name, has_store=name == "a") for name in names], own=2))
       rank 0: on a, where the store is
       ranks 1, 2: on b, this host
       rank 3: on c, which cannot be asked without the store

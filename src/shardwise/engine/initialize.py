@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,8 +26,9 @@ from shardwise.engine.access import is_managed
 from shardwise.engine.alike import check_alike
 from shardwise.engine.engine import Engine
 from shardwise.engine.own_group import end_group_at_exit
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, ConfigWarning
 from shardwise.machine.process import end_with_launcher
+from shardwise.machine.slurm import SlurmTask
 from shardwise.optim.lr_schedule import check_scheduler
 from shardwise.optim.optimizers import OptimizerFactory, resolve_optimizer
 from shardwise.partition.dtensors import tp_mesh
@@ -185,7 +187,19 @@ def _start_process_group(on_cuda: bool) -> None:
         dist.init_process_group(backend)
     else:
         # One process and no torchrun: a store in memory, no port.
+        _warn_of_tasks()
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+
+
+def _warn_of_tasks() -> None:
+    task = SlurmTask.read(os.environ)
+    if task is not None and task.world_size > 1:
+        warnings.warn(
+            f"{task.world_size} tasks of Slurm run this script, and each trains by itself: start it with "
+            "`srun shardwise run`, which makes ranks of them",
+            ConfigWarning,
+            stacklevel=4,
+        )
 
 
 def check_supported(config: Config) -> None:

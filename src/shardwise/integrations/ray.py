@@ -1,8 +1,8 @@
 """Ray Train on shardwise: `resume` and `report` in the loop of a TorchTrainer.
 
-Ray starts the workers and their process group, which `shardwise.initialize` joins. Checkpoints are written by all workers
-straight into the storage of the run, without a copy; Ray knows them as its own, so that FailureConfig,
-CheckpointConfig and `result.checkpoint` work. A run continues on any number of workers.
+Ray starts the workers and their process group, which `shardwise.initialize` joins. All workers write checkpoints
+straight into the storage of the run, without a copy; Ray knows them as its own, so that FailureConfig, CheckpointConfig
+and `result.checkpoint` work. A run continues on any number of workers.
 """
 
 from __future__ import annotations

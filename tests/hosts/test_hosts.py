@@ -12,12 +12,12 @@ import pytest
 
 from support.hosts import Host, Network, missing
 
-pytestmark = [pytest.mark.hosts, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.hosts, pytest.mark.timeout(600)]
 STEPS = Path(__file__).parent / "train_steps.py"
 TIMEOUT_S = 12.0
 GRACE_S = 10.0
 """How much later than the timeout every rank has to have ended."""
-START_S = 120.0
+START_S = 300.0
 RANKS = """
 for local in 0 1; do
   (export RANK=$((FIRST + local)) LOCAL_RANK=$local; log=$LOGS/rank$RANK.log

@@ -167,3 +167,13 @@ def test_the_manifest_for_kubernetes_follows_the_published_schema():
     assert models.TrainerV1alpha1TrainJob.from_dict(manifest).to_dict() == manifest  # an unknown key is left out
     manifest["spec"]["trainer"]["numNode"] = 1
     assert models.TrainerV1alpha1TrainJob.from_dict(manifest).to_dict() != manifest
+
+
+def test_the_page_on_scale_names_what_there_is():
+    root = MANIFEST.parent.parent
+    page = (root / "docs" / "scale.md").read_text()
+    examples = set(re.findall(r"examples/[\w.]+\w", page))
+    assert len(examples) >= 4
+    assert all((root / path).is_file() for path in examples)
+    targets = re.findall(r"^([\w-]+):.*##", (root / "Makefile").read_text(), re.MULTILINE)
+    assert set(re.findall(r"`make ([\w-]+)`", page)) <= set(targets)

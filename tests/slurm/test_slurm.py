@@ -63,6 +63,7 @@ def test_a_requeued_job_continues(cluster, tmp_path, capsys):
     assert before <= steps[1] < 200
     assert state["Restarts"] == "1"
     cluster.run("scancel", job)
+    wait_for(lambda: not cluster.run("squeue", "-h").strip(), output)  # its processes have ended
 
 
 def newest(folder: Path) -> int:

@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-full test-clients test-swift test-gpu deepspeed-suite lint types format clean bench-env bench-carry readme-tables models-page errors-page architectures soak
+.PHONY: help train test test-full test-clients test-swift test-gpu test-hosts test-slurm test-ray deepspeed-suite lint types format clean bench-env bench-carry readme-tables models-page errors-page architectures soak
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -62,6 +62,23 @@ $(SWIFT)/.installed: requirements/swift.txt
 	$(SWIFT)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/swift.txt
 	@touch $@
 
+# These start real hosts, clusters and links on this machine, print what they did, and remove them again.
+test-hosts: $(STAMP)  ## lost and slow hosts, elastic torchrun, between network namespaces (root, iproute2; minutes)
+	$(PY) -m pytest -rs -m hosts tests/hosts
+
+test-slurm: $(STAMP)  ## srun, sbatch and a requeue in a cluster of two nodes (root, Debian's slurm-wlm and munge; minutes)
+	$(PY) -m pytest -rs -m slurm tests/slurm
+
+RAY := .ray-env
+test-ray: $(RAY)/.installed  ## Ray Train, in an environment of its own (minutes)
+	PYTHONPATH=src $(RAY)/bin/python -m pytest -rs -m ray tests/clients/test_ray.py
+
+$(RAY)/.installed: requirements/ray.txt
+	@test -x $(RAY)/bin/python || python3 -m venv $(RAY)
+	$(RAY)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	$(RAY)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/ray.txt
+	@touch $@
+
 SUITE := ../shared/deepspeed_suite
 deepspeed-suite: $(STAMP)  ## DeepSpeed's own unit tests against `import deepspeed` (SUITE=folder; long)
 	$(PY) tests/clients/deepspeed_suite.py $(SUITE) $(ARGS)
@@ -108,4 +125,4 @@ soak: $(STAMP)  ## 20 minutes of faults, one after the other, and a dated result
 	PYTHONPATH=src:tests $(PY) benchmarks/soak.py $(ARGS)
 
 clean:  ## remove what the set-up and the tests made
-	rm -rf $(VENV) $(BENCH) $(CARRY) $(SWIFT) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(BENCH) $(CARRY) $(SWIFT) $(RAY) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

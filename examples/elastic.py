@@ -15,6 +15,7 @@ step, and each process uses its share of it, so the global batches are the same 
 
 import argparse
 import os
+import time
 
 import torch
 import torch.distributed as dist
@@ -30,12 +31,15 @@ def main() -> None:
     parser.add_argument("--dir", default="checkpoints")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--every", type=int, default=10, help="steps between checkpoints")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds to wait for a machine that does not answer")
+    parser.add_argument("--pause", type=float, default=0, help="seconds between steps, to watch it")
     parser.add_argument("--crash", type=int, help="kill the last process at this step, the first time")
     args = parser.parse_args()
 
     torch.manual_seed(0)
     model = GPT(hidden=64, layers=2, heads=2, vocabulary=VOCABULARY, length=LENGTH)
-    engine = shardwise.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-3), "zero3")
+    config = {"preset": "zero3", "runtime": {"timeout": args.timeout}}
+    engine = shardwise.initialize(model, torch.optim.AdamW(model.parameters(), lr=1e-3), config)
     engine.load(args.dir, fallback=True, missing_ok=True)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if rank == 0:
@@ -48,6 +52,7 @@ def main() -> None:
         engine.step()
         if engine.steps % args.every == 0:
             engine.save(args.dir, blocking=False, keep=2)
+        time.sleep(args.pause)
     engine.save(args.dir, keep=2)
     if rank == 0:
         print(f"ended at step {engine.steps}, loss {loss.item():.3f}", flush=True)

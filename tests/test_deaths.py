@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -16,9 +17,12 @@ import torch.distributed as dist
 import shardwise
 from shardwise.comm import agreement, judge, sight
 from shardwise.comm.agreement import Agreement
+from shardwise.comm.groups import set_timeout
+from shardwise.comm.hosts import RankHost, describe_hosts, this_host
 from shardwise.comm.posts import Answer, Post, RankState
 from shardwise.comm.roll_call import Silence
 from shardwise.comm.store_link import StoreLink, StoreSilentError
+from shardwise.machine import process
 from shardwise.machine.local_ranks import FOLDER
 from shardwise.machine.process import Condition, Identity
 from support import ranks, run_ranks
@@ -87,6 +91,21 @@ def test_a_rank_that_stands_still_is_named():
     assert "is stopped (SIGSTOP, Ctrl-Z or a debugger)" in texts[0]
 
 
+@ranks(2)
+def test_the_timeout_of_the_configuration_counts_for_every_group(rank, world_size):
+    """And a rank may be silent for that long."""
+    before = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout
+    engine = begin("zero3", runtime={"min_unit_bytes": 1, "timeout": 33})
+    try:
+        groups = [dist.group.WORLD, *engine._comm._own]
+        timeouts = {group._get_backend(torch.device("cpu")).options._timeout for group in groups}
+        assert timeouts == {timedelta(seconds=33)}
+        assert engine._comm._agreement.frozen_s == 33
+    finally:
+        set_timeout(None, before.total_seconds())
+        engine.destroy()
+
+
 def load_slowly(seconds):
     time.sleep(seconds)
 
@@ -151,6 +170,7 @@ def test_ranks_stop_if_the_store_does(tmp_path, number, why):
     assert text.startswith("rank 0 waits for gather "), text
     assert f"the store through which the ranks exchange their states {why}" in text
     assert "it is held by the process at 127.0.0.1:" in text
+    assert f"  ranks 0, 1: on {socket.gethostname()}, this host\n" in text
 
 
 def test_a_call_to_the_store_has_a_deadline():
@@ -159,8 +179,11 @@ def test_a_call_to_the_store_has_a_deadline():
     with pytest.raises(StoreSilentError, match="did not answer"):
         link.run(lambda store: store.wait(30))
     dropped = []
+    link._limit_s, began = 30.0, time.monotonic()
     with pytest.raises(StoreSilentError):
         link.run(dropped.append)
+    assert time.monotonic() - began < 5  # a call is overdue: others do not wait their whole limit
+    link._limit_s = 0.3
     with pytest.raises(ZeroDivisionError):
         link.run(lambda store: None, check=lambda: 1 / 0)
     answers.set()
@@ -170,6 +193,18 @@ def test_a_call_to_the_store_has_a_deadline():
         link.run(lambda store: {}["x"])
     link.close()
     assert not link._thread.is_alive()
+
+
+def test_a_link_whose_call_never_returns_does_not_hold_the_exit():
+    never = threading.Event()
+    link = StoreLink(never, limit_s=0.1)
+    with pytest.raises(StoreSilentError):
+        link.run(lambda store: store.wait())
+    began = time.monotonic()
+    link.close()
+    assert link._thread not in process._running  # what the end of the interpreter waits for
+    assert time.monotonic() - began < 0.1
+    never.set()
 
 
 # The end of a process
@@ -272,6 +307,24 @@ def test_a_death_names_the_operation_and_not_the_loop():
     gone = Post(RankState.GONE, None, {"gather": (0, ["a"])}, "its process ended")
     assert "loop that ends early" in judge.judge([waits(), gone]).text
     assert judge.died([lost, lost], {}).startswith("connections between the ranks broke while others wait")
+
+
+def test_a_rank_without_the_store_names_the_hosts():
+    hosts = [RankHost("a", True), RankHost("a", True), RankHost("b", False), RankHost("c", False)]
+    text = judge.without_store(2, "gather head", "rank 0 at a:29500", "does not answer", describe_hosts(hosts, 2))
+    assert text.splitlines()[1:4] == [
+        "  ranks 0, 1: on a, where the store is",
+        "  rank 2: on b, this host",
+        "  rank 3: on c, which cannot be asked without the store",
+    ]
+
+
+def test_a_rank_knows_whether_the_store_is_on_its_host():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert this_host(dist.PrefixStore("x", store)) == RankHost(socket.gethostname(), True)
+    elsewhere = mock.Mock(spec=["host"], host="192.0.2.1")  # an address that no host has
+    assert not this_host(elsewhere).has_store
+    assert not this_host(dist.HashStore()).has_store
 
 
 def test_the_exit_that_the_launcher_saw_is_told(monkeypatch, tmp_path):

@@ -11,7 +11,18 @@ from support import CommandFailed, run_command
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", *(str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("docs/**/*.md")))]
-OPTIONAL = ("transformers", "accelerate", "peft", "lightning", "matplotlib", "typer", "rich", "hjson", "deepspeed")
+OPTIONAL = (
+    "transformers",
+    "accelerate",
+    "peft",
+    "lightning",
+    "ray",
+    "matplotlib",
+    "typer",
+    "rich",
+    "hjson",
+    "deepspeed",
+)
 EXAMPLE_LIMIT_S = 100
 # The folders that people and machines keep checkouts in; spelt so that this file does not match itself.
 MACHINE_PATH = re.compile(r"(?<![\w./~-])/(?:wor[k]|roo[t]|hom[e]|User[s])/\w")

@@ -191,7 +191,10 @@ def env(
 )
 def run(
     context: typer.Context,
-    nproc: Annotated[int, typer.Option("-n", "--nproc", help="Processes on this machine.")] = 1,
+    nproc: Annotated[
+        int | None,
+        typer.Option("-n", "--nproc", help="Processes on this machine (default: 1; under Slurm, as the job asks)."),
+    ] = None,
     threads: Annotated[
         int | None,
         typer.Option(help="Threads per process (default: its share of the cores).", callback=_within(1, MOST_THREADS)),
@@ -203,6 +206,8 @@ def run(
     debug: Debug = False,
 ) -> None:
     """Run a script on several processes: torchrun, with the cores divided among them.
+
+    Under Slurm it reads the job's variables: `srun shardwise run train.py`, or without srun in the script of sbatch.
 
     shardwise run -n 4 train.py --lr 1e-4
 

@@ -99,7 +99,7 @@ def verdicts() -> Iterator[Message]:
         judge.died([lost, lost], {}),
         judge.frozen([waits, behind], {1: ""}, 30),
         judge.late([waits, behind], {}, 600),
-        judge.without_store(1, "gather blocks.1", "process 1234 on the first host", "does not answer"),
+        judge.without_store(1, "gather blocks.1", "process 1234 on the first host", "does not answer", ""),
     ]
     for example in examples:
         text = example if isinstance(example, str) else example.text

@@ -17,8 +17,8 @@ rank that is gone will never issue, or a standstill of all ranks. A slow rank is
 it. The first rank to decide writes the verdict; every rank stops with its text.
 
 While a rank waits, it calls the roll every few seconds, and the thread of every rank that lives answers, whatever its
-main thread does. A rank that does not answer for `FROZEN_S` has died, is stopped, or has lost its host. If the store
-itself is gone or silent, every rank that waits stops by itself.
+main thread does. A rank that does not answer during the timeout of the process group has died, is stopped, or has lost
+its host. If the store itself is gone or silent, every rank that waits stops by itself, and names the hosts.
 """
 
 from __future__ import annotations
@@ -40,13 +40,14 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from shardwise.comm import judge as words
+from shardwise.comm.hosts import RankHost, describe_holder, describe_hosts
 from shardwise.comm.judge import judge
 from shardwise.comm.log import Log, Ticket
 from shardwise.comm.outstanding import Outstanding
 from shardwise.comm.posts import FAILED, Board, Post, RankState
 from shardwise.comm.roll_call import Silence
 from shardwise.comm.sight import main_place, outside_call, see_process
-from shardwise.comm.store_link import STORE_S, StoreSilentError, describe_holder
+from shardwise.comm.store_link import STORE_S, StoreSilentError
 from shardwise.errors import DisagreementError
 from shardwise.machine.process import Condition, start_thread
 
@@ -56,11 +57,9 @@ POLL_VARIABLE = "SHARDWISE_AGREEMENT_POLL_S"
 ANSWER_S = 4.0
 """How long a rank whose connections broke waits for the other ranks to answer that they live; while a rank waits, the
 seconds between two roll calls."""
-FROZEN_S = 120.0
-"""How long a rank may be silent while others wait for it. Its thread answers unless the process stands still, or a
-call holds Python's lock all the time. At most half of the process group's timeout."""
 FROZEN_VARIABLE = "SHARDWISE_FROZEN_S"
-"""The environment variable that replaces `FROZEN_S`."""
+"""The environment variable for how long a rank may be silent while others wait for it, at most and by default the
+timeout of the process group. Its thread answers unless the process stands still, or a call holds Python's lock."""
 JUDGES = 8
 """About how many ranks read the posts of all ranks in one poll, however many wait: the store serves one at a time."""
 _PATIENCE = 3  # polls
@@ -96,7 +95,7 @@ class Agreement:
         self.failure: str | None = None
         self.is_ending = False
         self.poll_s = poll_s
-        self.frozen_s = min(float(os.environ.get(FROZEN_VARIABLE, FROZEN_S)), wire.timeout_s / 2)
+        self.frozen_s = min(float(os.environ.get(FROZEN_VARIABLE, wire.timeout_s)), wire.timeout_s)
         self._send_limit = timedelta(seconds=self.frozen_s)
         self._wire = wire
         self._rank = rank
@@ -109,6 +108,7 @@ class Agreement:
         self._outstanding = Outstanding(poll_s)
         self._board = Board(store, rank, world_size, min(STORE_S, self.frozen_s))
         self._holder = describe_holder(store)
+        self.hosts: Sequence[RankHost] = ()
         self._silence = Silence(world_size)
         self._listened = self._called = time.monotonic()
         self._reached = time.monotonic()  # when this rank last reached the store, or moved
@@ -293,7 +293,7 @@ class Agreement:
         if silent_s < (self.frozen_s if is_silent else ANSWER_S):
             return None
         why = f"has not answered for {silent_s:.0f} s" if is_silent else "is gone"
-        return words.without_store(self._rank, ticket.text, self._holder, why)
+        return self._describe_store_loss(ticket, why)
 
     def _has_heard_all(self, posts: list[Post]) -> bool:
         """Whether the other ranks have had the time to post where they are, so that the text can name all of them."""
@@ -352,8 +352,7 @@ class Agreement:
             verdict = self.failure or self._explain_loss(ticket, str(error))
         except RuntimeError as lost:
             why = "does not answer" if isinstance(lost, StoreSilentError) else "is gone as well"
-            text = ticket.text if ticket is not None else "the next operation"
-            verdict = words.without_store(self._rank, text, self._holder, why)
+            verdict = self._describe_store_loss(ticket, why)
         self.failure = verdict
         # `poll` wakes no rank once there is a failure, and ranks that wait for this one alone must stop.
         self._wire.wake()
@@ -390,6 +389,10 @@ class Agreement:
             if rank != self._rank and post.state is not RankState.GONE and (answer is None or answer.number < called):
                 absent[rank] = see_process(rank, identity)
         return absent
+
+    def _describe_store_loss(self, ticket: Ticket | None, why: str) -> str:
+        operation = ticket.text if ticket is not None else "the next operation"
+        return words.without_store(self._rank, operation, self._holder, why, describe_hosts(self.hosts, self._rank))
 
     def _describe_loss(self, posts: Sequence[Post], absent: dict[int, tuple[Condition, str]], is_late: bool) -> str:
         texts = {rank: text for rank, (_, text) in absent.items()}

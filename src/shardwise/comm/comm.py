@@ -38,6 +38,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from shardwise.comm import groups as process_groups
 from shardwise.comm.agreement import Agreement, Wire, poll_interval_s
+from shardwise.comm.hosts import this_host
 from shardwise.comm.interface import DONE, EVERYWHERE, GATHER, REDUCE, Comm, Handle, Hop
 from shardwise.comm.log import Ticket
 from shardwise.comm.relay import Relay, RelayedGather, Sends, Works
@@ -132,6 +133,7 @@ class ProcessGroupComm(Comm):
             store = _store(self._groups[GATHER].up, self.rank)
             wire = Wire(self._break_groups, self._device_error, self._timeout.total_seconds())
             self._agreement = Agreement(store, self.rank, self.world_size, is_world, wire, poll_interval_s())
+            self._agreement.hosts = self.share_object(this_host(store), "host")
         self._on_exit = partial(_end_at_exit, weakref.ref(self), os.getpid())
         if self._waits_on_device or self._sends_directly:
             atexit.register(self._on_exit)

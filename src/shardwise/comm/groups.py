@@ -14,9 +14,11 @@ import os
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from shardwise.machine.process import start_thread
 
@@ -28,6 +30,11 @@ _SETTINGS = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",  # the watchdog sleeps four times as long after an error
 }
+
+
+def set_timeout(group: Any, timeout_s: float) -> None:
+    """Give a group, or with None the world, another timeout. Groups that are made from it for an engine get it too."""
+    c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
 
 
 @contextlib.contextmanager

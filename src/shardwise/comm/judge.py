@@ -83,12 +83,13 @@ def late(posts: Sequence[Post], places: Mapping[int, str], timeout_s: float) -> 
     return _absence(what, posts, at, words, _RAISE_TIMEOUT)
 
 
-def without_store(rank: int, operation: str, holder: str, why: str) -> str:
-    """The text of a rank that waits and cannot ask the other ranks."""
+def without_store(rank: int, operation: str, holder: str, why: str, hosts: str) -> str:
+    """The text of a rank that waits and cannot ask the other ranks. `hosts` has the lines of the hosts."""
+    lines = f"{hosts}\n" if hosts else ""
     return (
         f"rank {rank} waits for {operation}, and the store through which the ranks exchange their states {why}, so "
         f"none of them can continue: it is held by {holder}, which has died, stands still or cannot be reached.\n"
-        f"{_FIND_STORE}"
+        f"{lines}{_FIND_STORE}"
     )
 
 

@@ -6,7 +6,6 @@ its host is cut, a call never returns. So one thread makes the calls, and caller
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 import time
@@ -14,7 +13,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from shardwise.machine.process import start_thread
+from shardwise.machine.process import leave_behind, start_thread
 
 T = TypeVar("T")
 STORE_S = 5.0
@@ -36,11 +35,15 @@ class _Request:
 
 
 class StoreLink:
-    """Runs functions of a store, one at a time and in order, each within `limit_s`."""
+    """Runs functions of a store, one at a time and in order, each within `limit_s`.
+
+    While a call is overdue, others wait for a moment only: a rank that has lost the store ends soon.
+    """
 
     def __init__(self, store: Any, limit_s: float) -> None:
         self._limit_s = limit_s
         self._requests: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
+        self._overdue: _Request | None = None
         self._thread = start_thread(_serve, store, self._requests, name="shardwise-store")
         # Neither the thread nor the exit keeps the link: once it is out of use, its thread ends.
         self._end = weakref.finalize(self, self._requests.put, None)
@@ -50,36 +53,29 @@ class StoreLink:
         and ends the wait by raising."""
         request = _Request(work)
         self._requests.put(request)
-        deadline = time.monotonic() + self._limit_s
+        deadline = time.monotonic() + (0.0 if self._is_silent() else self._limit_s)
         while not request.is_done.wait(_SLICE_S):
             if check is not None:
                 check()
             elif time.monotonic() > deadline:
                 request.is_dropped = True
+                self._overdue = request
                 raise StoreSilentError(f"the store did not answer within {self._limit_s:g} s: see `StoreLink`")
         if request.error is not None:
             raise request.error
         value: T = request.value
         return value
 
+    def _is_silent(self) -> bool:
+        return self._overdue is not None and not self._overdue.is_done.is_set()
+
     def close(self) -> None:
         """End the thread, unless a call never returns."""
         self._end()
-        self._thread.join(self._limit_s)
-
-
-def describe_holder(store: Any) -> str:
-    """Who holds a store, as far as this process can tell."""
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    if hasattr(store, "path"):
-        return f"the file {store.path}"
-    if not hasattr(store, "port"):
-        return "this process"
-    address = f"{store.host}:{store.port}"
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return f"torchrun's agent at {address}"
-    return f"rank 0 at {address}" if os.environ.get("MASTER_PORT") == str(store.port) else f"the process at {address}"
+        if self._is_silent():
+            leave_behind(self._thread)
+        else:
+            self._thread.join(self._limit_s)
 
 
 def _serve(store: Any, requests: queue.SimpleQueue[_Request | None]) -> None:
@@ -89,5 +85,5 @@ def _serve(store: Any, requests: queue.SimpleQueue[_Request | None]) -> None:
                 request.value = request.work(store)
             except Exception as error:
                 request.error = error
-            request.is_done.set()
+        request.is_done.set()
         del request  # an engine must not live on for a call that is over

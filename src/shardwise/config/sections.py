@@ -303,6 +303,9 @@ class Runtime(Section):
     use_cpu: StrictBool = setting(False, "use the CPU even where there is a GPU")
     steps_per_print: Positive | None = setting(None, "steps between printed lines (none: silent)")
     timers: StrictBool = setting(False, "time every phase (waits for the device)")
+    timeout: Annotated[Real, Field(gt=0)] | None = setting(
+        None, "seconds to wait for other ranks (none: the process group's)"
+    )
 
 
 class ConfigSections(Section):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 
 from shardwise.comm import ProcessGroupComm
+from shardwise.comm.groups import set_timeout
 from shardwise.comm.mesh import RankMesh, make_mesh
 from shardwise.comm.model_group import ModelGroup, check_apart, mesh_beside
 from shardwise.config import Config
@@ -24,8 +26,9 @@ from shardwise.engine.access import is_managed
 from shardwise.engine.alike import check_alike
 from shardwise.engine.engine import Engine
 from shardwise.engine.own_group import end_group_at_exit
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, ConfigWarning
 from shardwise.machine.process import end_with_launcher
+from shardwise.machine.slurm import SlurmTask
 from shardwise.optim.lr_schedule import check_scheduler
 from shardwise.optim.optimizers import OptimizerFactory, resolve_optimizer
 from shardwise.partition.dtensors import tp_mesh
@@ -60,6 +63,8 @@ def initialize(
     device = _device(model, session)
     config, tp = Config.load(config), tp_mesh(model)
     rank_mesh = join_ranks(mesh, device, config.mesh, tp)
+    if config.runtime.timeout is not None:
+        set_timeout(rank_mesh.group, config.runtime.timeout)
     config = config.for_shape(_shape(rank_mesh, config))
     check_supported(config)
     config = _spilling(config)
@@ -182,7 +187,19 @@ def _start_process_group(on_cuda: bool) -> None:
         dist.init_process_group(backend)
     else:
         # One process and no torchrun: a store in memory, no port.
+        _warn_of_tasks()
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+
+
+def _warn_of_tasks() -> None:
+    task = SlurmTask.read(os.environ)
+    if task is not None and task.world_size > 1:
+        warnings.warn(
+            f"{task.world_size} tasks of Slurm run this script, and each trains by itself: start it with "
+            "`srun shardwise run`, which makes ranks of them",
+            ConfigWarning,
+            stacklevel=4,
+        )
 
 
 def check_supported(config: Config) -> None:

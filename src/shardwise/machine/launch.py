@@ -18,6 +18,7 @@ from typing import NoReturn
 
 from shardwise.checks import check_range
 from shardwise.errors import ConfigError
+from shardwise.machine.slurm import SlurmTask, srun_command
 
 SAFE_ISA = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16"}
 LEAST_LIMIT = 128
@@ -64,11 +65,40 @@ def bf16_products_work() -> bool:
 
 
 def run(
-    ranks: int, command: Sequence[str], threads: int | None = None, variables: Mapping[str, str] | None = None
+    ranks: int | None,
+    command: Sequence[str],
+    threads: int | None = None,
+    variables: Mapping[str, str] | None = None,
 ) -> NoReturn:
-    """Replace this process by torchrun with `ranks` processes of a script, or of a module named after `-m`."""
-    arguments = run_command(ranks, command)
-    os.execve(arguments[0], arguments, {**run_environment(ranks, threads), **(variables or {})})
+    """Replace this process by torchrun with `ranks` processes of a script, or of a module named after `-m`.
+
+    In a task of Slurm, it becomes a rank of the job step, or starts those of its node; in the script of a Slurm job, it
+    starts itself in every task.
+    """
+    task, srun = SlurmTask.read(os.environ), srun_command(os.environ)
+    if task is None and srun is not None and ranks is None:
+        check_command(command)
+        own = ["run", *([f"--threads={threads}"] if threads is not None else []), "--", *command]
+        run_program([*srun, sys.executable, "-m", "shardwise", *own], variables or {})
+    if task is not None:
+        arguments, environment = run_task(task, ranks, command, threads)
+    else:
+        arguments, environment = run_command(ranks or 1, command), run_environment(ranks or 1, threads)
+    os.execve(arguments[0], arguments, {**environment, **(variables or {})})
+
+
+def run_task(
+    task: SlurmTask, ranks: int | None, command: Sequence[str], threads: int | None
+) -> tuple[list[str], dict[str, str]]:
+    """The command line and the environment of one task of a Slurm step."""
+    check_command(command)
+    started = task.processes(ranks)
+    if started is None:
+        threads = threads or task.cpus or None
+        environment = run_environment(task.local_world_size, threads) | task.rank_variables(os.environ)
+        return [sys.executable, *command], environment
+    check_ranks("-n", started)
+    return torchrun(task.torchrun_options(started, os.environ), command), run_environment(started, threads)
 
 
 def run_program(command: Sequence[str], variables: Mapping[str, str]) -> NoReturn:
@@ -92,11 +122,20 @@ def run_command(ranks: int, command: Sequence[str]) -> list[str]:
     ['--standalone', '--nproc-per-node=2', '-m', 'json.tool']
     """
     check_ranks("-n", ranks)
+    check_command(command)
+    return torchrun(["--standalone", f"--nproc-per-node={ranks}"], command)
+
+
+def torchrun(options: Sequence[str], command: Sequence[str]) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", *options, *command]
+
+
+def check_command(command: Sequence[str]) -> None:
+    """Raise a ConfigError if there is nothing to run."""
     if not command:
         raise ConfigError("nothing to run: name a script, as in `shardwise run -n 2 train.py`")
     if command[0] != "-m" and not Path(command[0]).is_file():
         raise ConfigError(f"there is no script {command[0]!r}")
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *command]
 
 
 def check_ranks(option: str, ranks: int) -> None:

@@ -125,6 +125,11 @@ def start_thread(target: Callable[..., None], *args: Any, name: str) -> threadin
     return thread
 
 
+def leave_behind(thread: threading.Thread) -> None:
+    """Do not wait for a thread at exit: it is in a system call that never returns."""
+    _running.discard(thread)
+
+
 def _join_threads() -> None:
     deadline = time.monotonic() + JOIN_S
     for thread in list(_running):

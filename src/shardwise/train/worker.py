@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import FileStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from shardwise.comm import Comm, ProcessGroupComm
+from shardwise.config import Config
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.machine import local_ranks
 from shardwise.machine.local_ranks import FailureReport
@@ -47,7 +48,15 @@ def choose_device(wanted: str, rank: int) -> torch.device:
     return device
 
 
-def join(rank: int, device: torch.device) -> Store:
+def _timeout(options: TrainOptions) -> timedelta:
+    """As the configuration says. An error in it is raised later, on all ranks alike."""
+    with contextlib.suppress(ConfigError):
+        seconds = Config.load(options.placing.config).runtime.timeout
+        return timedelta(seconds=seconds) if seconds is not None else TIMEOUT
+    return TIMEOUT
+
+
+def join(rank: int, device: torch.device, timeout: timedelta = TIMEOUT) -> Store:
     """Start the process group through the folder of local ranks or torchrun's rendezvous; returns the store."""
     world_size = int(os.environ["WORLD_SIZE"])
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
@@ -55,7 +64,7 @@ def join(rank: int, device: torch.device) -> Store:
     backend = "cpu:gloo,cuda:nccl" if has_own_gpu else "gloo"
     folder = os.environ.get(local_ranks.FOLDER)
     store: Store = FileStore(f"{folder}/store", world_size) if folder else next(iter(rendezvous("env://")))[0]
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     return store
 
 
@@ -67,7 +76,7 @@ def serve(options: TrainOptions) -> NoReturn:
         process = RankProcess(choose_device(options.placing.device, rank))
         for number in local_ranks.stop_signals():
             signal.signal(number, lambda *_: setattr(process, "stop_requested", True))
-        store = join(rank, process.device)
+        store = join(rank, process.device, _timeout(options))
         comm = ProcessGroupComm(None, torch.device("cpu"))
         run(_agreed_job(options, comm, process.device.type == "cpu"), process, comm)
     except ShardwiseError as error:

@@ -1,0 +1,49 @@
+"""Ray Train on shardwise: `resume` and `report` in the loop of a TorchTrainer.
+
+Ray starts the workers and their process group, which `shardwise.initialize` joins. All workers write checkpoints
+straight into the storage of the run, without a copy; Ray knows them as its own, so that FailureConfig, CheckpointConfig
+and `result.checkpoint` work. A run continues on any number of workers.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import ray.train
+from pyarrow.fs import LocalFileSystem
+from ray.train import Checkpoint, CheckpointUploadMode
+
+from shardwise.engine.engine import Engine
+from shardwise.errors import ConfigError
+
+
+def resume(engine: Engine) -> Any:
+    """Continue from the checkpoint that Ray gives to this attempt, if there is one; the state that was saved with it.
+
+    A collective. Ray gives the one last reported, or that of `TorchTrainer(resume_from_checkpoint=...)`.
+    """
+    checkpoint = ray.train.get_checkpoint()
+    if checkpoint is None:
+        return None
+    path = Path(checkpoint.path)
+    return engine.load(path.parent, tag=path.name)
+
+
+def report(engine: Engine, metrics: dict[str, Any], state: dict[str, Any] | None = None) -> None:
+    """Save a checkpoint in the storage of the run, with `state`, and report it to Ray with `metrics`. A collective."""
+    path = engine.save(_storage(), state=state)
+    is_first = ray.train.get_context().get_world_rank() == 0
+    checkpoint = Checkpoint.from_directory(path) if is_first else None
+    ray.train.report(metrics, checkpoint=checkpoint, checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD)
+
+
+def _storage() -> Path:
+    """The folder of the run, which all workers share."""
+    storage = ray.train.get_context().get_storage()
+    if not isinstance(storage.storage_filesystem, LocalFileSystem):
+        raise ConfigError(
+            f"RunConfig(storage_path=...) is on {type(storage.storage_filesystem).__name__}: workers write checkpoints "
+            "into it together, so give a folder that all nodes have mounted"
+        )
+    return Path(storage.experiment_fs_path)

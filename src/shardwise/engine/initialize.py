@@ -12,8 +12,8 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 
 from shardwise.comm import ProcessGroupComm
-from shardwise.comm.mesh import RankMesh, make_mesh
-from shardwise.comm.model_group import ModelGroup, check_apart, mesh_beside
+from shardwise.comm.mesh import RankMesh, make_mesh, mesh_beside
+from shardwise.comm.model_group import ModelGroup
 from shardwise.config import Config
 from shardwise.config.auto import UserObjects
 from shardwise.config.presets import offloaded
@@ -148,7 +148,7 @@ def join_ranks(mesh: Any, device: torch.device, section: MeshSection, tp: Any = 
     if mesh is None and tp is not None and not section.model_fields_set:
         mesh = mesh_beside(tp)
     found = make_mesh(section, device) if mesh is None else RankMesh.parse(mesh)
-    check_apart(found.zero_ranks, tp)
+    found.check_model(tp)
     return found
 
 

@@ -16,6 +16,7 @@ from shardwise.config.shape import NodeShape, shape_on_nodes
 from shardwise.errors import ConfigWarning
 from shardwise.models.built_in import MLP
 from shardwise.observe import StorageObserver, WireObserver
+from shardwise.planning import Hardware, Workload
 from support import matrix, ranks
 from support.training import digest, make_model, make_optimizer, make_sgd, start, train, train_step
 from test_agreement import extra_forward
@@ -215,6 +216,23 @@ def test_a_node_of_the_hybrid_sends_two_elements_whatever_k():
 # Memory
 
 
+def at_rest(name, shape):
+    kinds = costs.resting(Config.load(config(name, "bf16", accumulation=2)).for_shape(shape))
+    return costs.resting_bytes(kinds, 10**9, shape)
+
+
+def test_the_hybrid_rests_on_less_than_zero2_from_three_ranks_a_node():
+    """6Ψ/n + 12Ψ/W against 2Ψ + 16Ψ/W: what is added up in fp32 is sharded over a node."""
+    for nodes in (2, 3, 16):
+        for per_node in (3, 4, 8):
+            assert at_rest("zero3_hybrid", NodeShape(nodes, per_node)) < at_rest("zero2", NodeShape(nodes, per_node))
+        assert at_rest("zero3_hybrid", NodeShape(nodes, 2)) >= at_rest("zero2", NodeShape(nodes, 2))
+    note = "zero3_hybrid needs more than zero2 here"
+    for gpus, says in ((8, True), (32, False)):
+        made = shardwise.plan("llama3-8b", hardware=Hardware(gpus, nodes=4), workload=Workload(accumulation=2))
+        assert any(each.startswith(note) for each in made.notes) == says
+
+
 def measured(name, precision, accumulation, rank):
     """Bytes at rest after two steps, beside what was there before, the peak of the second, and the engine's ledger."""
     torch.manual_seed(0)
@@ -265,7 +283,7 @@ def test_peaks_by_the_table(rank, world_size, precision, accumulation):
         dist.all_reduce(highest, dist.ReduceOp.MAX)
         assert foreseen[0] == pytest.approx(highest.item(), rel=0.03), name
     assert peaks["zero3"] <= peaks["zero3_hybrid"], peaks
-    # With several micro-batches, 4Ψ/n of gradients rest: with two ranks a node as much as zero2 saves.
+    # With several micro-batches, 4Ψ/n of gradients rest (the test above): as much as zero2 saves, and units in flight.
     assert accumulation > 1 or peaks["zero3_hybrid"] <= peaks["zero2"], peaks
 
 

@@ -108,8 +108,8 @@ class InputWatch:
         if any(row != together[0] for row in together):
             self._notices.say(
                 "other data in a copy",
-                f"the {len(together)} tensor-parallel ranks that hold one copy of the model were given different inputs, "
-                "and layers that tensor parallelism has cut add up what belongs to one input: choose the batch by the "
+                f"the {len(together)} tensor-parallel ranks that hold one copy of the model were given different "
+                "inputs, and layers that are cut add up what belongs to one input: choose the batch by the "
                 'data-parallel rank, mesh["dp"].get_local_rank(). If each rank has its part of the sequence, this is '
                 "meant",
             )

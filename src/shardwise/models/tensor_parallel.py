@@ -112,9 +112,7 @@ def _check_cut(path: str, module: nn.Module, how: Any) -> None:
     if how not in _CUTS:
         near = difflib.get_close_matches(how, _CUTS, n=1)
         hint = f", such as {near[0]!r}" if near else ""
-        raise ConfigError(
-            f"the tensor-parallel plan says {how!r} of {path!r}: take one of {', '.join(_CUTS)}{hint}"
-        )
+        raise ConfigError(f"the tensor-parallel plan says {how!r} of {path!r}: take one of {', '.join(_CUTS)}{hint}")
     if not isinstance(module, nn.Embedding if how == "vocabulary" else nn.Linear):
         raise ConfigError(
             f"{path!r} is a {type(module).__name__}, which cannot be cut by {how}: name a Linear (or, for vocabulary, "

@@ -88,7 +88,8 @@ def part_of(param: Any, count: int, index: int) -> TensorPart | None:
 
 def uneven_cut(model: nn.Module) -> str:
     """What to do about a parameter that is cut into unequal parts, if the model has one; else empty."""
-    for name, param in model.named_parameters():
+    params: dict[str, Any] = dict(model.named_parameters())
+    for name, param in params.items():
         if is_dtensor(param) and param.placements[0].is_shard():
             dim, count = param.placements[0].dim % param.ndim, param.device_mesh.size()
             sizes = [TensorPart(tuple(param.shape), dim, count, index).size for index in range(count)]

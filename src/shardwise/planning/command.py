@@ -71,7 +71,7 @@ def _hardware(options: Mapping[str, Any]) -> Hardware:
     return replace(base, nodes=options["nodes"], rates=replace(base.rates, **rates), **sizes)
 
 
-def _workload(options: Mapping[str, Any], gpus: int) -> Workload:
+def _workload(options: Mapping[str, Any], on: Hardware) -> Workload:
     workload = Workload(
         sequence=options["seq"],
         accumulation=options["accumulate"],
@@ -79,7 +79,8 @@ def _workload(options: Mapping[str, Any], gpus: int) -> Workload:
         **{name: options[name] for name in ("micro_batch", "precision", "optimizer", "checkpointing", "tp")},
     )
     total = options["global_batch"]
-    return workload if total is None else workload.for_global_batch(total, workload.dp(gpus))
+    copies = on.zero_shape(workload.tp).world_size
+    return workload if total is None else workload.for_global_batch(total, copies)
 
 
 def _lora(rank: int | None, targets: str | None) -> tuple[int, tuple[str, ...]] | None:
@@ -100,9 +101,7 @@ def run(options: Mapping[str, Any]) -> None:
     if options["plot"] is not None:
         check_path(options["plot"])
     on = _hardware(options)
-    workload = _workload(options, on.gpus)
-    if workload.tp > 1 and options["search"]:
-        raise ConfigError(f"--tp {workload.tp}: --search does not vary it: leave out one of them")
+    workload = _workload(options, on)
     model, params = options["model"], _read(options, {"params": "params"}, parse_count).get("params")
     if options["inference"]:
         _show_inference(find_model(model, params, workload), on, options)
@@ -113,12 +112,13 @@ def run(options: Mapping[str, Any]) -> None:
     presets = [name.strip() for name in options["presets"].split(",")] if options["presets"] else None
     detailed = options["detailed"]
     made = plan(model, params=params, hardware=on, workload=workload, presets=presets, detailed=detailed)
-    found = search.search(made.model, workload, on) if options["search"] else None
+    ranked = search.ranked(made.model, workload, on) if options["search"] else None
+    found = None if ranked is None else ranked[: search.COUNT]
     if options["json"]:
         more = {} if found is None else {"search": [asdict(each) for each in found]}
         typer.echo(json.dumps({**made.to_dict(), **more}, indent=1))
     else:
-        _show(made, found, options["explain"])
+        _show(made, ranked, options["explain"])
     if (path := options["emit"]) is not None:
         for line in emit(made, path, found):
             typer.echo(f"{path}: {line}", err=True)
@@ -132,11 +132,11 @@ def _console() -> Console:
     return console if console.is_terminal else Console(width=report.WIDTH)
 
 
-def _show(made: Plan, found: list[search.Candidate] | None, explains: bool) -> None:
+def _show(made: Plan, ranked: list[search.Candidate] | None, explains: bool) -> None:
     console = _console()
     console.print(report.render(made))
-    if found is not None:
-        console.print(search.render(found))
+    if ranked is not None:
+        console.print(search.render(ranked, made.workload))
     if explains:
         typer.echo("\n" + report.explain(made))
 
@@ -165,14 +165,12 @@ def emit(plan: Plan, path: Path, found: Sequence[search.Candidate] | None = None
     Returns what the plan assumes and the file alone does not bring about.
     """
     check_output_file("--emit", path)
-    workload = plan.workload
+    workload, preset, device_memory = plan.workload, plan.advice.preset, None
     if found:
-        workload = found[0].workload(workload)
-        settings = deepspeed_settings(workload, found[0].preset, found[0].device_memory, plan.hardware.shape.per_node)
-    elif plan.advice.preset is None or found is not None:
+        workload, preset, device_memory = found[0].workload(workload), found[0].preset, found[0].device_memory
+    elif preset is None or found is not None:
         raise ConfigError(f"--emit {path}: {plan.advice.reason}")
-    else:
-        settings = deepspeed_settings(workload, plan.advice.preset, per_node=plan.hardware.shape.per_node)
+    settings = deepspeed_settings(workload, preset, device_memory, plan.hardware.zero_shape(workload.tp).per_node)
     Config.load(settings)
     with _writing("--emit", path):
         path.write_text(json.dumps(settings, indent=2) + "\n")
@@ -201,7 +199,7 @@ def _left_to_do(workload: Workload) -> Iterator[str]:
 def deepspeed_settings(
     workload: Workload, preset: str, device_memory: int | None = None, per_node: int = 1
 ) -> dict[str, Any]:
-    """The settings of `preset` under DeepSpeed's keys; `per_node` GPUs are on a node."""
+    """The settings of `preset` under DeepSpeed's keys; `per_node` ranks of ZeRO are on a node."""
     placement = PRESETS[preset]
     if placement == PRESETS["zero3_hybrid"]:
         zero: dict[str, Any] = {"stage": 3, "zero_hpz_partition_size": per_node}

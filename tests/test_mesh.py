@@ -386,6 +386,8 @@ def test_a_named_mesh_gives_groups_and_nodes(rank, world_size):
     assert expected[2] != expected[4]
     hsdp = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
     assert trained_on(hsdp, config("zero2"), rank) == expected[2]
+    parts = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))  # of sequences: ranks with data of their own
+    assert trained_on(parts, config("zero2"), rank) == expected[4]
     assert train("mlp", config("zero2", mesh={"dp_replicate": 2}), rank) == expected[2]
     assert train("mlp", config("zero2", communication={"ranks_per_node": 2}), rank) == expected[2]
 
@@ -437,6 +439,7 @@ def test_wrong_meshes_are_refused(rank, world_size):
 
     refused("axis 'data': expected some of pp, dp_replicate", mesh=made((2, 2), ("data", "tp")))
     refused("both dp and dp_shard", mesh=made((2, 2), ("dp", "dp_shard")))
+    refused("both cp and sp", mesh=made((2, 2), ("cp", "sp")))
     refused("2 dimensions without names", mesh=made((2, 2), None))
     grid = made((2, 2), ("dp", "tp"))
     refused("whose ranks hold different parameters: pass the whole mesh", mesh=grid["tp"])

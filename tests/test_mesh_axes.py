@@ -95,8 +95,7 @@ def check_checkpoints(engine, folder):
     saved, moments = values(engine), momenta(engine)
     engine.save(folder / "0")
     engine.destroy()
-    chain = [((1, 8, 1), "zero3"), ((2, 4, 1), "zero3_hybrid"), ((2, 1, 4), "zero2_offload")]
-    for number, (shape, preset) in enumerate([*chain, ((2, 2, 2), "zero3_hybrid")]):
+    for number, (shape, preset) in enumerate([((1, 8, 1), "zero3"), ((2, 2, 2), "zero3_hybrid")]):
         mesh = mesh_of(*shape)
         other = engine_on(mesh, preset, seed=9)
         other.load(folder / f"{number}")

@@ -1,7 +1,8 @@
 """The mesh that the ranks span, parsed: which ranks ZeRO acts over, which axes it leaves alone, and its nodes.
 
-A mesh has any of the axes `pp, dp_replicate, dp_shard, sp, tp` (`dp` for `dp_shard`). ZeRO's group is dp_replicate x
-dp_shard x sp. Ranks of one tp or pp group hold different parameters and never take part in its gathers and reductions.
+A mesh has any of the axes `pp, dp_replicate, dp_shard, sp, tp` (`dp` for `dp_shard`, `cp` for `sp`). ZeRO's group is
+dp_replicate x dp_shard x sp. Ranks of one tp or pp group hold different parameters and never take part in its gathers
+and reductions.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from shardwise.errors import ConfigError, ConfigWarning
 
 NAMES = ("pp", "dp_replicate", "dp_shard", "sp", "tp")
 _ZERO = ("dp_replicate", "dp_shard", "sp")
-_ALIASES = {"dp": "dp_shard"}
-_EXPECTED = "expected some of pp, dp_replicate, dp_shard (or dp), sp and tp"
+_ALIASES = {"dp": "dp_shard", "cp": "sp"}
+_EXPECTED = "expected some of pp, dp_replicate, dp_shard (or dp), sp (or cp) and tp"
 
 
 @dataclass(frozen=True)
@@ -178,8 +179,9 @@ def _check_names(mesh: Any, names: tuple[str, ...]) -> None:
     unknown = [name for name in names if name not in NAMES]
     if unknown:
         raise ConfigError(f"the mesh has an axis {unknown[0]!r}: {_EXPECTED}, as mesh_dim_names of init_device_mesh")
-    if len(set(names)) < len(names):
-        raise ConfigError("the mesh has both dp and dp_shard, which are one axis: rename one, to dp_replicate perhaps")
+    for alias, name in _ALIASES.items():
+        if names.count(name) > 1:
+            raise ConfigError(f"the mesh has both {alias} and {name}, which are one axis: rename one, or join them")
     is_world = mesh.mesh.numel() == dist.get_world_size()
     if names and not is_world and not set(names) & set(_ZERO):
         raise ConfigError(

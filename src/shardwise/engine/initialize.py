@@ -44,9 +44,9 @@ def initialize(
     `optimizer` is an instance built on `model.parameters()`, a list of several that share them, a callable that takes
     parameters and returns either, or None with an `optimizer` section in the config (without any, the engine only
     evaluates). `lr_scheduler`, an instance or a callable that takes the optimizer, is stepped by `engine.step()`.
-    `mesh` is a DeviceMesh with any of the axes pp, dp_replicate, dp_shard (or dp), sp and tp, or the data-parallel
-    axis of one; without it, the config's `mesh`, or all ranks that torchrun started, or this process alone.
-    Parameters may be DTensors over its tp axis.
+    `mesh` is a DeviceMesh with any of the axes pp, dp_replicate, dp_shard (or dp), sp (or cp) and tp, or the
+    data-parallel axis of one; without it, the config's `mesh`, or all ranks that torchrun started, or this process
+    alone. Parameters may be DTensors over its tp axis.
 
     >>> import torch, shardwise
     >>> model = torch.nn.Linear(8, 1)

@@ -104,10 +104,13 @@ def run(options: Mapping[str, Any]) -> None:
     workload = _workload(options, on)
     model, params = options["model"], _read(options, {"params": "params"}, parse_count).get("params")
     if options["inference"]:
+        if workload.tp > 1:
+            raise ConfigError(f"--tp {workload.tp}: a stream does not cut models; leave it out of --inference")
         _show_inference(find_model(model, params, workload), on, options)
         return
     if options["accounting"] is not None:
-        _show_states(find_model(model, params, workload), on, options["accounting"], options["json"])
+        part, ranks = find_model(model, params, workload).part(workload.tp), on.zero_shape(workload.tp).world_size
+        _show_states(part, ranks, options["accounting"], options["json"])
         return
     presets = [name.strip() for name in options["presets"].split(",")] if options["presets"] else None
     detailed = options["detailed"]
@@ -141,14 +144,14 @@ def _show(made: Plan, ranked: list[search.Candidate] | None, explains: bool) -> 
         typer.echo("\n" + report.explain(made))
 
 
-def _show_states(model: ModelSpec, on: Hardware, name: str, as_json: bool) -> None:
+def _show_states(model: ModelSpec, ranks: int, name: str, as_json: bool) -> None:
     each = arithmetic.accounting(name)
-    sizes = {preset: arithmetic.total_bytes(preset, model.parameters, on.gpus, each) for preset in arithmetic.STAGES}
+    sizes = {preset: arithmetic.total_bytes(preset, model.parameters, ranks, each) for preset in arithmetic.STAGES}
     if as_json:
         states = {preset: float(size) for preset, size in sizes.items()}
         typer.echo(json.dumps({"accounting": name, "state_bytes": states}, indent=1))
     else:
-        _console().print(report.states(model.parameters, on.gpus, each, name, sizes))
+        _console().print(report.states(model.parameters, ranks, each, name, sizes))
 
 
 def _show_inference(model: ModelSpec, on: Hardware, options: Mapping[str, Any]) -> None:

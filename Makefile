@@ -113,7 +113,7 @@ readme-tables: $(STAMP)  ## write the measured tables of README.md and docs/meas
 errors-page: $(STAMP)  ## write docs/errors.md from the errors that the code raises
 	PYTHONPATH=src:tests $(PY) -c "from support import errors_page; errors_page.write()"
 
-models-page: $(STAMP)  ## write the tables of docs/models.md
+models-page: $(STAMP)  ## write the tables of docs/models.md and docs/parallelism.md
 	PYTHONPATH=src:tests $(PY) -c "from support import page; page.write()"
 
 architectures: $(STAMP)  ## train real architectures on two processes, write the result and its table

@@ -1,16 +1,19 @@
-"""docs/models.md lists what the tests hold, docs/errors.md what src raises."""
+"""docs/models.md lists what the tests hold, docs/parallelism.md what plans say, docs/errors.md what src raises."""
 
 import importlib
+
+import pytest
 
 from support import errors_page, page
 from support.awkward import CASES
 from support.conduct import CONDUCTS
 
 
-def test_the_page_is_current():
-    text = page.PAGE.read_text()
+@pytest.mark.parametrize("path", page.PAGES, ids=lambda path: path.name)
+def test_the_page_is_current(path):
+    text = path.read_text()
     assert text == page.current(text), "run: make models-page"
-    assert [match[2] for match in page.BLOCK.finditer(text)] == list(page.TABLES)
+    assert [match[2] for match in page.BLOCK.finditer(text)] == page.PAGES[path]
 
 
 def test_every_row_is_held_by_a_test():

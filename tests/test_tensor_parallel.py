@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn.functional import gelu
 
 import shardwise
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, DiskError, HabitWarning
+from shardwise.offload import disk_file
 from shardwise.partition.layout import Layout, Span, TensorSpec
 from shardwise.partition.part import TensorPart
 from support.ranks import ranks
@@ -200,6 +201,100 @@ def test_several_micro_batches_and_precisions_have_the_same_bits_in_all_stages(r
             engine.destroy()
 
 
+class Unequal(nn.Module):
+    """7 channels: parts of 4 and 3 over two ranks, and of 2, 2, 2 and 1 over four; and a vector of 3 elements."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.up, self.down, self.last = nn.Linear(H, 7), nn.Linear(7, H), nn.Linear(H, 3)
+
+    def forward(self, x):
+        return self.last(self.down(gelu(self.up(x))))
+
+
+@ranks(4)
+def test_parts_may_be_unequal_or_empty(rank, world_size, tmp_path):
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    from shardwise.models.tensor_parallel import tensor_parallel
+
+    plan = {"up": "columns", "down": "rows", "last": "logits"}
+    plain = Unequal()
+    optimizer = sgd(plain.parameters())
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        plain(batch(step, 0)).square().mean().backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), CLIP)
+        optimizer.step()
+    found = None
+    for tp, preset in ((2, "zero1"), (2, "zero3_offload"), (4, "zero2"), (1, "zero3")):
+        mesh = mesh_of(tp)
+        config = {"preset": preset, "gradients": {"clip_norm": CLIP}}
+        model = tensor_parallel(Unequal(0 if tp == 2 else 1), mesh["tp"], plan) if tp > 1 else Unequal(1)
+        engine = shardwise.initialize(model, sgd(model.parameters()), config, mesh=mesh["dp"])
+        if tp == 2:
+            for step in range(STEPS):
+                engine.backward(engine(batch(step, 0)).square().mean())
+                engine.step()
+            assert differs_by(values(engine), dict(plain.named_parameters())) <= 1e-6
+        else:
+            engine.load(tmp_path)
+        found = found or values(engine)
+        assert all(torch.equal(found[name], value) for name, value in values(engine).items()), (tp, preset)
+        engine.save(tmp_path)
+        engine.destroy()
+    model, mesh = Unequal(), mesh_of(2)
+    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    engine = shardwise.initialize(model, sgd(model.parameters()), "zero1", mesh=mesh["dp"])
+    with pytest.raises(ConfigError, match=r"'up.weight' of shape \(7, 16\) is cut .* unequal parts \(4, 3\)"):
+        engine(batch(0, 0))
+
+
+@ranks(4)
+def test_an_overflow_on_one_rank_skips_the_step_on_all(rank, world_size):
+    mesh = mesh_of(2)
+    for preset in ("zero1", "zero3"):
+        engine = engine_on(mesh, preset, precision={"compute": "fp16", "loss_scale": {"initial": 8.0, "hysteresis": 1}})
+        train(engine, mesh)
+        before = values(engine)
+        assert engine.grad_norm.isfinite()
+        hook = engine.module[1].up.weight.register_hook(lambda grad: grad * float("inf") if rank == 3 else grad)
+        train(engine, mesh, steps=[7])
+        hook.remove()
+        assert not engine.grad_norm.isfinite()
+        assert all(torch.equal(before[name], value) for name, value in values(engine).items()), preset
+        assert engine.loss_scale == 4.0
+        train(engine, mesh, steps=[8])
+        assert engine.grad_norm.isfinite()
+        assert differs_by(values(engine), before) > 0
+        engine.destroy()
+
+
+@ranks(4)
+def test_all_ranks_of_one_disk_count_its_room_together(rank, world_size, tmp_path):
+    mesh, config = mesh_of(2), {"offload": {"nvme_path": str(tmp_path)}}
+    engine = engine_on(mesh, "zero3_nvme", **config)
+    needed = engine._offload.staging.file(is_weights=False).size_bytes
+    engine.destroy()
+    disk_file._free_bytes, real = lambda _: 3 * needed, disk_file._free_bytes  # for the two ranks of a dp group
+    try:
+        with pytest.raises(DiskError, match="the 4 ranks that use this disk need"):
+            engine_on(mesh, "zero3_nvme", **config)
+    finally:
+        disk_file._free_bytes = real
+
+
+@ranks(4)
+def test_other_inputs_on_ranks_of_one_copy_are_noticed(rank, world_size):
+    engine = engine_on(mesh_of(4), "zero1")
+    wrong = pytest.warns(HabitWarning, match=r"the 4 tensor-parallel ranks that hold one copy .* different inputs")
+    with wrong if rank == 0 else contextlib.nullcontext():
+        for step in range(10):
+            engine.backward(engine(batch(step, rank)).square().mean())
+            engine.step()
+
+
 @ranks(4)
 def test_a_checkpoint_loads_at_any_size_of_both_axes(rank, world_size, tmp_path):
     layouts = [(2, "zero1"), (1, "zero3"), (4, "zero2"), (2, "zero3_offload"), (1, "zero0")]
@@ -293,7 +388,7 @@ def test_ranks_that_all_hold_one_copy_need_no_mesh(rank, world_size, tmp_path):
     _clear_sharding_prop_cache()
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     torch.manual_seed(0)
-    sizes = {"hidden": 16, "layers": 2, "heads": 2, "vocabulary": 32, "length": 8, "tied": True, "fused": False}
+    sizes = {"hidden": 16, "layers": 2, "heads": 2, "vocabulary": 33, "length": 8, "tied": True, "fused": False}
     plain = GPT(**sizes)
     torch.manual_seed(0)
     model = tensor_parallel(GPT(**sizes), mesh)
@@ -320,8 +415,6 @@ def test_ranks_that_all_hold_one_copy_need_no_mesh(rank, world_size, tmp_path):
         tensor_parallel(GPT(**sizes), mesh, {"blocks.*": "rows"})
     with pytest.raises(ConfigError, match="3 attention heads cannot be cut into 2 parts"):
         tensor_parallel(GPT(**sizes | {"heads": 3, "hidden": 18}), mesh)
-    with pytest.raises(ConfigError, match="'embed' has 33 rows, which cannot be cut into 2 equal parts"):
-        tensor_parallel(GPT(**sizes | {"vocabulary": 33}), mesh)
     with pytest.raises(ConfigError, match="there is no tensor-parallel plan for Linear: pass one"):
         tensor_parallel(nn.Linear(2, 2), mesh)
 
@@ -345,6 +438,8 @@ def test_what_is_not_supported_is_refused_by_name(rank, world_size):
     sharded = parallelized(blocks(), mesh["tp"])
     fully_shard(sharded, mesh=mesh["dp"])
     refused(sharded, r"'0.norm.weight' and '0.up.weight'|is a DTensor over 2 axes \(dp, tp\)")
+    others = r"DTensors over the ranks \[\d, \d\], and the tp axis of the mesh has \[0, 1, 2, 3\]: cut the model over"
+    refused(parallelized(blocks(), mesh["tp"]), others, mesh=mesh_of(4))
     across = parallelized(blocks(), mesh["dp"])
     with pytest.raises(ConfigError, match=r"cut over the ranks \[\d, \d\] of 4, which are not a row of neighbours"):
         shardwise.initialize(across, sgd(across.parameters()), "zero2")

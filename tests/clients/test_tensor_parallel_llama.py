@@ -59,6 +59,50 @@ def test_a_llama_cut_by_its_own_plan_or_by_ours_trains_and_exports_as_one_proces
         engine.destroy()
 
 
+@ranks(4, fresh=True, init=False, torchrun=True)
+def test_accelerates_mesh_and_loader_serve_a_pretrained_model(rank, world_size, tmp_path):
+    """Accelerate makes the mesh and gives the ranks of one copy the same batches; weights come from files, cut."""
+    from accelerate import PartialState
+    from accelerate.data_loader import prepare_data_loader
+    from accelerate.parallelism_config import ParallelismConfig
+    from torch.utils.data import DataLoader
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    PartialState(cpu=True)  # Accelerator itself takes a ParallelismConfig on GPUs alone
+    mesh, plain = ParallelismConfig(dp_shard_size=2, tp_size=2).build_device_mesh("cpu"), llama()
+    if rank == 0:
+        plain.save_pretrained(tmp_path)
+    torch.distributed.barrier()
+    with shardwise.deferred_init(tmp_path, device="cpu"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+        apply_tensor_parallelism(model, mesh["tp"])
+    config = {"preset": "zero3", "gradients": {"clip_norm": CLIP}}
+    engine, optimizer = shardwise.initialize(model, sgd, config, mesh=mesh), sgd(plain.parameters())
+    assert (engine.comm.world_size, engine.comm.everyone.world_size) == (2, 4)
+    assert engine.units[1].layout.numel < sum(param.numel() for param in plain.model.layers[0].parameters()) * 0.6
+    rows = [tokens(number, 0)[0] for number in range(8)]
+    loader = prepare_data_loader(DataLoader(rows, batch_size=2), torch_device_mesh=mesh)
+    seen = []
+    for batch in loader:
+        engine.backward(engine(input_ids=batch, labels=batch).loss)
+        engine.step()
+        both: list[torch.Tensor] = [torch.empty_like(batch) for _ in range(4)]
+        torch.distributed.all_gather(both, batch)
+        assert torch.equal(both[0], both[1])
+        assert torch.equal(both[2], both[3])
+        seen.append(both[::2])
+    assert len(seen) == 2
+    for batches in seen:
+        optimizer.zero_grad()
+        (sum(plain(input_ids=each, labels=each).loss for each in batches) / 2).backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), CLIP)
+        optimizer.step()
+    assert differs_by(values(engine), dict(plain.named_parameters())) <= 1e-6
+    engine.destroy()
+    torch.distributed.destroy_process_group()
+
+
 @ranks(2)
 def test_a_loader_that_cuts_over_all_ranks_needs_no_mesh(rank, world_size, tmp_path):
     from transformers import AutoModelForCausalLM

@@ -4,7 +4,7 @@ import pytest
 
 from shardwise.config.shape import NodeShape
 from shardwise.models.dimensions import Dimensions, Experts
-from shardwise.planning.arithmetic import sent_by_axis
+from shardwise.planning.arithmetic import sent_by_axis, tp_bytes
 from shardwise.planning.dry_run import foresee_workload
 from shardwise.planning.estimate import estimate
 from shardwise.planning.workload import Workload, from_dimensions
@@ -21,6 +21,8 @@ CASES = [
     (DENSE, "zero3_offload", Workload(sequence=512)),
     (DENSE, "zero3_hybrid", Workload(sequence=512)),
     (DENSE, "zero3_hybrid", Workload(sequence=512, accumulation=2)),
+    (DENSE, "zero1", Workload(sequence=1024, checkpointing=False, tp=4)),
+    (DENSE, "zero3", Workload(sequence=512, accumulation=2, tp=2)),
 ]
 
 
@@ -32,8 +34,12 @@ def test_arithmetic_is_near_the_dry_run(of, preset, workload):
     assert not isinstance(foreseen, str), foreseen
     assert foreseen.parameters == model.parameters
     assert foreseen.trainable == model.trainable
+    model = model.part(workload.tp)
     estimated = estimate(model, workload, workload.config(preset), NodeShape(nodes, 4 // nodes))
+    assert tp_bytes(model, workload) == foreseen.sent_bytes.get("tp", 0)
     assert estimated.peak_bytes == pytest.approx(foreseen.peak_bytes, rel=0.15), (estimated, foreseen)
+    if preset == "zero3_hybrid":  # what rests over a node is among them
+        assert foreseen.categories["weights"] >= 2 * model.parameters // 2
     sent = sent_by_axis(preset, model, workload, NodeShape(nodes, 4 // nodes))
     for axis, size in foreseen.axis_bytes.items():
         # At most; less the units that the backward finds gathered, of which this model has few.

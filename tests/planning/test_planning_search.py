@@ -1,6 +1,7 @@
 """The search: what fits, best first; what stays on the device; the model of time that ranks."""
 
 import json
+import re
 
 import pytest
 
@@ -11,7 +12,7 @@ from shardwise.planning import Hardware, Workload
 from shardwise.planning.arithmetic import moved_bytes, operations, wire_s
 from shardwise.planning.dry_run import foresee_workload
 from shardwise.planning.hardware import Rates
-from shardwise.planning.search import search
+from shardwise.planning.search import ranked, search, why
 from shardwise.planning.workload import from_dimensions, from_parameters
 
 GB = 10**9
@@ -54,11 +55,32 @@ def test_the_slower_link_is_spared():
     assert best(gpu_link=1e9) == "zero2_offload"
 
 
+def test_a_node_that_can_cut_the_model_is_searched_too():
+    model, on = from_dimensions(find("llama3-70b"), None), Hardware(128, nodes=16)
+    found = ranked(model, Workload(), on)
+    assert (found[0].preset, found[0].tp) == ("zero3_hybrid", 1)
+    assert {each.tp for each in found} == {1, 2, 4, 8}
+    assert {each.micro_batch * each.accumulation / each.tp for each in found} == {1}  # as many samples a step
+    assert not [each for each in found if (each.tp, each.preset) == (8, "zero3_hybrid")]  # a node is one rank of ZeRO
+    assert re.match(
+        r"→ zero3_hybrid; zero3_offload would send as much, and 1.5 times as much out of a node; "
+        r"with tp 2, the layers of each GPU would wait for [\d.]+GB of activations in a step",
+        why(found, Workload()),
+    )
+    given = ranked(model, Workload(tp=4), on)
+    assert {each.tp for each in given} == {4}
+    # Where GPUs of one node are too small even for zero3, a copy on several of them still fits.
+    small = ranked(model, Workload(sequence=8192), Hardware(64, 30 * GB, nodes=8))
+    assert small[0].tp == 8
+    assert why(small, Workload()).endswith("nothing fits with less tp")
+    assert {each.tp for each in ranked(from_dimensions(find("qwen3-30b-a3b"), None), Workload(), on)} == {1}
+
+
 @pytest.mark.parametrize("host_bytes", [None, 10**12, 900 * 10**9])
 def test_table_and_search_judge_the_host_alike(host_bytes):
     hardware = Hardware(8, 80 * GB, host_bytes, disk_bytes=GB)
     foreseen = shardwise.plan("llama3-70b", hardware=hardware)
-    found = search(foreseen.model, foreseen.workload, hardware)
+    found = [each for each in ranked(foreseen.model, foreseen.workload, hardware) if each.tp == 1]
     fits = host_bytes != 900 * 10**9
     assert foreseen.row("zero3_offload").fits == fits
     assert bool(found) == fits

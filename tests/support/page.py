@@ -1,4 +1,5 @@
-"""The tables of docs/models.md, from the registries of the tests and the newest result (`make models-page`)."""
+"""The tables of docs/models.md, from the registries of the tests and the newest result, and those of
+docs/parallelism.md, from plans (`make models-page`)."""
 
 import json
 import re
@@ -9,7 +10,7 @@ from support.awkward import CASES
 from support.conduct import CONDUCTS
 
 ROOT = Path(__file__).parent.parent.parent
-PAGE = ROOT / "docs" / "models.md"
+DOCS = ROOT / "docs"
 RESULTS = ROOT / "benchmarks" / "results"
 BLOCK = re.compile(r"(<!-- table:(\w+) -->\n).*?(<!-- /table -->)", re.DOTALL)
 
@@ -47,7 +48,39 @@ def architecture_row(row: dict[str, Any]) -> str:
     return f"| {row['architecture']} | {row['parameters']} | {row['units']} | {bits} | {losses} |"
 
 
-TABLES = {"models": models, "conduct": conduct, "architectures": architectures}
+NODES, PER_NODE = 16, 8
+WAYS = [("zero1", 1), ("zero2", 1), ("zero3", 1), ("zero3_hybrid", 1), ("zero1", 8), ("zero3", 8)]
+
+
+def ways() -> list[str]:
+    """Llama 3 70B by several ways, with as many samples in a step."""
+    from shardwise.planning import Hardware, Workload, plan
+    from shardwise.planning.arithmetic import tp_bytes
+
+    on = Hardware(NODES * PER_NODE, nodes=NODES)
+    columns = ("", "peak of a GPU", "fits", "a GPU sends to its copy", "a GPU sends for ZeRO", "a node sends")
+    rows = [f"| {' | '.join(columns)} |".replace("|  |", "| |"), "|---" * len(columns) + "|"]
+    for preset, tp in WAYS:
+        step = Workload(accumulation=tp, tp=tp)
+        found = plan("llama3-70b", hardware=on, workload=step, presets=[preset])
+        row, within = found.row(preset), tp_bytes(found.model.part(tp), step)
+        name = f"`{preset}`" + f" x tp {tp}" * (tp > 1)
+        sizes = [f"{size / 1e9:.0f} GB" for size in (within, row.wire_bytes, row.outside_bytes)]
+        rows.append(f"| {name} | {row.peak_bytes / 1e9:.0f} GB | {'yes' if row.fits else 'no'} | {' | '.join(sizes)} |")
+    return rows
+
+
+def planned() -> list[str]:
+    """Three rows of a plan, and its advice, as they are printed."""
+    from shardwise.planning import Hardware, plan
+
+    printed = str(plan("llama3-70b", hardware=Hardware(NODES * PER_NODE, nodes=NODES))).splitlines()
+    shown = [line for line in printed if re.match(r"( +peak|[ →]+zero(2|3|3_hybrid) +\d)", line)]
+    return ["```", *(line.rstrip() for line in shown), "```"]
+
+
+TABLES = {"models": models, "conduct": conduct, "architectures": architectures, "ways": ways, "plan": planned}
+PAGES = {DOCS / "models.md": ["models", "conduct", "architectures"], DOCS / "parallelism.md": ["ways", "plan"]}
 
 
 def current(page: str) -> str:
@@ -56,4 +89,5 @@ def current(page: str) -> str:
 
 
 def write() -> None:
-    PAGE.write_text(current(PAGE.read_text()))
+    for path in PAGES:
+        path.write_text(current(path.read_text()))

@@ -1,13 +1,15 @@
 """The mesh that the ranks span, parsed: which ranks ZeRO acts over, which axes it leaves alone, and its nodes.
 
-A mesh has any of the axes `pp, dp_replicate, dp_shard, sp, tp` (`dp` for `dp_shard`). ZeRO's group is dp_replicate x
-dp_shard x sp. Ranks of one tp or pp group hold different parameters and never take part in its gathers and reductions.
+A mesh has any of the axes `pp, dp_replicate, dp_shard, sp, tp` (`dp` for `dp_shard`, `cp` for `sp`). ZeRO's group is
+dp_replicate x dp_shard x sp. Ranks of one tp or pp group hold different parameters and never take part in its gathers
+and reductions.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +19,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.config.sections import MeshSection
 from shardwise.config.shape import NodeShape, shape_on_nodes
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, ConfigWarning
 
 NAMES = ("pp", "dp_replicate", "dp_shard", "sp", "tp")
 _ZERO = ("dp_replicate", "dp_shard", "sp")
-_ALIASES = {"dp": "dp_shard"}
-_EXPECTED = "expected some of pp, dp_replicate, dp_shard (or dp), sp and tp"
+_ALIASES = {"dp": "dp_shard", "cp": "sp"}
+_EXPECTED = "expected some of pp, dp_replicate, dp_shard (or dp), sp (or cp) and tp"
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,31 @@ class RankMesh:
         group: dist.ProcessGroup = self.device_mesh.get_group(name)
         return group
 
+    def check_model(self, tp: DeviceMesh | None) -> None:
+        """Refuse a model whose parameters are DTensors over other ranks (`tp`) than those of the tp axis."""
+        cut = tp.mesh.flatten().tolist() if tp is not None else [dist.get_rank()]
+        common = sorted(set(self.zero_ranks) & set(cut))
+        if len(common) > 1:
+            raise ConfigError(
+                f"ranks {common} are in the data-parallel mesh and hold different parts of the model (its parameters "
+                "are DTensors over them): pass the axis across which the model is the same, mesh['dp']"
+            )
+        group = self.group_of("tp")
+        axis = dist.get_process_group_ranks(group) if group is not None else [dist.get_rank()]
+        if tp is not None and self.members and axis != cut:
+            raise ConfigError(
+                f"the parameters of the model are DTensors over the ranks {cut}, and the tp axis of the mesh has {axis}"
+                ": cut the model over mesh['tp'], or give the mesh the tp axis that the model is cut over"
+            )
+        if tp is None and len(axis) > 1 and dist.get_rank() == 0:
+            warnings.warn(
+                f"the mesh has a tp axis of {len(axis)} ranks, and no parameter of the model is a DTensor: nothing is "
+                "cut, and each of these ranks trains a model of its own. Cut it over mesh['tp'] (parallelize_module, "
+                "or shardwise.models.tensor_parallel), or leave tp out of the mesh",
+                ConfigWarning,
+                stacklevel=4,
+            )
+
     def shape(self, ranks_per_node: int | None) -> NodeShape:
         """The nodes of ZeRO's group: what the configuration says, the mesh's dp_replicate, or else as launched."""
         ranks = self.zero_ranks
@@ -129,6 +156,21 @@ def make_mesh(section: MeshSection, device: torch.device) -> RankMesh:
     )
 
 
+def mesh_beside(tp: DeviceMesh) -> DeviceMesh:
+    """The mesh of all ranks, with the axes dp and tp. `tp` is the mesh of those that hold this rank's copy of a model.
+
+    Ranks of one copy are neighbours, as in `init_device_mesh(device, (W // tp, tp), mesh_dim_names=("dp", "tp"))`.
+    """
+    ranks, size, world_size = tp.mesh.flatten().tolist(), tp.size(), dist.get_world_size()
+    first = ranks[0]
+    if world_size % size or first % size or ranks != list(range(first, first + size)):
+        raise ConfigError(
+            f"the model is cut over the ranks {ranks} of {world_size}, which are not a row of neighbours: pass the "
+            "data-parallel axis of your mesh, shardwise.initialize(..., mesh=mesh['dp'])"
+        )
+    return init_device_mesh(tp.device_type, (world_size // size, size), mesh_dim_names=("dp", "tp"))
+
+
 def _check_names(mesh: Any, names: tuple[str, ...]) -> None:
     if not names and mesh.ndim > 1:
         raise ConfigError(
@@ -137,8 +179,9 @@ def _check_names(mesh: Any, names: tuple[str, ...]) -> None:
     unknown = [name for name in names if name not in NAMES]
     if unknown:
         raise ConfigError(f"the mesh has an axis {unknown[0]!r}: {_EXPECTED}, as mesh_dim_names of init_device_mesh")
-    if len(set(names)) < len(names):
-        raise ConfigError("the mesh has both dp and dp_shard, which are one axis: rename one, to dp_replicate perhaps")
+    for alias, name in _ALIASES.items():
+        if names.count(name) > 1:
+            raise ConfigError(f"the mesh has both {alias} and {name}, which are one axis: rename one, or join them")
     is_world = mesh.mesh.numel() == dist.get_world_size()
     if names and not is_world and not set(names) & set(_ZERO):
         raise ConfigError(

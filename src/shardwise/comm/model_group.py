@@ -7,13 +7,10 @@ skipped steps, and who writes what of a checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-
-from shardwise.errors import ConfigError
 
 
 class DataGroup(Protocol):
@@ -80,30 +77,3 @@ class Everyone:
     @property
     def has_failed(self) -> bool:
         return self._comm.has_failed
-
-
-def mesh_beside(tp: Any) -> Any:
-    """The mesh of all ranks, with the axes dp and tp. `tp` is the mesh of those that hold this rank's copy of a model.
-
-    Ranks of one copy are neighbours, as in `init_device_mesh(device, (W // tp, tp), mesh_dim_names=("dp", "tp"))`.
-    """
-    from torch.distributed.device_mesh import init_device_mesh
-
-    ranks, size, world_size = tp.mesh.flatten().tolist(), tp.size(), dist.get_world_size()
-    first = ranks[0]
-    if world_size % size or first % size or ranks != list(range(first, first + size)):
-        raise ConfigError(
-            f"the model is cut over the ranks {ranks} of {world_size}, which are not a row of neighbours: pass the "
-            "data-parallel axis of your mesh, shardwise.initialize(..., mesh=mesh['dp'])"
-        )
-    return init_device_mesh(tp.device_type, (world_size // size, size), mesh_dim_names=("dp", "tp"))
-
-
-def check_apart(ranks: Sequence[int], tp: Any) -> None:
-    """Refuse a data-parallel group whose ranks hold different parts of the model."""
-    common = set(ranks) & set(tp.mesh.flatten().tolist()) if tp is not None else set()
-    if len(common) > 1:
-        raise ConfigError(
-            f"ranks {sorted(common)} are in the data-parallel mesh and hold different parts of the model (its "
-            "parameters are DTensors over them): pass the axis across which the model is the same, mesh['dp']"
-        )

@@ -67,13 +67,15 @@ class OptionsCheck:
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Before each update. A collective in some of them."""
-        if not self._comm.is_checked:
+        model_group = self._comm.model_group
+        if not self._comm.is_checked and model_group.size == 1:
             return
         self._updates += 1
         self._inputs.is_open = self._updates >= _FIRST - InputWatch.STEPS
         if self._updates == _FIRST or self._updates % _EVERY == 0:
             name = f"the optimizer's options ({describe_options(optimizer)})"
-            self._inputs.compare(self._comm.share(self._inputs.checksums(), name))
+            sums = self._inputs.checksums()
+            self._inputs.compare(self._comm.share(sums, name), model_group.share(sums))
 
 
 def describe_options(optimizer: torch.optim.Optimizer) -> str:

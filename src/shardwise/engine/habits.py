@@ -63,7 +63,8 @@ def _is_quotient(loss: torch.Tensor, count: int) -> bool:
 
 
 class InputWatch:
-    """Compares the inputs of all ranks once: ranks that all train on the same data learn no more than one.
+    """Compares the inputs of all ranks once: data-parallel ranks that all train on the same data learn no more than
+    one, and ranks that hold one copy of the model together (tp) compute on the same data.
 
     A checksum of one forward in each of a few steps is kept on the device. Inputs that are the same in every step are
     taken for those of a test.
@@ -76,7 +77,7 @@ class InputWatch:
         self._device = comm.device
         self._notices = notices
         self._sums: list[torch.Tensor] = []
-        self._is_over = not comm.is_checked
+        self._is_over = not (comm.is_checked or comm.model_group.size > 1)
         self.is_open = False
         """Whether the next forward is one to look at."""
 
@@ -96,14 +97,23 @@ class InputWatch:
         blank = torch.full((), float("nan"), dtype=torch.float64, device=self._device)
         return torch.stack((self._sums + [blank] * self.STEPS)[: self.STEPS])
 
-    def compare(self, everyone: torch.Tensor) -> None:
-        """Say so if the checksums of all ranks, the rows, are equal. Waits for the device, once."""
+    def compare(self, everyone: torch.Tensor, copy: torch.Tensor) -> None:
+        """Say so if the checksums of all data-parallel ranks, the rows, are equal, or those of the ranks of one copy of
+        the model are not. Waits for the device, once."""
         if self._is_over:
             return
         self._is_over = True
         self._sums = []
-        rows = everyone.tolist()
-        if all(row == rows[0] for row in rows) and len(set(rows[0])) == self.STEPS:
+        rows, together = everyone.tolist(), copy.nan_to_num().tolist()
+        if any(row != together[0] for row in together):
+            self._notices.say(
+                "other data in a copy",
+                f"the {len(together)} tensor-parallel ranks that hold one copy of the model were given different "
+                "inputs, and layers that are cut add up what belongs to one input: choose the batch by the "
+                'data-parallel rank, mesh["dp"].get_local_rank(). If each rank has its part of the sequence, this is '
+                "meant",
+            )
+        if len(rows) > 1 and all(row == rows[0] for row in rows) and len(set(rows[0])) == self.STEPS:
             self._notices.say(
                 "same data",
                 f"all {len(rows)} ranks were given the same inputs, so together they learn no more than one: give each "

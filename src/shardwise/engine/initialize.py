@@ -14,8 +14,8 @@ from torch._C._distributed_c10d import HashStore
 
 from shardwise.comm import ProcessGroupComm
 from shardwise.comm.groups import set_timeout
-from shardwise.comm.mesh import RankMesh, make_mesh
-from shardwise.comm.model_group import ModelGroup, check_apart, mesh_beside
+from shardwise.comm.mesh import RankMesh, make_mesh, mesh_beside
+from shardwise.comm.model_group import ModelGroup
 from shardwise.config import Config
 from shardwise.config.auto import UserObjects
 from shardwise.config.presets import offloaded
@@ -47,9 +47,9 @@ def initialize(
     `optimizer` is an instance built on `model.parameters()`, a list of several that share them, a callable that takes
     parameters and returns either, or None with an `optimizer` section in the config (without any, the engine only
     evaluates). `lr_scheduler`, an instance or a callable that takes the optimizer, is stepped by `engine.step()`.
-    `mesh` is a DeviceMesh with any of the axes pp, dp_replicate, dp_shard (or dp), sp and tp, or the data-parallel
-    axis of one; without it, the config's `mesh`, or all ranks that torchrun started, or this process alone.
-    Parameters may be DTensors over its tp axis.
+    `mesh` is a DeviceMesh with any of the axes pp, dp_replicate, dp_shard (or dp), sp (or cp) and tp, or the
+    data-parallel axis of one; without it, the config's `mesh`, or all ranks that torchrun started, or this process
+    alone. Parameters may be DTensors over its tp axis.
 
     >>> import torch, shardwise
     >>> model = torch.nn.Linear(8, 1)
@@ -153,7 +153,7 @@ def join_ranks(mesh: Any, device: torch.device, section: MeshSection, tp: Any = 
     if mesh is None and tp is not None and not section.model_fields_set:
         mesh = mesh_beside(tp)
     found = make_mesh(section, device) if mesh is None else RankMesh.parse(mesh)
-    check_apart(found.zero_ranks, tp)
+    found.check_model(tp)
     return found
 
 

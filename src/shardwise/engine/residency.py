@@ -19,6 +19,7 @@ from itertools import accumulate
 import torch
 
 from shardwise.comm import Comm
+from shardwise.comm.model_group import Everyone
 from shardwise.config.costs import moments_of
 from shardwise.config.sections import Offload
 from shardwise.errors import ConfigError, DiskError
@@ -142,7 +143,7 @@ class Budget:
 
     def _host_share_bytes(self) -> int:
         """This rank's share of what is free on its host, the same on all ranks."""
-        return int(min(self._comm.share_object(_host_part_bytes(), "the room on the host")))
+        return int(min(self._comm.everyone.share_object(_host_part_bytes(), "the room on the host")))
 
     def _start_measuring(self) -> None:
         if self._comm.device.type == "cuda":
@@ -158,7 +159,7 @@ class Budget:
         else:
             peak, free = self._ledger.by_tier(at_peak=True).get("device", 0), _host_part_bytes()
         room = (free if budget == "auto" or budget is None else budget) - peak
-        return int(min(self._comm.share_object(room, "the room on the device")))
+        return int(min(self._comm.everyone.share_object(room, "the room on the device")))
 
 
 def offloaded_bytes(plan: UnitPlan, moments: int) -> Counter[str]:
@@ -195,7 +196,8 @@ def open_offload(
         demands = staging.demands(*sizes)
     except (ConfigError, DiskError) as error:
         failure = error
-    reason = shortage(comm.share_object(demands, "the room on the disk"), comm.rank)
+    everyone = comm.everyone  # ranks of one tp group share a disk too
+    reason = shortage(everyone.share_object(demands, "the room on the disk"), everyone.rank)
     if reason is not None and failure is None:
         failure = DiskError(errno.ENOSPC, reason)
     if staging is not None and failure is None:
@@ -203,13 +205,14 @@ def open_offload(
             staging.reserve(*sizes)
         except DiskError as error:
             failure = error
-    _fail_together(failure, comm)
+    _fail_together(failure, everyone)
     return OffloadContext(comm.device, ledger, settings, numel, host, staging)
 
 
-def _fail_together(failure: ConfigError | DiskError | None, comm: Comm) -> None:
+def _fail_together(failure: ConfigError | DiskError | None, everyone: Everyone) -> None:
     """Raise this rank's failure, or a DiskError with those of other ranks. A collective."""
-    shared = comm.share_object(None if failure is None else f"rank {comm.rank}: {failure}", "the files on the disk")
+    mine = None if failure is None else f"rank {everyone.rank}: {failure}"
+    shared = everyone.share_object(mine, "the files on the disk")
     if failure is not None:
         raise failure
     if others := [text for text in shared if text is not None]:

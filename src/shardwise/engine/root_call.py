@@ -17,6 +17,7 @@ from torch import nn
 
 from shardwise.config.sections import Precision
 from shardwise.errors import ConfigError
+from shardwise.partition.dtensors import uneven_cut
 from shardwise.partition.policy import DTYPE_NAMES, DTYPES
 from shardwise.schedule import Schedule
 from shardwise.schedule.autograd import inside_backward
@@ -61,8 +62,10 @@ class RootCall:
         try:
             with self._around(args, kwargs), self._watching():
                 return self._mode.run(inner, args, kwargs)
-        except BaseException:
+        except BaseException as error:
             self._schedule.rest()
+            if "Sharding propagation failed" in str(error) and (reason := uneven_cut(self._model)):
+                raise ConfigError(reason) from error
             raise
         finally:
             self._is_running = False

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardwise.errors import ConfigError
 
@@ -71,6 +71,26 @@ class Dimensions:
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
         object.__setattr__(self, "head_dim", self.head_dim or self.hidden // self.heads)
+
+    def part(self, count: int) -> Dimensions:
+        """What one of `count` ranks holds under tensor parallelism, the first of them where parts are not equal: some
+        heads and channels of every layer and rows of the embedding; norms and learned positions whole.
+
+        >>> Dimensions("a", hidden=512, layers=2, heads=8, vocabulary=1000, width=2048, kv_heads=2).part(2).kv_heads
+        1
+        """
+        if count > 1 and (self.latent or self.experts):
+            raise ConfigError(
+                "models with latent attention or experts have no tensor-parallel plan: pass one of your own"
+            )
+        for heads in (self.heads, self.kv_heads):
+            if heads % count:
+                raise ConfigError(
+                    f"{heads} attention heads cannot be cut into {count} parts: take a tp that divides them"
+                )
+        width, vocabulary = -(-self.width // count), -(-self.vocabulary // count)
+        heads, kv_heads = self.heads // count, self.kv_heads // count
+        return replace(self, heads=heads, kv_heads=kv_heads, width=width, vocabulary=vocabulary)
 
     def linears(self) -> Linears:
         """The matrices of a layer that can have adapters. Experts cannot."""

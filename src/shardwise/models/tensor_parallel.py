@@ -25,7 +25,7 @@ from shardwise.errors import ConfigError
 from shardwise.models.built_in import GPT
 from shardwise.models.decoder import CausalDecoder
 
-_CUT_DIMENSIONS = {"columns": 0, "rows": 1, "vocabulary": 0, "logits": 0}
+_CUTS = ("columns", "rows", "vocabulary", "logits")
 DECODER_PLAN = {
     "model.embed_tokens": "vocabulary",
     "model.layers.*.self_attn.[qkv]_proj": "columns",
@@ -58,13 +58,15 @@ def tensor_parallel(model: nn.Module, mesh: Any, plan: Mapping[str, Any] | None 
     """
     from torch.distributed.tensor.parallel import parallelize_module
 
-    given = _plan_of(model) if plan is None else plan
+    given = _plan_of(model, mesh.size()) if plan is None else plan
     resolved = {path: how for key, how in given.items() for path in _matching(model, key)}
-    _check_heads(model, mesh.size())
     for path, how in resolved.items():
-        _check_cut(path, model.get_submodule(path), how, mesh.size())
+        _check_cut(path, model.get_submodule(path), how)
     ties = _ties(model)
-    styles = {path: _style(how) if isinstance(how, str) else how for path, how in resolved.items()}
+    styles = {
+        path: _style(how, model.get_submodule(path), mesh.size()) if isinstance(how, str) else how
+        for path, how in resolved.items()
+    }
     parallelize_module(model, mesh, styles, src_data_rank=None)
     for alias, name in ties.items():
         path, _, leaf = alias.rpartition(".")
@@ -72,12 +74,17 @@ def tensor_parallel(model: nn.Module, mesh: Any, plan: Mapping[str, Any] | None 
     return model
 
 
-def _plan_of(model: nn.Module) -> Mapping[str, Any]:
+def _plan_of(model: nn.Module, size: int) -> Mapping[str, Any]:
     if isinstance(model, CausalDecoder):
+        model.model.of.part(size)  # raises if it has no part
         return {key: how for key, how in DECODER_PLAN.items() if _has(model, key) or "gate" not in key}
     if isinstance(model, GPT):
         if model.fused:
             raise ConfigError("GPT has q, k and v in one matrix, which cannot be cut: build it with fused=False")
+        if model.heads % size:
+            raise ConfigError(
+                f"{model.heads} attention heads cannot be cut into {size} parts: take a tp that divides them"
+            )
         return GPT_PLAN
     raise ConfigError(
         f"there is no tensor-parallel plan for {type(model).__name__}: pass one, such as {{'layers.*.up': 'columns', "
@@ -99,35 +106,17 @@ def _matching(model: nn.Module, key: str) -> list[str]:
     return found
 
 
-def _check_heads(model: nn.Module, size: int) -> None:
-    of = getattr(getattr(model, "model", None), "of", None)
-    if isinstance(model, CausalDecoder) and of is not None and (of.latent or of.experts):
-        raise ConfigError("models with latent attention or experts have no tensor-parallel plan: pass one of your own")
-    heads = {of.heads, of.kv_heads} if of is not None else {model.heads} if isinstance(model, GPT) else set()
-    for count in heads:
-        if count % size:
-            raise ConfigError(f"{count} attention heads cannot be cut into {size} parts: take a tp that divides them")
-
-
-def _check_cut(path: str, module: nn.Module, how: Any, size: int) -> None:
+def _check_cut(path: str, module: nn.Module, how: Any) -> None:
     if not isinstance(how, str):
         return
-    if how not in _CUT_DIMENSIONS:
-        near = difflib.get_close_matches(how, _CUT_DIMENSIONS, n=1)
+    if how not in _CUTS:
+        near = difflib.get_close_matches(how, _CUTS, n=1)
         hint = f", such as {near[0]!r}" if near else ""
-        raise ConfigError(
-            f"the tensor-parallel plan says {how!r} of {path!r}: take one of {', '.join(_CUT_DIMENSIONS)}{hint}"
-        )
+        raise ConfigError(f"the tensor-parallel plan says {how!r} of {path!r}: take one of {', '.join(_CUTS)}{hint}")
     if not isinstance(module, nn.Embedding if how == "vocabulary" else nn.Linear):
         raise ConfigError(
             f"{path!r} is a {type(module).__name__}, which cannot be cut by {how}: name a Linear (or, for vocabulary, "
             "an Embedding), or give one of torch's styles"
-        )
-    length = module.weight.shape[_CUT_DIMENSIONS[how]]
-    if length % size:
-        raise ConfigError(
-            f"{path!r} has {length} {'inputs' if how == 'rows' else 'rows'}, which cannot be cut into {size} equal "
-            "parts: take a tp that divides them, or leave it out of the plan"
         )
 
 
@@ -138,12 +127,13 @@ def _ties(model: nn.Module) -> dict[str, str]:
     return {name: first[id(param)] for name, param in names if first.setdefault(id(param), name) != name}
 
 
-def _style(how: str) -> Any:
+def _style(how: str, module: Any, size: int) -> Any:
+    """torch's style. It takes what a rank has of an activation for an equal part, so unequal ones stay DTensors."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
     return {
-        "columns": ColwiseParallel(),
+        "columns": ColwiseParallel(use_local_output=module.weight.shape[0] % size == 0),
         "rows": RowwiseParallel(),
         "vocabulary": RowwiseParallel(input_layouts=Replicate()),
         "logits": ColwiseParallel(output_layouts=Replicate()),

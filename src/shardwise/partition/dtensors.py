@@ -86,6 +86,23 @@ def part_of(param: Any, count: int, index: int) -> TensorPart | None:
     return part
 
 
+def uneven_cut(model: nn.Module) -> str:
+    """What to do about a parameter that is cut into unequal parts, if the model has one; else empty."""
+    params: dict[str, Any] = dict(model.named_parameters())
+    for name, param in params.items():
+        if is_dtensor(param) and param.placements[0].is_shard():
+            dim, count = param.placements[0].dim % param.ndim, param.device_mesh.size()
+            sizes = [TensorPart(tuple(param.shape), dim, count, index).size for index in range(count)]
+            if len(set(sizes)) > 1:
+                return (
+                    f"parameter {name!r} of shape {tuple(param.shape)} is cut along dimension {dim} into unequal parts "
+                    f"({', '.join(map(str, sizes))}), and torch takes the local outputs of a module for equal parts: "
+                    f"choose a size that {count} divides, pass DTensors on (ColwiseParallel(use_local_output=False)), "
+                    "or leave the module out of the plan"
+                )
+    return ""
+
+
 def set_dtype(param: Any, dtype: torch.dtype) -> None:
     """Have a DTensor report the dtype that its local tensor is about to have."""
     if is_dtensor(param) and param.dtype != dtype:

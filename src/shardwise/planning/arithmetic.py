@@ -119,6 +119,22 @@ def sent_bytes(preset: str, model: ModelSpec, workload: Workload, ranks: int | N
     return sum(sent_by_axis(preset, model, workload, ranks).values())
 
 
+def tp_bytes(model: ModelSpec, workload: Workload) -> int:
+    """Bytes that a rank, which holds `model` of it, sends in a step to the others of its copy of the model, in rings.
+
+    All-reductions of activations: of each layer in the forward after attention and MLP, in the backward for the inputs
+    of q, k, v, up and gate; the embedding, and the input of the head. The logits are gathered. A recomputation ends
+    before the last of a layer.
+    """
+    of, tp = model.dimensions, workload.tp
+    if of is None or tp == 1:
+        return 0
+    each = of.layers * (6 + of.gated + workload.checkpointing) + 2
+    item = costs.DTYPE_BYTES[workload.precision]
+    numel = workload.tokens * (2 * each * of.hidden // tp + of.vocabulary)
+    return workload.accumulation * item * numel * (tp - 1)
+
+
 def moved_bytes(config: Config, trainable: int, frozen: int, world_size: int) -> Moved:
     """Between a rank's device and the tiers below it: `trainable` elements whose states rest there.
 
@@ -155,15 +171,17 @@ def wire_share(preset: str, model: ModelSpec, workload: Workload, on: Hardware) 
     link = rates.gpu_link if on.nodes == 1 else rates.gpu_link and rates.node_link
     if rates.operations is None or link is None:
         return None
-    return wire_s(sent_by_axis(preset, model, workload, on.shape), on) / compute_s(model, workload, on)
+    sent = sent_by_axis(preset, model, workload, on.zero_shape(workload.tp))
+    return wire_s(sent, on) / compute_s(model, workload, on)
 
 
 def cost_s(preset: str, model: ModelSpec, workload: Workload, on: Hardware, moved: Moved) -> float:
-    """A step, about: for ranking alone."""
+    """A step, about: for ranking alone. `model` is what a rank holds of it (`ModelSpec.part`)."""
     rates, each = on.rates.or_typical(), on.gpus // on.nodes
     parts = [
-        compute_s(model, workload, on),
-        wire_s(sent_by_axis(preset, model, workload, on.shape), on),
+        # Layers wait for the activations of tensor parallelism.
+        compute_s(model, workload, on) + tp_bytes(model, workload) / rates["gpu_link"],
+        wire_s(sent_by_axis(preset, model, workload, on.zero_shape(workload.tp)), on),
         max(moved.up, moved.down) / rates["host_link"],
         (moved.up + moved.down) * each / rates["disk"] if "nvme" in preset else 0.0,
     ]

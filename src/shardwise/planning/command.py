@@ -71,7 +71,7 @@ def _hardware(options: Mapping[str, Any]) -> Hardware:
     return replace(base, nodes=options["nodes"], rates=replace(base.rates, **rates), **sizes)
 
 
-def _workload(options: Mapping[str, Any], gpus: int) -> Workload:
+def _workload(options: Mapping[str, Any], on: Hardware) -> Workload:
     workload = Workload(
         sequence=options["seq"],
         accumulation=options["accumulate"],
@@ -79,7 +79,8 @@ def _workload(options: Mapping[str, Any], gpus: int) -> Workload:
         **{name: options[name] for name in ("micro_batch", "precision", "optimizer", "checkpointing", "tp")},
     )
     total = options["global_batch"]
-    return workload if total is None else workload.for_global_batch(total, workload.dp(gpus))
+    copies = on.zero_shape(workload.tp).world_size
+    return workload if total is None else workload.for_global_batch(total, copies)
 
 
 def _lora(rank: int | None, targets: str | None) -> tuple[int, tuple[str, ...]] | None:
@@ -100,25 +101,27 @@ def run(options: Mapping[str, Any]) -> None:
     if options["plot"] is not None:
         check_path(options["plot"])
     on = _hardware(options)
-    workload = _workload(options, on.gpus)
-    if workload.tp > 1 and options["search"]:
-        raise ConfigError(f"--tp {workload.tp}: --search does not vary it: leave out one of them")
+    workload = _workload(options, on)
     model, params = options["model"], _read(options, {"params": "params"}, parse_count).get("params")
     if options["inference"]:
+        if workload.tp > 1:
+            raise ConfigError(f"--tp {workload.tp}: a stream does not cut models; leave it out of --inference")
         _show_inference(find_model(model, params, workload), on, options)
         return
     if options["accounting"] is not None:
-        _show_states(find_model(model, params, workload), on, options["accounting"], options["json"])
+        part, ranks = find_model(model, params, workload).part(workload.tp), on.zero_shape(workload.tp).world_size
+        _show_states(part, ranks, options["accounting"], options["json"])
         return
     presets = [name.strip() for name in options["presets"].split(",")] if options["presets"] else None
     detailed = options["detailed"]
     made = plan(model, params=params, hardware=on, workload=workload, presets=presets, detailed=detailed)
-    found = search.search(made.model, workload, on) if options["search"] else None
+    ranked = search.ranked(made.model, workload, on) if options["search"] else None
+    found = None if ranked is None else ranked[: search.COUNT]
     if options["json"]:
         more = {} if found is None else {"search": [asdict(each) for each in found]}
         typer.echo(json.dumps({**made.to_dict(), **more}, indent=1))
     else:
-        _show(made, found, options["explain"])
+        _show(made, ranked, options["explain"])
     if (path := options["emit"]) is not None:
         for line in emit(made, path, found):
             typer.echo(f"{path}: {line}", err=True)
@@ -132,23 +135,23 @@ def _console() -> Console:
     return console if console.is_terminal else Console(width=report.WIDTH)
 
 
-def _show(made: Plan, found: list[search.Candidate] | None, explains: bool) -> None:
+def _show(made: Plan, ranked: list[search.Candidate] | None, explains: bool) -> None:
     console = _console()
     console.print(report.render(made))
-    if found is not None:
-        console.print(search.render(found))
+    if ranked is not None:
+        console.print(search.render(ranked, made.workload))
     if explains:
         typer.echo("\n" + report.explain(made))
 
 
-def _show_states(model: ModelSpec, on: Hardware, name: str, as_json: bool) -> None:
+def _show_states(model: ModelSpec, ranks: int, name: str, as_json: bool) -> None:
     each = arithmetic.accounting(name)
-    sizes = {preset: arithmetic.total_bytes(preset, model.parameters, on.gpus, each) for preset in arithmetic.STAGES}
+    sizes = {preset: arithmetic.total_bytes(preset, model.parameters, ranks, each) for preset in arithmetic.STAGES}
     if as_json:
         states = {preset: float(size) for preset, size in sizes.items()}
         typer.echo(json.dumps({"accounting": name, "state_bytes": states}, indent=1))
     else:
-        _console().print(report.states(model.parameters, on.gpus, each, name, sizes))
+        _console().print(report.states(model.parameters, ranks, each, name, sizes))
 
 
 def _show_inference(model: ModelSpec, on: Hardware, options: Mapping[str, Any]) -> None:
@@ -165,14 +168,12 @@ def emit(plan: Plan, path: Path, found: Sequence[search.Candidate] | None = None
     Returns what the plan assumes and the file alone does not bring about.
     """
     check_output_file("--emit", path)
-    workload = plan.workload
+    workload, preset, device_memory = plan.workload, plan.advice.preset, None
     if found:
-        workload = found[0].workload(workload)
-        settings = deepspeed_settings(workload, found[0].preset, found[0].device_memory, plan.hardware.shape.per_node)
-    elif plan.advice.preset is None or found is not None:
+        workload, preset, device_memory = found[0].workload(workload), found[0].preset, found[0].device_memory
+    elif preset is None or found is not None:
         raise ConfigError(f"--emit {path}: {plan.advice.reason}")
-    else:
-        settings = deepspeed_settings(workload, plan.advice.preset, per_node=plan.hardware.shape.per_node)
+    settings = deepspeed_settings(workload, preset, device_memory, plan.hardware.zero_shape(workload.tp).per_node)
     Config.load(settings)
     with _writing("--emit", path):
         path.write_text(json.dumps(settings, indent=2) + "\n")
@@ -201,7 +202,7 @@ def _left_to_do(workload: Workload) -> Iterator[str]:
 def deepspeed_settings(
     workload: Workload, preset: str, device_memory: int | None = None, per_node: int = 1
 ) -> dict[str, Any]:
-    """The settings of `preset` under DeepSpeed's keys; `per_node` GPUs are on a node."""
+    """The settings of `preset` under DeepSpeed's keys; `per_node` ranks of ZeRO are on a node."""
     placement = PRESETS[preset]
     if placement == PRESETS["zero3_hybrid"]:
         zero: dict[str, Any] = {"stage": 3, "zero_hpz_partition_size": per_node}

@@ -353,6 +353,9 @@ class _LogitsLabelling(Labelling):
         model, config = engine.module, engine.config
         self._vocabulary = max((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), default=None)
         self.attach(observer, model, engine.optimizer, master=config.precision.weights_dtype != "fp32")
+        for unit in engine.units:
+            if (part := unit.weights.resting_part) is not None:
+                self.label(observer, "weights", unit.name, part)
         if config.placement.grads.tier == "device":  # a hook would bring others back to the device
             engine.register_grad_hook(lambda name, shard: self.label(observer, "grads", name, shard))
 

@@ -44,7 +44,7 @@ class Estimate:
 
 
 def estimate(model: ModelSpec, workload: Workload, config: Config, ranks: int | NodeShape) -> Estimate:
-    """The peak of one rank under a configuration."""
+    """The peak of one rank under a configuration. Under tensor parallelism, `model` is its part (`ModelSpec.part`)."""
     shape = shape_of(ranks)
     sizes = _Sizes(model, workload, config.for_shape(shape), shape)
     highest = max(sizes.backward_starts(), sizes.backward_ends(), sizes.update(), key=Counter.total)
@@ -84,7 +84,8 @@ class _Sizes:
         self.item = weight_bytes(config)
         self.layer_bytes = layer_activation_bytes(of, workload, self.item) if of else 0
         self.input_bytes = workload.tokens * of.hidden * self.item if of else 0
-        self.logit_bytes = LOGIT_BYTES * workload.tokens * of.vocabulary if of else 0
+        # Tensor parallelism cuts the head, and gathers its outputs.
+        self.logit_bytes = LOGIT_BYTES * workload.tokens * of.vocabulary * workload.tp if of else 0
 
     def at_rest(self, tier: str = "device") -> Counter[str]:
         """Bytes on a tier by kind: all kinds of trainable parameters, and the weights of frozen ones."""

@@ -82,6 +82,13 @@ class Hardware:
         """The GPUs of each node."""
         return NodeShape(self.nodes, self.gpus // self.nodes)
 
+    def zero_shape(self, tp: int) -> NodeShape:
+        """The nodes of ZeRO's ranks, where each `tp` neighbouring GPUs hold one copy of the model together."""
+        if tp < 1 or self.gpus % tp:
+            raise ConfigError(f"--tp {tp} does not divide {self.gpus} GPUs: take one that does")
+        per_node = max(1, self.gpus // self.nodes // tp)
+        return NodeShape(self.gpus // tp // per_node, per_node)
+
     @property
     def context_bytes(self) -> int:
         """Bytes of a GPU that the driver and the communicators take."""

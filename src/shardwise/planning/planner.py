@@ -13,11 +13,10 @@ nvme      and to the disk
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from multiprocessing import get_context
-from typing import Any
 
 import torch
 
@@ -27,7 +26,7 @@ from shardwise.config.shape import NodeShape
 from shardwise.engine import initialize
 from shardwise.errors import ConfigError
 from shardwise.machine.launch import cores
-from shardwise.planning.arithmetic import sent_by_axis, wire_share
+from shardwise.planning.arithmetic import sent_by_axis, tp_bytes, wire_share
 from shardwise.planning.dry_run import Foreseen, can_dry_run, foresee_workload
 from shardwise.planning.estimate import estimate
 from shardwise.planning.hardware import Hardware
@@ -64,38 +63,30 @@ def plan(
     'zero1'
     """
     hardware, workload = hardware or Hardware(), workload or Workload()
-    presets = presets_for(hardware) if presets is None else presets
+    shape = hardware.zero_shape(workload.tp)
+    presets = presets_for(shape) if presets is None else presets
     unknown = [name for name in presets if name not in PRESETS]
     if unknown:
         raise ConfigError(f"unknown preset {unknown[0]!r}: choose from {', '.join(PRESETS)}")
     known = find_model(model, params, workload)
     if detailed and known.dimensions is None and known.build is None:
         raise ConfigError("a detailed plan needs a model: name one instead of --params")
-    if workload.tp > 1:
-        if known.dimensions is None or workload.lora or detailed is False:
-            raise ConfigError(
-                f"--tp {workload.tp} needs a dry run of a model whose dimensions are known, without adapters: name one "
-                "of the catalog or a config.json, and leave out --params, --lora and --no-detailed"
-            )
-        detailed = True
+    known.part(workload.tp)  # raises if there is none
     return _plan(known, workload, hardware, presets, known.build is not None if detailed is None else detailed)
 
 
 def _plan(model: ModelSpec, workload: Workload, hardware: Hardware, presets: Sequence[str], detailed: bool) -> Plan:
     notes = []
     foreseen: dict[str, Foreseen] = {}
-    copies = workload.dp(hardware.gpus)
+    shape = hardware.zero_shape(workload.tp)
     if detailed:
         configs = {preset: workload.config(preset) for preset in presets}
         possible = [name for name, config in configs.items() if can_dry_run(config) and not refusal(config)]
-        foreseen, failure = _dry_runs(model, workload, zero_shape(workload, hardware), possible)
-        if failure and workload.tp > 1:
-            raise ConfigError(f"--tp {workload.tp}: no dry run: {failure}")
+        foreseen, failure = _dry_runs(model, workload, shape, possible)
         if failure:
             notes.append(f"no dry run: {failure}; the figures come from arithmetic")
     if workload.tp > 1:
-        presets = list(foreseen)
-        notes.append(_tp_note(workload.tp, copies, list(foreseen.values())))
+        notes.append(_tp_note(workload.tp, shape.world_size, tp_bytes(model.part(workload.tp), workload)))
     rows = [_row(preset, model, workload, hardware, foreseen.get(preset)) for preset in presets]
     notes += _notes(model, workload, rows)
     mode = "detailed" if foreseen else "analytic"
@@ -106,12 +97,10 @@ def _plan(model: ModelSpec, workload: Workload, hardware: Hardware, presets: Seq
 
 
 def _row(preset: str, model: ModelSpec, workload: Workload, hardware: Hardware, foreseen: Foreseen | None) -> PlanRow:
-    config = workload.config(preset)
-    shape = zero_shape(workload, hardware)
+    config, model = workload.config(preset), model.part(workload.tp)
+    shape = hardware.zero_shape(workload.tp)
     found = foreseen or estimate(model, workload, config, shape)
-    sent: Mapping[Any, int] = sent_by_axis(preset, model, workload, shape)
-    if foreseen is not None and workload.tp > 1:
-        sent = foreseen.axis_bytes
+    sent = sent_by_axis(preset, model, workload, shape)
     reserved = hardware.reserved_bytes
     peak = found.peak_bytes + reserved
     fit = judge(config, peak, found.tiers, hardware, is_dry_run=foreseen is not None)
@@ -120,9 +109,9 @@ def _row(preset: str, model: ModelSpec, workload: Workload, hardware: Hardware, 
         categories={**found.categories, "overhead": found.categories["overhead"] + reserved},
         tiers={tier: size * (hardware.gpus // hardware.nodes) for tier, size in found.tiers.items()},
         wire_bytes=sum(sent.values()),
-        outside_bytes=sent.get("outer", 0) * shape.per_node * workload.tp,
+        outside_bytes=sent["outer"] * (hardware.gpus // hardware.nodes),
         margin=1 - peak / hardware.gpu_bytes,
-        wire_share=wire_share(preset, model, workload, replace(hardware, gpus=shape.world_size, nodes=shape.nodes)),
+        wire_share=wire_share(preset, model, workload, hardware),
         startup_bytes=foreseen.startup_bytes + reserved if foreseen else None,
         **vars(fit),
     )
@@ -140,8 +129,7 @@ def _reserved_note(preset: str, foreseen: Foreseen, on: Hardware) -> str:
     return note
 
 
-def _tp_note(tp: int, copies: int, foreseen: Sequence[Foreseen]) -> str:
-    sent = max((each.sent_bytes.get("tp", 0) for each in foreseen), default=0)
+def _tp_note(tp: int, copies: int, sent: int) -> str:
     return (
         f"each of {copies} copies of the model is on {tp} GPUs: a GPU sends {format_bytes(sent)} to the others of its "
         "copy in a step, beside what the table says, so these should be in one node"
@@ -156,6 +144,13 @@ def _is_undecided(row: PlanRow) -> bool:
 
 def _notes(model: ModelSpec, workload: Workload, rows: Sequence[PlanRow]) -> list[str]:
     notes = [f"{row.preset}: {row.note}" for row in rows if row.note]
+    peaks = {row.preset: row.peak_bytes for row in rows}
+    if peaks.get("zero3_hybrid", 0) > peaks.get("zero2", math.inf):
+        # 6Ψ/n + 12Ψ/W against 2Ψ + 16Ψ/W: with n = 2 never less (test_mesh).
+        notes.append(
+            "zero3_hybrid needs more than zero2 here: gradients that are added up in fp32 are sharded over the few "
+            "GPUs of a node, not over all; it sends less out of the node"
+        )
     if model.dimensions is None and model.build is None:
         notes.append("only the size is known: activations and logits are not counted, a unit is assumed to be Ψ/32")
     elif model.dimensions is None and all(row.startup_bytes is None for row in rows):
@@ -195,21 +190,15 @@ def _dry_runs(
     return foreseen, failure
 
 
-def zero_shape(workload: Workload, on: Hardware) -> NodeShape:
-    """The nodes of the ranks of ZeRO. The GPUs that hold one copy of the model are neighbours."""
-    copies, per_node = workload.dp(on.gpus), max(1, on.gpus // on.nodes // workload.tp)
-    return NodeShape(copies // per_node, per_node)
-
-
-def presets_for(on: Hardware) -> tuple[str, ...]:
-    """The presets that differ on a machine: on one node, the hybrid one is zero3."""
+def presets_for(shape: NodeShape) -> tuple[str, ...]:
+    """The presets that differ on some ranks: on one node, the hybrid one is zero3."""
     is_hybrid = {name: "node" in (kind.sharding for _, kind in row) for name, row in PRESETS.items()}
-    return tuple(name for name in PRESETS if not (is_hybrid[name] and on.shape.is_flat))
+    return tuple(name for name in PRESETS if not (is_hybrid[name] and shape.is_flat))
 
 
-def order_for(on: Hardware, accumulation: int) -> list[str]:
+def order_for(shape: NodeShape, accumulation: int) -> list[str]:
     """The presets to try, fastest first."""
-    order = [name for name in ORDER if name in presets_for(on)]
+    order = [name for name in ORDER if name in presets_for(shape)]
     if accumulation > 1 and "zero3_hybrid" in order:
         # zero2 would send each micro-batch's gradients out of the node.
         order.remove("zero3_hybrid")
@@ -255,7 +244,8 @@ def judge(config: Config, peak_bytes: int, tiers: Mapping[str, int], on: Hardwar
 def advise(rows: Sequence[PlanRow], model: ModelSpec, workload: Workload, hardware: Hardware) -> Advice:
     """The first preset in the order of their cost that fits."""
     by_name = {row.preset: row for row in rows}
-    order = [name for name in order_for(hardware, workload.accumulation) if name in by_name] or [
+    shape = hardware.zero_shape(workload.tp)
+    order = [name for name in order_for(shape, workload.accumulation) if name in by_name] or [
         row.preset for row in rows
     ]
     chosen = next((name for name in order if by_name[name].fits), None)

@@ -256,7 +256,8 @@ What the table counts besides these states:
 
 def explain(plan: Plan) -> str:
     """The formulas of the states, then the same with the plan's numbers."""
-    parameters, ranks = plan.model.trainable, plan.hardware.gpus
+    tp = plan.workload.tp
+    parameters, ranks = plan.model.part(tp).trainable, plan.hardware.zero_shape(tp).world_size
     lines = [_WHY, f"In numbers: Ψ = {parameters:,}, W = {ranks}, in GB"]
     lines.append(f"  {'':<8}{'weights':>9}{'grads':>9}{'optim':>9}{'in all':>9}{'saving':>9}{'W → ∞':>9}")
     each = ACCOUNTINGS["fp32" if plan.workload.precision == "fp32" else "full"]

@@ -1,11 +1,14 @@
 """The search: the fastest configurations that fit, ranked by the model of time in `arithmetic`.
 
-It varies the preset, the micro-batch and the accumulation, recomputation and, under offload, how many units keep their
-states on the device: as many as fit, by the solver that the engine itself uses.
+It varies the preset, the micro-batch and the accumulation, recomputation, how many GPUs of a node hold one copy of the
+model together (tp) and, under offload, how many units keep their states on the device: as many as fit, by the solver
+that the engine itself uses.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rich.console import Group, RenderableType
@@ -13,7 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.engine.residency import stay
-from shardwise.planning.arithmetic import cost_s, moved_bytes, sent_bytes
+from shardwise.errors import ConfigError
+from shardwise.planning.arithmetic import cost_s, moved_bytes, sent_by_axis, tp_bytes
 from shardwise.planning.estimate import away_bytes, estimate
 from shardwise.planning.hardware import Hardware
 from shardwise.planning.planner import device_budget, judge, order_for
@@ -21,18 +25,23 @@ from shardwise.planning.workload import ModelSpec, Workload
 from shardwise.sizes import format_bytes
 
 LARGEST_MICRO_BATCH = 64
+COUNT = 5
 
 
 @dataclass(frozen=True)
 class Candidate:
     """A configuration that fits.
 
+    tp             how many GPUs hold one copy of the model together
+    outside_bytes  what leaves a node in a step
+    tp_bytes       what a GPU sends in a step to the others of its copy of the model
     resident       the fraction of the states that may be offloaded but stays on the device
     device_memory  the budget under which the engine keeps that fraction on the device
     cost           for ranking only
     """
 
     preset: str
+    tp: int
     micro_batch: int
     accumulation: int
     checkpointing: bool
@@ -41,36 +50,67 @@ class Candidate:
     peak_bytes: int
     sent_bytes_per_sample: float
     moved_bytes_per_sample: float
+    outside_bytes: int
+    tp_bytes: int
     condition: str
     cost: float
 
     def workload(self, given: Workload) -> Workload:
         """`given` with the values found."""
-        return replace(
-            given, micro_batch=self.micro_batch, accumulation=self.accumulation, checkpointing=self.checkpointing
-        )
+        found = {name: getattr(self, name) for name in ("tp", "micro_batch", "accumulation", "checkpointing")}
+        return replace(given, **found)
+
+    @property
+    def name(self) -> str:
+        return f"{self.preset} with tp {self.tp}" if self.tp > 1 else self.preset
 
 
-def search(model: ModelSpec, workload: Workload, hardware: Hardware, count: int = 5) -> list[Candidate]:
+def search(model: ModelSpec, workload: Workload, hardware: Hardware, count: int = COUNT) -> list[Candidate]:
     """The `count` fastest that fit, best first, with as many samples per step as `workload`."""
-    samples = workload.micro_batch * workload.accumulation
-    steps = [
-        replace(workload, micro_batch=size, accumulation=samples // size, checkpointing=checkpointing)
+    return ranked(model, workload, hardware)[:count]
+
+
+def ranked(model: ModelSpec, workload: Workload, hardware: Hardware) -> list[Candidate]:
+    """All that fit, the fastest first."""
+    found = [
+        _candidate(part, step, hardware, preset)
+        for tp, part in _parts(model, workload, hardware).items()
+        for step in _steps(workload, tp)
+        for preset in order_for(hardware.zero_shape(tp), 1)
+    ]
+    fitting = [candidate for candidate in found if candidate is not None]
+    return sorted(fitting, key=lambda candidate: (candidate.cost, candidate.peak_bytes))
+
+
+def _parts(model: ModelSpec, workload: Workload, on: Hardware) -> dict[int, ModelSpec]:
+    """What a GPU holds of the model for each tp: the one that was given, or all over which a node can cut it."""
+    if workload.tp > 1:
+        return {workload.tp: model.part(workload.tp)}
+    parts = {}
+    for tp in (size for size in range(1, on.shape.per_node + 1) if on.shape.per_node % size == 0):
+        with contextlib.suppress(ConfigError):  # it cannot be cut into as many
+            parts[tp] = model.part(tp)
+    return parts
+
+
+def _steps(workload: Workload, tp: int) -> list[Workload]:
+    """The steps with as many samples as `workload`, which a copy on more GPUs has more of."""
+    samples = workload.micro_batch * workload.accumulation * tp // workload.tp
+    return [
+        replace(workload, tp=tp, micro_batch=size, accumulation=samples // size, checkpointing=checkpointing)
         for size in range(1, min(samples, LARGEST_MICRO_BATCH) + 1)
         for checkpointing in (False, True)
         if samples % size == 0
     ]
-    found = [_candidate(model, step, hardware, preset) for step in steps for preset in order_for(hardware, 1)]
-    fitting = [candidate for candidate in found if candidate is not None]
-    return sorted(fitting, key=lambda candidate: (candidate.cost, candidate.peak_bytes))[:count]
 
 
 def _candidate(model: ModelSpec, workload: Workload, on: Hardware, preset: str) -> Candidate | None:
-    """None if it does not fit, or if all states could stay on the device, as under the preset without offload."""
-    config = workload.config(preset)
-    estimated = estimate(model, workload, config, on.shape)
+    """None if it does not fit, or if all states could stay on the device, as under the preset without offload. `model`
+    is what a GPU holds of it."""
+    config, shape = workload.config(preset), on.zero_shape(workload.tp)
+    estimated = estimate(model, workload, config, shape)
     peak = estimated.peak_bytes + on.reserved_bytes
-    units = away_bytes(model, config, on.gpus)
+    units = away_bytes(model, config, shape.world_size)
     budget = device_budget(on)
     staying = stay(units, budget + on.reserved_bytes - peak)
     if not sum(units):
@@ -83,30 +123,71 @@ def _candidate(model: ModelSpec, workload: Workload, on: Hardware, preset: str) 
     fit = judge(config, peak + staying_bytes, estimated.tiers, on)
     if not fit.fits:
         return None
-    moved = moved_bytes(config, int(model.trainable * (1 - resident)), model.frozen, on.gpus)
-    samples = workload.micro_batch * workload.accumulation
+    moved = moved_bytes(config, int(model.trainable * (1 - resident)), model.frozen, shape.world_size)
+    samples = workload.micro_batch * workload.accumulation / workload.tp
+    sent, within = sent_by_axis(preset, model, workload, shape), tp_bytes(model, workload)
     return Candidate(
         preset=preset,
+        tp=workload.tp,
         micro_batch=workload.micro_batch,
         accumulation=workload.accumulation,
         checkpointing=workload.checkpointing,
         resident=resident if estimated.tiers else 1.0,
         device_memory=budget if staying else None,
         peak_bytes=peak + staying_bytes,
-        sent_bytes_per_sample=sent_bytes(preset, model, workload, on.shape) / samples,
+        sent_bytes_per_sample=(sum(sent.values()) + within) / samples,
         moved_bytes_per_sample=(moved.up + moved.down) / samples,
+        outside_bytes=sent["outer"] * on.shape.per_node,
+        tp_bytes=within,
         condition=fit.condition,
         cost=cost_s(preset, model, workload, on, moved),
     )
 
 
-def render(candidates: list[Candidate]) -> RenderableType:
-    """A table of the candidates."""
+def why(ranked: Sequence[Candidate], given: Workload) -> str:
+    """Why the first was taken, and not the best with another preset or another tp."""
+    best = ranked[0]
+    reasons = [f"→ {best.name}"]
+    if other := next((each for each in ranked if each.tp == best.tp and each.preset != best.preset), None):
+        if other.cost == best.cost:
+            more = format_bytes(other.peak_bytes - best.peak_bytes)
+            reasons.append(f"{other.name} would be as fast, with {more} more on each GPU")
+        else:
+            sent = _times(other.sent_bytes_per_sample, best.sent_bytes_per_sample)
+            outside = f", and {_times(other.outside_bytes, best.outside_bytes)} out of a node"
+            reasons.append(f"{other.name} would send {sent}{outside * bool(best.outside_bytes)}")
+    if larger := next((each for each in ranked if each.tp > best.tp), None):
+        size = format_bytes(larger.tp_bytes)
+        reasons.append(f"with tp {larger.tp}, the layers of each GPU would wait for {size} of activations in a step")
+    if best.tp > given.tp and not any(each.tp < best.tp for each in ranked):
+        reasons.append("nothing fits with less tp")
+    return "; ".join(reasons)
+
+
+def _times(size: float, other: float) -> str:
+    factor = size / other if other else 1.0
+    return "as much" if f"{factor:.2g}" == "1" else f"{factor:.2g} times as much"
+
+
+def render(ranked: Sequence[Candidate], given: Workload) -> RenderableType:
+    """A table of the first candidates, and why the first was taken."""
+    candidates = ranked[:COUNT]
     if not candidates:
         return Text("\nNothing fits, with any preset, micro-batch or recomputation.", style="bold")
+    cuts, leaves = any(each.tp > 1 for each in ranked), any(each.outside_bytes for each in ranked)
     moves = any(each.moved_bytes_per_sample for each in candidates)
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    columns = ["", "preset", "micro-batch", "K", "recompute", "peak GB", "sent GB"]
+    columns = [
+        "",
+        "preset",
+        *["tp"] * cuts,
+        "micro-batch",
+        "K",
+        "recompute",
+        "peak GB",
+        "sent GB",
+        *["out GB"] * leaves,
+    ]
     for name in [*columns, *(["moved GB", "resident"] if moves else [])]:
         table.add_column(name, justify="left" if name == "preset" else "right", no_wrap=True)
     table.add_column("")  # the condition may wrap, so that figures need not be cut
@@ -114,16 +195,19 @@ def render(candidates: list[Candidate]) -> RenderableType:
         cells = [
             str(number),
             each.preset,
+            *[str(each.tp)] * cuts,
             str(each.micro_batch),
             str(each.accumulation),
             "yes" if each.checkpointing else "no",
             f"{each.peak_bytes / 1e9:.1f}",
             f"{each.sent_bytes_per_sample / 1e9:.3g}",
+            *[f"{each.outside_bytes / 1e9:.3g}"] * leaves,
         ]
         if moves:
             cells += [f"{each.moved_bytes_per_sample / 1e9:.3g}", f"{each.resident:.0%}"]
         table.add_row(*cells, each.condition)
-    title = Text("\nThe fastest that fit, best first; sent and moved are per rank and sample")
+    legend = "sent and moved are per rank and sample" + "; out is what leaves a node in a step" * leaves
+    title = Text(f"\nThe fastest that fit, best first; {legend}")
     budgets = {each.device_memory for each in candidates if each.device_memory is not None}
     notes = [Text(f"states stay resident under offload.device_memory: {format_bytes(size)}") for size in budgets]
-    return Group(title, table, *notes)
+    return Group(title, table, Text(why(ranked, given)), *notes)

@@ -39,6 +39,18 @@ class ModelSpec:
     def frozen(self) -> int:
         return self.parameters - self.trainable
 
+    def part(self, tp: int) -> ModelSpec:
+        """What one of `tp` GPUs holds that have one copy of the model together."""
+        if tp == 1:
+            return self
+        if self.dimensions is None or self.frozen:
+            raise ConfigError(
+                f"--tp {tp} needs a model whose dimensions are known, without adapters: name one of the catalog or a "
+                "config.json, and leave out --params and --lora"
+            )
+        cut = self.dimensions.part(tp)
+        return replace(self, parameters=cut.parameters, trainable=cut.parameters, dimensions=cut)
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -78,12 +90,6 @@ class Workload:
                 f"{world_size} = {each}"
             )
         return replace(self, accumulation=global_batch // each)
-
-    def dp(self, gpus: int) -> int:
-        """How many copies of the model `gpus` GPUs hold: the data-parallel ranks."""
-        if self.tp < 1 or gpus % self.tp:
-            raise ConfigError(f"--tp {self.tp} does not divide {gpus} GPUs: take one that does")
-        return gpus // self.tp
 
     def config(self, preset: str) -> Config:
         """The configuration of a preset for this workload."""

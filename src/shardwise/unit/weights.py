@@ -117,6 +117,11 @@ class Weights:
         self._master = make_master(plan, pieces_of(states.split(runs)), self._segment, states, ledger)
 
     @property
+    def resting_part(self) -> torch.Tensor | None:
+        """The weights that rest beside the master, where there are any."""
+        return self._rest.buffer.tensor if self._rest is not None else None
+
+    @property
     def master(self) -> torch.Tensor:
         """The owned elements as they are updated. Off the device, this blocks the host until they are there."""
         return self._master.values

@@ -477,6 +477,16 @@ def test_folders_that_are_not_whole_are_refused(tmp_path):
         shardwise.stream(folder, device="cpu")
 
 
+@ranks(2)
+def test_a_folder_that_one_rank_lacks_is_an_error_on_all_of_them(rank, world_size, tmp_path):
+    if rank == 0:
+        save(make("dense"), tmp_path / "model")
+    torch.distributed.barrier()
+    message = r"has no config.json" if rank == 1 else r"^rank 1: .* has no config.json"
+    with pytest.raises(CheckpointError, match=message):
+        shardwise.stream(tmp_path / ("model" if rank == 0 else "elsewhere"), device="cpu")
+
+
 def test_a_file_that_is_cut_short_while_it_is_used(tmp_path):
     model = make("dense")
     folder = save(model, tmp_path / "model")

@@ -16,6 +16,7 @@ schedules          DeepSpeed's learning-rate schedules as classes
 comm, accelerator  what DeepSpeed puts around torch.distributed and torch.cuda
 launcher           the command `deepspeed`
 unused             the check for parameters without a gradient
+retraining         a second `train()` of Trainer
 names, groups, experts, recompute, op_builder, lazy_schedules   constants and small functions by DeepSpeed's names
 
 Nothing here computes anything of its own: it translates calls. `import deepspeed` loads little more than torch, so

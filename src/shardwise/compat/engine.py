@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from shardwise.compat.early_shard import EarlyShard, early_device
+from shardwise.compat.retraining import unwrap_in_trainers
 from shardwise.compat.unused import UnusedParameters
 from shardwise.compat.zero import mark_module, note_units, put_back
 from shardwise.errors import CompatibilityError
@@ -47,8 +48,7 @@ class DeepSpeedEngine(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._is_destroyed:
             raise CompatibilityError(
-                "this engine was destroyed, as accelerator.free_memory() and a Trainer's next train() do: set "
-                "trainer.model_wrapped = trainer.model before that train(), or call "
+                "this engine was destroyed, as accelerator.free_memory() does: call accelerator.prepare(...) or "
                 "deepspeed.initialize(model=engine.module, ...) again"
             )
         return self.shardwise_engine(*args, **kwargs)
@@ -151,6 +151,7 @@ class DeepSpeedEngine(nn.Module):
         engine.destroy()
         for name, tensor in tensors.items():
             put_back(tensor, kept[name])
+        unwrap_in_trainers(self)
 
     # Numbers
 

@@ -66,7 +66,10 @@ def search(model: ModelSpec, workload: Workload, hardware: Hardware, count: int 
 
 
 def _candidate(model: ModelSpec, workload: Workload, on: Hardware, preset: str) -> Candidate | None:
-    """None if it does not fit, or if all states could stay on the device, as under the preset without offload."""
+    """None if it does not fit, or if all of it could stay on the device, as under the preset without offload.
+
+    What is frozen does not: it rests where the preset has the weights.
+    """
     config = workload.config(preset)
     estimated = estimate(model, workload, config, on.shape)
     peak = estimated.peak_bytes + on.reserved_bytes
@@ -75,7 +78,8 @@ def _candidate(model: ModelSpec, workload: Workload, on: Hardware, preset: str) 
     staying = stay(units, budget + on.reserved_bytes - peak)
     if not sum(units):
         units, staying = [1], 0
-    if staying == len(units):
+    keeps_frozen = not model.frozen or config.placement.weights.tier == "device"
+    if staying == len(units) and keeps_frozen:
         return None
     staying_bytes = sum(units[:staying])
     resident = staying_bytes / sum(units)

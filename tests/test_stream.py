@@ -14,11 +14,14 @@ from safetensors.torch import save_file
 from torch import nn
 
 import shardwise
+from shardwise.deferred import stored_names as names_in_files
+from shardwise.deferred.pretrained import PretrainedWeights
 from shardwise.errors import CheckpointError, ConfigError, DiskError
 from shardwise.inference.working_memory import working_memory
 from shardwise.memory.placement import UnitSize, place, spread, window_bytes
 from shardwise.observe.storage import StorageObserver
 from shardwise.offload import weight_files
+from shardwise.partition import Span
 from shardwise.partition.stored import stored_tensors
 from shardwise.unit.weights import ORIGIN
 from support import ranks
@@ -150,9 +153,28 @@ def test_the_same_bits_from_files(kind, cached, tmp_path, monkeypatch):
     assert {path: path.read_bytes() for path in folder.iterdir()} == files
 
 
-def test_files_with_names_of_their_own_are_loaded_by_transformers(tmp_path):
+def test_files_that_hold_each_expert_apart_are_streamed_as_they_are(tmp_path, monkeypatch):
+    monkeypatch.setattr(weight_files, "BLOCK_BYTES", 8192)
     model = make("moe")
-    model.save_pretrained(tmp_path)  # with a tensor for each expert, of which the model makes one for all
+    model.save_pretrained(tmp_path)  # with matrices for each expert, of which the model has one tensor for all
+    expected, budget = answers(model), budget_for(model, 5 * layer_bytes(model))
+    options = {"device_memory": budget, "device": "cpu", "batch": 2, "context": 16}
+    for weights in ("host", "disk"):
+        streamed = shardwise.stream(tmp_path, weights, **options)
+        assert weights in streamed.shardwise_stream.placement.tiers
+        check_same(streamed, expected)
+        streamed.shardwise_stream.close()
+    # Any part of a parameter, as ranks read it.
+    stored = PretrainedWeights(tmp_path).match(model)["model.layers.1.mlp.experts.gate_up_proj"]
+    flat = model.model.layers[1].mlp.experts.gate_up_proj.detach().flatten()
+    for start, stop in [(0, 1), (2000, 2050), (2047, 8200), (16000, flat.numel())]:
+        assert torch.equal(stored(Span(start, stop)), flat[start:stop])
+
+
+def test_files_that_are_changed_otherwise_are_loaded_by_transformers(tmp_path, monkeypatch):
+    monkeypatch.setattr(names_in_files, "_is_stacked", lambda operations, lists: False)
+    model = make("moe")
+    model.save_pretrained(tmp_path)
     budget = budget_for(model, 5 * layer_bytes(model))
     streamed = shardwise.stream(tmp_path, "host", device_memory=budget, device="cpu", batch=2, context=16)
     assert "host" in streamed.shardwise_stream.placement.tiers

@@ -1,6 +1,7 @@
 """The API that DeepSpeed's users write by hand, on two ranks."""
 
 import contextlib
+import importlib
 import json
 import re
 import sys
@@ -171,6 +172,51 @@ def test_one_process_without_torchrun_needs_no_process_group(rank, world_size):
     engine, *_ = ds.initialize(model=net, model_parameters=net.parameters(), config=settings(3))
     engine.backward(engine(torch.ones(2, 8)).mean())
     assert ds.comm.get_world_size() == 1
+
+
+@ranks(1, fresh=True, init=False)
+def test_small_calls_of_users_are_served_and_others_named(rank, world_size):
+    ds = deepspeed()
+    net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    data = [torch.full((8,), float(n)) for n in range(5)]
+    saved = {"activation_checkpointing": {"cpu_checkpointing": True}, "dataloader_drop_last": True}
+    engine, optimizer, loader, _ = ds.initialize(
+        model=net, model_parameters=net.parameters(), config=settings(3, **saved), training_data=data
+    )
+    assert isinstance(optimizer, ds.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3)
+    assert not isinstance(optimizer, ds.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer)
+    assert len(loader) == 2  # of five samples, two and two
+    rows = ds.utils.RepeatingLoader(loader)
+    applied = []
+    for _ in range(4):
+        engine.backward(engine(next(rows)).mean())
+        engine.step()
+        applied.append(engine.was_step_applied())
+    assert applied == [False, True, False, True]
+    engine.set_lr(0.5)
+    assert engine.get_lr() == [optimizer.param_groups[0]["lr"]] == [0.5]
+    assert engine.get_batch_info() == (4, 2, 2)
+    assert (engine.optimizer_name(), engine.scheduler_name()) == ("adamw", "WarmupLR")
+    with ds.OnDevice(dtype=torch.bfloat16, device="meta"):
+        built = nn.Linear(4, 4)
+    assert (built.weight.dtype, built.weight.is_meta, torch.get_default_dtype()) == (
+        torch.bfloat16,
+        True,
+        torch.float32,
+    )
+    x = torch.ones(2, 4, requires_grad=True)
+    ds.checkpointing.checkpoint(nn.Linear(4, 4), x).sum().backward()
+    assert x.grad is not None
+    with pytest.raises(
+        AttributeError, match="'offload_states', and neither has DeepSpeedEngine as shardwise serves it"
+    ):
+        engine.offload_states()
+    with pytest.raises(ModuleNotFoundError, match=r"deepspeed\.monitor is not in the module .* from the loop"):
+        importlib.import_module("deepspeed.monitor.monitor")
+    with pytest.raises(ModuleNotFoundError, match="without a conversion"):
+        importlib.import_module("deepspeed.checkpoint.ds_to_universal")
+    with pytest.raises(CompatibilityError, match="shardwise plan MODEL"):
+        ds.runtime.zero.stage3.estimate_zero3_model_states_mem_needs_all_live(net, num_gpus_per_node=8)
 
 
 def train_with_public_configurations(rank, world_size, cases):

@@ -13,11 +13,9 @@ from shardwise.errors import CompatibilityError
 class DeepSpeedOptimizer:
     """What clients look for on an optimizer under ZeRO; the torch optimizer that works on shards is `optimizer`."""
 
-    def __init__(self, engine: Any, optimizer: torch.optim.Optimizer, is_stage_3: bool) -> None:
+    def __init__(self, engine: Any, optimizer: torch.optim.Optimizer) -> None:
         self._engine = engine
         self.optimizer = optimizer
-        if is_stage_3:
-            self.parameter_offload = ParameterOffload(engine.module)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -71,6 +69,22 @@ class DeepSpeedOptimizer:
         if name.startswith("__") or name == "optimizer":
             raise AttributeError(name)
         return getattr(self.optimizer, name)
+
+
+class DeepSpeedZeroOptimizer(DeepSpeedOptimizer):
+    """Of stages 1 and 2."""
+
+
+class DeepSpeedZeroOptimizer_Stage3(DeepSpeedOptimizer):
+    """Of stage 3."""
+
+    def __init__(self, engine: Any, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(engine, optimizer)
+        self.parameter_offload = ParameterOffload(engine.module)
+
+
+OPTIMIZERS = (DeepSpeedOptimizer, DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3)
+"""By stage."""
 
 
 class ParameterOffload:

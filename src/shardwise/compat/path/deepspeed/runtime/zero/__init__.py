@@ -1,3 +1,3 @@
 from shardwise.compat.zero import ZeroParamStatus
 
-from . import partition_parameters
+from . import partition_parameters, stage3, stage_1_and_2

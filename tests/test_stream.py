@@ -1,5 +1,6 @@
 """Streamed weights: the same bits as a resident model, wherever the weights rest, and the memory that was foreseen."""
 
+import contextlib
 import copy
 import gc
 import json
@@ -228,6 +229,31 @@ def test_quantized_weights_give_the_bits_of_torchao(tmp_path):
         assert 0 < stream.placement.fetched_bytes < 0.8 * LAYERS * layer_bytes(model)
         check_same(streamed, answers(expected))
         stream.close()
+
+
+def test_int4_is_made_or_refused_with_what_torchao_lacks(tmp_path):
+    pytest.importorskip("torchao.quantization")
+    with contextlib.suppress(ImportError):
+        import mslk  # noqa: F401
+
+        pytest.skip("mslk, which brings torchao's kernels for int4, is installed")
+    with pytest.raises(ConfigError, match=r"torchao cannot make int4 weights here \(.*mslk.*take int8"):
+        shardwise.stream(chain(width=256), "host", precision="int4", device="cpu")
+    with pytest.raises(ConfigError, match=r"quantized no layer, because no width is a multiple of its groups \(128\)"):
+        shardwise.stream(chain(width=32), "host", precision="int4", device="cpu")
+
+
+def test_keys_and_values_on_the_host_change_no_token():
+    """On the CPU, device and host are one; tests/test_stream_gpu.py has the offloaded cache."""
+    model = make("dense")
+    budget = budget_for(model, 5 * layer_bytes(model))
+    streamed = shardwise.stream(
+        copy.deepcopy(model), "host", device_memory=budget, kv="host", device="cpu", batch=2, context=16
+    )
+    check_same(streamed, answers(model))
+    streamed.shardwise_stream.close()
+    with pytest.raises(ConfigError, match="kv='host' is for models of transformers"):
+        shardwise.stream(chain(), "host", kv="host", device="cpu")
 
 
 def test_quantized_weights_need_torchao(monkeypatch):

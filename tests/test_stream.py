@@ -239,7 +239,9 @@ def test_int4_is_made_or_refused_with_what_torchao_lacks(tmp_path):
         pytest.skip("mslk, which brings torchao's kernels for int4, is installed")
     with pytest.raises(ConfigError, match=r"torchao cannot make int4 weights here \(.*mslk.*take int8"):
         shardwise.stream(chain(width=256), "host", precision="int4", device="cpu")
-    with pytest.raises(ConfigError, match=r"quantized no layer, because no width is a multiple of its groups \(128\)"):
+    with pytest.raises(
+        ConfigError, match=r"quantized no layer to int4, because no width is a multiple of its groups \(128\)"
+    ):
         shardwise.stream(chain(width=32), "host", precision="int4", device="cpu")
 
 

@@ -39,7 +39,7 @@ def quantize(model: nn.Module, precision: str) -> None:
         ) from error
     if not any(is_traceable_wrapper_subclass(param) for param in model.parameters()):
         raise ConfigError(
-            f"precision={precision!r}: torchao has quantized no layer, because no width is a multiple of its groups "
+            f"torchao has quantized no layer to {precision}, because no width is a multiple of its groups "
             f"({getattr(settings, 'group_size', None)}): take bf16"
         )
     unwrap_tensor_subclass(model)

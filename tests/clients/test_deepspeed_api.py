@@ -219,6 +219,31 @@ def test_small_calls_of_users_are_served_and_others_named(rank, world_size):
         ds.runtime.zero.stage3.estimate_zero3_model_states_mem_needs_all_live(net, num_gpus_per_node=8)
 
 
+@ranks(1, fresh=True, init=False)
+def test_parts_of_a_checkpoint_are_loaded(rank, world_size, tmp_path):
+    ds = deepspeed()
+
+    def start(stage=1):
+        net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+        net[0].requires_grad_(False)
+        return ds.initialize(model=net, model_parameters=net.parameters(), config=settings(stage))[0]
+
+    saved = start()
+    steps(saved, 6)
+    saved.save_checkpoint(tmp_path, client_state={"epoch": 3})
+    for options, count in (({"load_optimizer_states": False}, 3), ({"load_module_only": True}, 0)):
+        engine = start(2)
+        assert engine.load_checkpoint(tmp_path, **options)[1] == {"epoch": 3}
+        assert engine.global_steps == count
+        assert engine.lr_scheduler.last_batch_iteration == (saved.lr_scheduler.last_batch_iteration if count else -1)
+        assert not any(engine.optimizer.state.values())
+        for mine, other in zip(engine.module.parameters(), saved.module.parameters(), strict=True):
+            assert torch.equal(mine, other)
+    read = ds.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint
+    assert set(read(tmp_path)) == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    assert set(read(tmp_path, exclude_frozen_parameters=True)) == {"2.weight", "2.bias"}
+
+
 def train_with_public_configurations(rank, world_size, cases):
     """One step with each; the names of those that trained."""
     warnings.simplefilter("ignore")

@@ -231,8 +231,14 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
         if custom_load_fn is not None:
             raise CompatibilityError("load_checkpoint(custom_load_fn=...) is not supported: load into engine.module")
         if load_module_only or not load_optimizer_states:
-            return checkpoints.load_weights(self.shardwise_engine, load_dir, tag, load_module_strict)
+            return checkpoints.load_weights(
+                self.shardwise_engine, load_dir, tag, load_module_strict, load_module_only, load_lr_scheduler_states
+            )
         return checkpoints.load(self.shardwise_engine, load_dir, tag, load_lr_scheduler_states)
+
+    def _get_optimizer_ckpt_name(self, checkpoints_path: str, tag: Any, *ranks: Any) -> str:
+        """Where a checkpoint has the optimizer's states: beside everything else."""
+        return os.path.join(checkpoints_path, str(tag))
 
     def empty_partition_cache(self) -> None:
         """Does nothing: units are released after their use."""

@@ -35,6 +35,11 @@ class DeepSpeedOptimizer:
         return self.optimizer.defaults
 
     @property
+    def fp32_groups_flat(self) -> list[torch.Tensor]:
+        """This rank's elements of the master copy."""
+        return [piece.detach() for group in self.param_groups for piece in group["params"]]
+
+    @property
     def overflow(self) -> bool:
         """Whether the last step was skipped, in fp16."""
         return bool(self._engine.was_skipped)
@@ -71,8 +76,14 @@ class DeepSpeedOptimizer:
         return getattr(self.optimizer, name)
 
 
+class FP16_Optimizer(DeepSpeedOptimizer):
+    """Of stage 0, where weights have 16 bits."""
+
+
 class DeepSpeedZeroOptimizer(DeepSpeedOptimizer):
     """Of stages 1 and 2."""
+
+    single_partition_of_fp32_groups = DeepSpeedOptimizer.fp32_groups_flat
 
 
 class DeepSpeedZeroOptimizer_Stage3(DeepSpeedOptimizer):
@@ -82,8 +93,10 @@ class DeepSpeedZeroOptimizer_Stage3(DeepSpeedOptimizer):
         super().__init__(engine, optimizer)
         self.parameter_offload = ParameterOffload(engine.module)
 
+    fp32_partitioned_groups_flat = DeepSpeedOptimizer.fp32_groups_flat
 
-OPTIMIZERS = (DeepSpeedOptimizer, DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3)
+
+OPTIMIZERS = (FP16_Optimizer, DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3)
 """By stage."""
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import json
+import os
 import re
 import sys
 import warnings
@@ -174,6 +175,24 @@ def test_one_process_without_torchrun_needs_no_process_group(rank, world_size):
     assert ds.comm.get_world_size() == 1
 
 
+def count_with_accelerate(rank, world_size):
+    pytest.importorskip("accelerate")
+    from accelerate import PartialState
+
+    import shardwise.as_deepspeed  # noqa: F401  # first, before accelerate
+
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    assert PartialState().num_processes == 1  # there is no GPU, and no backend was given
+    net = nn.Linear(8, 4)
+    with pytest.raises(CompatibilityError, match=r"Accelerate counts 1 processes, and 2 were started.*use_cpu=True"):
+        deepspeed().initialize(model=net, model_parameters=net.parameters(), config=settings(2))
+
+
+def test_a_client_that_takes_every_process_for_the_only_one_is_told(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    run_ranks(count_with_accelerate, 2, fresh=True, init=False, torchrun=True)
+
+
 @ranks(1, fresh=True, init=False)
 def test_small_calls_of_users_are_served_and_others_named(rank, world_size):
     ds = deepspeed()
@@ -204,6 +223,12 @@ def test_small_calls_of_users_are_served_and_others_named(rank, world_size):
         True,
         torch.float32,
     )
+    assert ds.utils.set_z3_leaf_modules(net, [nn.Tanh]) == ds.utils.get_z3_leaf_modules(net) == [net[1]]
+    with pytest.raises(ValueError, match="No modules of type"):
+        ds.utils.unset_z3_leaf_modules(net, ["Conv2d"])
+    with ds.runtime.zero.unwrap_model_for_generation(engine) as whole:
+        assert whole is net
+        assert not whole[0].weight.isnan().any()
     x = torch.ones(2, 4, requires_grad=True)
     ds.checkpointing.checkpoint(nn.Linear(4, 4), x).sum().backward()
     assert x.grad is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import sys
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -50,6 +51,7 @@ def initialize(
         raise AssertionError("deepspeed.initialize requires a model")
     _refuse_parallelism(mpu, mesh_param, model)
     init_distributed(distributed_port=distributed_port)
+    _check_client_counts_all_ranks()
     settings, parsed = read_config(config if config is not None else config_params, args)
     _say_who_serves(parsed)
     stage, weights = _stage(parsed), parsed.placement.weights
@@ -139,6 +141,19 @@ def _without_idle_sections(settings: dict[str, Any]) -> dict[str, Any]:
         )
         del saved["cpu_checkpointing"]
     return settings
+
+
+def _check_client_counts_all_ranks() -> None:
+    """Accelerate takes every process for the only one if it finds neither a GPU nor a backend that it was given: then
+    all would train on the same samples and write the same files."""
+    partial_state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
+    counted = getattr(partial_state, "_shared_state", {}).get("num_processes")
+    started = torch.distributed.get_world_size()
+    if counted is not None and counted != started:
+        raise CompatibilityError(
+            f"Accelerate counts {counted} processes, and {started} were started: without a GPU it is told to use the "
+            "CPU, by TrainingArguments(use_cpu=True), or InitProcessGroupKwargs(backend='gloo') for an Accelerator"
+        )
 
 
 def _refuse_parallelism(mpu: Any, mesh_param: Any, model: nn.Module) -> None:

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -188,6 +189,7 @@ def count_with_accelerate(rank, world_size):
         deepspeed().initialize(model=net, model_parameters=net.parameters(), config=settings(2))
 
 
+@pytest.mark.skipif(find_spec("accelerate") is None, reason="needs the extra hf")
 def test_a_client_that_takes_every_process_for_the_only_one_is_told(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     run_ranks(count_with_accelerate, 2, fresh=True, init=False, torchrun=True)

@@ -4,6 +4,7 @@ shardwise plan qwen2.5-14b --gpus 1 --gpu-memory 24GB --host-memory 64GB --lora 
   --micro-batch 2 --accumulate 8 --presets zero3_offload --emit lora.json
 python examples/lora.py --model Qwen/Qwen2.5-14B --text notes.txt --config lora.json
 python examples/lora.py --tiny                                     # the same with a tiny model, also on the CPU
+shardwise run -n 2 examples/lora.py --tiny                         # on two processes
 """
 
 import shardwise.as_deepspeed  # noqa: F401, I001  # before Transformers, which then finds it as DeepSpeed
@@ -64,7 +65,8 @@ def train(args: argparse.Namespace) -> None:
     trainer.train()
     trainer.save_model(args.out)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    print(f"loss {losses[0]:.3f} at first, {losses[-1]:.3f} at last; adapters in {args.out}", flush=True)
+    if trainer.is_world_process_zero():
+        print(f"loss {losses[0]:.3f} at first, {losses[-1]:.3f} at last; adapters in {args.out}", flush=True)
 
 
 def training_arguments(args: argparse.Namespace, config: dict[str, Any]) -> TrainingArguments:
@@ -97,6 +99,7 @@ def samples(args: argparse.Namespace) -> list[dict[str, torch.Tensor]]:
 
 def make_tiny(folder: str) -> str:
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(vocab_size=256, **sizes)).save_pretrained(folder)
     return folder
 

@@ -1,5 +1,6 @@
 """Streamed weights: the same bits as a resident model, wherever the weights rest, and the memory that was foreseen."""
 
+import contextlib
 import copy
 import gc
 import json
@@ -14,11 +15,14 @@ from safetensors.torch import save_file
 from torch import nn
 
 import shardwise
+from shardwise.deferred import stored_names as names_in_files
+from shardwise.deferred.pretrained import PretrainedWeights
 from shardwise.errors import CheckpointError, ConfigError, DiskError
 from shardwise.inference.working_memory import working_memory
 from shardwise.memory.placement import UnitSize, place, spread, window_bytes
 from shardwise.observe.storage import StorageObserver
 from shardwise.offload import weight_files
+from shardwise.partition import Span
 from shardwise.partition.stored import stored_tensors
 from shardwise.unit.weights import ORIGIN
 from support import ranks
@@ -150,9 +154,28 @@ def test_the_same_bits_from_files(kind, cached, tmp_path, monkeypatch):
     assert {path: path.read_bytes() for path in folder.iterdir()} == files
 
 
-def test_files_with_names_of_their_own_are_loaded_by_transformers(tmp_path):
+def test_files_that_hold_each_expert_apart_are_streamed_as_they_are(tmp_path, monkeypatch):
+    monkeypatch.setattr(weight_files, "BLOCK_BYTES", 8192)
     model = make("moe")
-    model.save_pretrained(tmp_path)  # with a tensor for each expert, of which the model makes one for all
+    model.save_pretrained(tmp_path)  # with matrices for each expert, of which the model has one tensor for all
+    expected, budget = answers(model), budget_for(model, 5 * layer_bytes(model))
+    options = {"device_memory": budget, "device": "cpu", "batch": 2, "context": 16}
+    for weights in ("host", "disk"):
+        streamed = shardwise.stream(tmp_path, weights, **options)
+        assert weights in streamed.shardwise_stream.placement.tiers
+        check_same(streamed, expected)
+        streamed.shardwise_stream.close()
+    # Any part of a parameter, as ranks read it.
+    stored = PretrainedWeights(tmp_path).match(model)["model.layers.1.mlp.experts.gate_up_proj"]
+    flat = model.model.layers[1].mlp.experts.gate_up_proj.detach().flatten()
+    for start, stop in [(0, 1), (2000, 2050), (2047, 8200), (16000, flat.numel())]:
+        assert torch.equal(stored(Span(start, stop)), flat[start:stop])
+
+
+def test_files_that_are_changed_otherwise_are_loaded_by_transformers(tmp_path, monkeypatch):
+    monkeypatch.setattr(names_in_files, "_is_stacked", lambda operations, lists: False)
+    model = make("moe")
+    model.save_pretrained(tmp_path)
     budget = budget_for(model, 5 * layer_bytes(model))
     streamed = shardwise.stream(tmp_path, "host", device_memory=budget, device="cpu", batch=2, context=16)
     assert "host" in streamed.shardwise_stream.placement.tiers
@@ -206,6 +229,33 @@ def test_quantized_weights_give_the_bits_of_torchao(tmp_path):
         assert 0 < stream.placement.fetched_bytes < 0.8 * LAYERS * layer_bytes(model)
         check_same(streamed, answers(expected))
         stream.close()
+
+
+def test_int4_is_made_or_refused_with_what_torchao_lacks(tmp_path):
+    pytest.importorskip("torchao.quantization")
+    with contextlib.suppress(ImportError):
+        import mslk  # noqa: F401
+
+        pytest.skip("mslk, which brings torchao's kernels for int4, is installed")
+    with pytest.raises(ConfigError, match=r"torchao cannot make int4 weights here \(.*mslk.*take int8"):
+        shardwise.stream(chain(width=256), "host", precision="int4", device="cpu")
+    with pytest.raises(
+        ConfigError, match=r"quantized no layer to int4, because no width is a multiple of its groups \(128\)"
+    ):
+        shardwise.stream(chain(width=32), "host", precision="int4", device="cpu")
+
+
+def test_keys_and_values_on_the_host_change_no_token():
+    """On the CPU, device and host are one; tests/test_stream_gpu.py has the offloaded cache."""
+    model = make("dense")
+    budget = budget_for(model, 5 * layer_bytes(model))
+    streamed = shardwise.stream(
+        copy.deepcopy(model), "host", device_memory=budget, kv="host", device="cpu", batch=2, context=16
+    )
+    check_same(streamed, answers(model))
+    streamed.shardwise_stream.close()
+    with pytest.raises(ConfigError, match="kv='host' is for models of transformers"):
+        shardwise.stream(chain(), "host", kv="host", device="cpu")
 
 
 def test_quantized_weights_need_torchao(monkeypatch):
@@ -475,6 +525,16 @@ def test_folders_that_are_not_whole_are_refused(tmp_path):
         path.unlink()
     with pytest.raises(CheckpointError, match=r"has no .safetensors file"):
         shardwise.stream(folder, device="cpu")
+
+
+@ranks(2)
+def test_a_folder_that_one_rank_lacks_is_an_error_on_all_of_them(rank, world_size, tmp_path):
+    if rank == 0:
+        save(make("dense"), tmp_path / "model")
+    torch.distributed.barrier()
+    message = r"has no config.json" if rank == 1 else r"^rank 1: .* has no config.json"
+    with pytest.raises(CheckpointError, match=message):
+        shardwise.stream(tmp_path / ("model" if rank == 0 else "elsewhere"), device="cpu")
 
 
 def test_a_file_that_is_cut_short_while_it_is_used(tmp_path):

@@ -298,7 +298,9 @@ def generate(
     weights: Annotated[str, typer.Option(help="Where weights rest that the GPU has no room for: host, disk.")] = "auto",
     device_memory: Annotated[str | None, typer.Option(help="Memory of the GPU to use in all: 22GiB (all).")] = None,
     host_memory: Annotated[str | None, typer.Option(help="Host memory for weights.")] = None,
-    precision: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32 (default: as stored).")] = None,
+    precision: Annotated[
+        str | None, typer.Option(help="bf16, fp16, fp32; lossy: int8, int4 (default: as stored).")
+    ] = None,
     kv: Annotated[str, typer.Option(help="Where keys and values of past tokens rest: device or host.")] = "device",
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate for each prompt.", **COUNT)] = 64,
     batch: Annotated[int, typer.Option(help="Prompts at a time.", **COUNT)] = 8,

@@ -1,10 +1,13 @@
 """The API that DeepSpeed's users write by hand, on two ranks."""
 
 import contextlib
+import importlib
 import json
+import os
 import re
 import sys
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -171,6 +174,101 @@ def test_one_process_without_torchrun_needs_no_process_group(rank, world_size):
     engine, *_ = ds.initialize(model=net, model_parameters=net.parameters(), config=settings(3))
     engine.backward(engine(torch.ones(2, 8)).mean())
     assert ds.comm.get_world_size() == 1
+
+
+def count_with_accelerate(rank, world_size):
+    pytest.importorskip("accelerate")
+    from accelerate import PartialState
+
+    import shardwise.as_deepspeed  # noqa: F401  # first, before accelerate
+
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    assert PartialState().num_processes == 1  # there is no GPU, and no backend was given
+    net = nn.Linear(8, 4)
+    with pytest.raises(CompatibilityError, match=r"Accelerate counts 1 processes, and 2 were started.*use_cpu=True"):
+        deepspeed().initialize(model=net, model_parameters=net.parameters(), config=settings(2))
+
+
+@pytest.mark.skipif(find_spec("accelerate") is None, reason="needs the extra hf")
+def test_a_client_that_takes_every_process_for_the_only_one_is_told(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    run_ranks(count_with_accelerate, 2, fresh=True, init=False, torchrun=True)
+
+
+@ranks(1, fresh=True, init=False)
+def test_small_calls_of_users_are_served_and_others_named(rank, world_size):
+    ds = deepspeed()
+    net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    data = [torch.full((8,), float(n)) for n in range(5)]
+    saved = {"activation_checkpointing": {"cpu_checkpointing": True}, "dataloader_drop_last": True}
+    engine, optimizer, loader, _ = ds.initialize(
+        model=net, model_parameters=net.parameters(), config=settings(3, **saved), training_data=data
+    )
+    assert isinstance(optimizer, ds.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3)
+    assert not isinstance(optimizer, ds.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer)
+    assert len(loader) == 2  # of five samples, two and two
+    rows = ds.utils.RepeatingLoader(loader)
+    applied = []
+    for _ in range(4):
+        engine.backward(engine(next(rows)).mean())
+        engine.step()
+        applied.append(engine.was_step_applied())
+    assert applied == [False, True, False, True]
+    engine.set_lr(0.5)
+    assert engine.get_lr() == [optimizer.param_groups[0]["lr"]] == [0.5]
+    assert engine.get_batch_info() == (4, 2, 2)
+    assert (engine.optimizer_name(), engine.scheduler_name()) == ("adamw", "WarmupLR")
+    with ds.OnDevice(dtype=torch.bfloat16, device="meta"):
+        built = nn.Linear(4, 4)
+    assert (built.weight.dtype, built.weight.is_meta, torch.get_default_dtype()) == (
+        torch.bfloat16,
+        True,
+        torch.float32,
+    )
+    assert ds.utils.set_z3_leaf_modules(net, [nn.Tanh]) == ds.utils.get_z3_leaf_modules(net) == [net[1]]
+    with pytest.raises(ValueError, match="No modules of type"):
+        ds.utils.unset_z3_leaf_modules(net, ["Conv2d"])
+    with ds.runtime.zero.unwrap_model_for_generation(engine) as whole:
+        assert whole is net
+        assert not whole[0].weight.isnan().any()
+    x = torch.ones(2, 4, requires_grad=True)
+    ds.checkpointing.checkpoint(nn.Linear(4, 4), x).sum().backward()
+    assert x.grad is not None
+    with pytest.raises(
+        AttributeError, match="'offload_states', and neither has DeepSpeedEngine as shardwise serves it"
+    ):
+        engine.offload_states()
+    with pytest.raises(ModuleNotFoundError, match=r"deepspeed\.monitor is not in the module .* from the loop"):
+        importlib.import_module("deepspeed.monitor.monitor")
+    with pytest.raises(ModuleNotFoundError, match="without a conversion"):
+        importlib.import_module("deepspeed.checkpoint.ds_to_universal")
+    with pytest.raises(CompatibilityError, match="shardwise plan MODEL"):
+        ds.runtime.zero.stage3.estimate_zero3_model_states_mem_needs_all_live(net, num_gpus_per_node=8)
+
+
+@ranks(1, fresh=True, init=False)
+def test_parts_of_a_checkpoint_are_loaded(rank, world_size, tmp_path):
+    ds = deepspeed()
+
+    def start(stage=1):
+        net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+        net[0].requires_grad_(False)
+        return ds.initialize(model=net, model_parameters=net.parameters(), config=settings(stage))[0]
+
+    saved = start()
+    steps(saved, 6)
+    saved.save_checkpoint(tmp_path, client_state={"epoch": 3})
+    for options, count in (({"load_optimizer_states": False}, 3), ({"load_module_only": True}, 0)):
+        engine = start(2)
+        assert engine.load_checkpoint(tmp_path, **options)[1] == {"epoch": 3}
+        assert engine.global_steps == count
+        assert engine.lr_scheduler.last_batch_iteration == (saved.lr_scheduler.last_batch_iteration if count else -1)
+        assert not any(engine.optimizer.state.values())
+        for mine, other in zip(engine.module.parameters(), saved.module.parameters(), strict=True):
+            assert torch.equal(mine, other)
+    read = ds.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint
+    assert set(read(tmp_path)) == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    assert set(read(tmp_path, exclude_frozen_parameters=True)) == {"2.weight", "2.bias"}
 
 
 def train_with_public_configurations(rank, world_size, cases):

@@ -88,6 +88,8 @@ def test_the_script_for_lora_trains_with_the_configuration_of_the_plan(tmp_path)
     assert "examples/lora.py" in real
     example = tiny.replace("examples/lora.py", str(ROOT / "examples" / "lora.py")).replace("--steps 20", "--steps 1")
     assert "adapters in adapters" in run_line(f"{example} --config lora.json", tmp_path)
+    on_two = example.replace("python ", "shardwise run -n 2 ", 1)
+    assert run_line(on_two, tmp_path).count("adapters in adapters") == 1
     saved = load_file(tmp_path / "adapters" / "adapter_model.safetensors")
     assert len(saved) == 8
     assert all(tensor.abs().sum() > 0 for tensor in saved.values())

@@ -26,6 +26,7 @@ def test_the_example_for_a_library_runs_as_written(package, word, tmp_path):
 def test_the_plain_loop_trains_and_its_result_is_a_pretrained_model(tmp_path):
     transformers = pytest.importorskip("transformers", reason="needs the extra hf")
     loop = ROOT / "examples" / "transformers_loop.py"
+    assert len(loop.read_text().splitlines()) <= 40
     (tmp_path / "book.txt").write_text((ROOT / "docs" / "engine.md").read_text())
     words = ["run", "-n", "2", str(loop), "book.txt", "--out", "trained", "--steps", "31"]
     output = run_command([sys.executable, "-m", "shardwise", *words], cwd=tmp_path, timeout=200).stdout

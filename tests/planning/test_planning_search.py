@@ -45,6 +45,16 @@ def test_as_many_states_stay_as_fit():
     assert 0 < shares[0] < shares[1] < shares[2] < 1
 
 
+def test_a_frozen_model_leaves_though_the_states_of_its_adapters_could_stay():
+    workload, hardware = Workload(micro_batch=2, lora=(16, ("q_proj", "v_proj"))), Hardware(1, 24 * GB, 64 * GB)
+    foreseen = shardwise.plan("llama3-8b", hardware=hardware, workload=workload)
+    assert foreseen.advice.preset == "zero3_offload"
+    found = search(foreseen.model, workload, hardware)
+    assert found[0].preset == "zero3_offload"
+    assert found[0].moved_bytes_per_sample > 16 * GB  # two samples share two copies of the weights
+    assert {each.preset for each in found} == {"zero3_offload", "zero3_nvme"}  # not zero2_offload, where nothing leaves
+
+
 def test_the_slower_link_is_spared():
     model = from_dimensions(find("llama3-8b"), None)
 

@@ -25,7 +25,12 @@ INTERNAL = re.compile(
 CALLS = {"say": "HabitWarning", "warn": "ConfigWarning", "error": "ConfigError"}
 """Methods that raise or warn with one of their arguments."""
 WARNS = re.compile(r"notices\.say$|\.warn$")
-OTHERS = {"WorkloadError": "ConfigError", "TypeError": "ValueError", "KeyError": "ValueError"}
+OTHERS = {
+    "WorkloadError": "ConfigError",
+    "ModuleNotFoundError": "CompatibilityError",
+    "TypeError": "ValueError",
+    "KeyError": "ValueError",
+}
 """Classes whose messages are listed with those of another."""
 SECTIONS = {
     "ConfigError": "A configuration, a model or an option does not work",

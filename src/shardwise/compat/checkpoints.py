@@ -8,7 +8,7 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -57,14 +57,20 @@ def load(engine: Engine, folder: str, tag: Any, with_schedule: bool) -> tuple[st
     return str(Path(folder) / found), state or {}
 
 
-def load_weights(engine: Engine, folder: str, tag: Any, strict: bool) -> tuple[str | None, dict[str, Any] | None]:
-    """Load the weights alone; the optimizer's state and counters stay as they are."""
+def load_weights(
+    engine: Engine, folder: str, tag: Any, strict: bool, keeps_counters: bool, with_schedule: bool
+) -> tuple[str | None, dict[str, Any] | None]:
+    """Load the weights; the optimizer's state stays as it is, and with `keeps_counters` all else, too."""
     found = _find(folder, tag)
     if found is None:
         return None, None
-    state, client_state = _read(folder, found)
-    engine.load_state_dict(state, strict=strict)
-    return str(Path(folder) / found), client_state
+    content = _read(folder, found)
+    engine.load_state_dict(content.weights, strict=strict)
+    if not keeps_counters:
+        engine.set_progress(content.training)
+        if with_schedule and engine.lr_scheduler is not None and content.training["lr_scheduler"] is not None:
+            engine.lr_scheduler.load_state_dict(content.training["lr_scheduler"])
+    return str(Path(folder) / found), content.client_state
 
 
 def _find(folder: str, tag: Any) -> str | None:
@@ -80,8 +86,16 @@ def _find(folder: str, tag: Any) -> str | None:
     return latest.read_text().strip()
 
 
-def _read(folder: str, tag: str | None) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """All weights of a checkpoint, in the precision that was updated, and the client state."""
+class Content(NamedTuple):
+    """What a checkpoint holds besides the optimizer's state; weights in the precision that was updated."""
+
+    weights: dict[str, torch.Tensor]
+    frozen: set[str]
+    training: dict[str, Any]
+    client_state: dict[str, Any]
+
+
+def _read(folder: str, tag: str | None) -> Content:
     from shardwise.checkpoint.files import CheckpointReader
     from shardwise.checkpoint.folder import LATEST, candidates
     from shardwise.checkpoint.manifest import read_manifest
@@ -97,7 +111,9 @@ def _read(folder: str, tag: str | None) -> tuple[dict[str, torch.Tensor], dict[s
             for key in manifest.tensors
             if (name := key.removeprefix(prefix)) != key
         }
-        return weights, from_plain(manifest.state, reader.whole) or {}
+        frozen = {name for name, info in manifest.params.items() if info.group is None}
+        training = from_plain(manifest.training, reader.whole)
+        return Content(weights, frozen, training, from_plain(manifest.state, reader.whole) or {})
 
 
 def consolidated(model: nn.Module, keep: bool, exclude_frozen: bool) -> dict[str, torch.Tensor] | None:
@@ -139,19 +155,26 @@ def get_fp32_state_dict_from_zero_checkpoint(
     """The fp32 weights of a checkpoint, whole. Needs no GPU and no process group."""
     if tag is None and (Path(checkpoint_dir) / _LATEST).is_file():
         tag = (Path(checkpoint_dir) / _LATEST).read_text().strip()
-    weights, _ = _read(checkpoint_dir, tag)
+    content = _read(checkpoint_dir, tag)
+    left_out = content.frozen if exclude_frozen_parameters else ()
+    weights = {name: value for name, value in content.weights.items() if name not in left_out}
     return {name: value.float() if value.is_floating_point() else value for name, value in weights.items()}
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(
-    checkpoint_dir: str, output_dir: str, *details: Any, tag: str | None = None, **options: Any
+    checkpoint_dir: str,
+    output_dir: str,
+    *details: Any,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+    **options: Any,
 ) -> None:
     """Write the fp32 weights of a checkpoint as `pytorch_model.bin` in a folder, or into a file of another name."""
     target = Path(output_dir)
     if not target.suffix:
         target.mkdir(parents=True, exist_ok=True)
         target = target / "pytorch_model.bin"
-    torch.save(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), target)
+    torch.save(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters), target)
 
 
 def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: str, tag: str | None = None) -> nn.Module:
@@ -165,8 +188,7 @@ def get_model_state_file(checkpoint_dir: str, zero_stage: int) -> str:
     folder = Path(checkpoint_dir)
     if not (folder / "manifest.json").is_file():
         raise CheckpointError(f"{checkpoint_dir} holds no manifest.json: name the folder of one checkpoint")
-    _, client_state = _read(str(folder.parent), folder.name)
-    return _written("mp_rank_00_model_states.pt", client_state)
+    return _written("mp_rank_00_model_states.pt", _read(str(folder.parent), folder.name).client_state)
 
 
 def get_optim_files(checkpoint_dir: str) -> list[str]:

@@ -27,8 +27,13 @@ def init_distributed(
 
     With NCCL the group has Gloo as well, for tensors on the CPU. MPI is not asked for ranks.
     """
-    if dist.is_initialized() or dist_init_required is False:
+    if dist.is_initialized():
         return
+    if dist_init_required is False:
+        raise RuntimeError(
+            "init_distributed(dist_init_required=False) was called without a process group: leave the argument out, or "
+            "call torch.distributed.init_process_group first"
+        )
     options: dict[str, Any] = {"backend": _backend(dist_backend)}
     if timeout is not None:
         options["timeout"] = timeout
@@ -65,6 +70,22 @@ def all_gather_into_tensor(
     """torch's, also of scalars, which Gloo does not take."""
     gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return gather(output_tensor, tensor.reshape(-1) if tensor.ndim == 0 else tensor, group=group, async_op=async_op)
+
+
+def inference_all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> Any:
+    return dist.all_reduce(tensor, op=op, group=group)
+
+
+def get_world_group() -> Any:
+    return dist.group.WORLD
+
+
+def get_all_ranks_from_group(group: Any = None) -> list[int]:
+    return dist.get_process_group_ranks(group)
+
+
+def has_all_gather_into_tensor() -> bool:
+    return True
 
 
 def log_summary(show_straggler: bool = False) -> None:

@@ -11,16 +11,17 @@ import torch
 from torch import nn
 
 from shardwise.compat.early_shard import EarlyShard, early_device
+from shardwise.compat.engine_facts import EngineFacts
+from shardwise.compat.retraining import unwrap_in_trainers
 from shardwise.compat.unused import UnusedParameters
 from shardwise.compat.zero import mark_module, note_units, put_back
 from shardwise.errors import CompatibilityError
 
 if TYPE_CHECKING:
-    from shardwise.config.sections import Batch
     from shardwise.engine.engine import Engine
 
 
-class DeepSpeedEngine(nn.Module):
+class DeepSpeedEngine(EngineFacts, nn.Module):
     """A model under ZeRO, with DeepSpeed's methods. The engine that does the work is `shardwise_engine`."""
 
     shardwise_engine: Engine
@@ -40,6 +41,7 @@ class DeepSpeedEngine(nn.Module):
         self.loss_total = 0.0
         self._unused = UnusedParameters.of(self.module, settings, stage)
         self._is_in_no_sync = False
+        self._has_updated = False
         self._is_destroyed = False
 
     # The loop
@@ -47,8 +49,7 @@ class DeepSpeedEngine(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._is_destroyed:
             raise CompatibilityError(
-                "this engine was destroyed, as accelerator.free_memory() and a Trainer's next train() do: set "
-                "trainer.model_wrapped = trainer.model before that train(), or call "
+                "this engine was destroyed, as accelerator.free_memory() does: call accelerator.prepare(...) or "
                 "deepspeed.initialize(model=engine.module, ...) again"
             )
         return self.shardwise_engine(*args, **kwargs)
@@ -86,6 +87,7 @@ class DeepSpeedEngine(nn.Module):
             raise AssertionError("It is illegal to call Engine.step() inside no_sync context manager")
         if self._unused is not None and self.is_gradient_accumulation_boundary():
             self._unused.check()
+        self._has_updated = self.is_gradient_accumulation_boundary()
         self.shardwise_engine.step()
         self.micro_steps += 1
 
@@ -151,112 +153,7 @@ class DeepSpeedEngine(nn.Module):
         engine.destroy()
         for name, tensor in tensors.items():
             put_back(tensor, kept[name])
-
-    # Numbers
-
-    @property
-    def config(self) -> dict[str, Any]:
-        return self._settings
-
-    @property
-    def global_steps(self) -> int:
-        return self.shardwise_engine.steps
-
-    @property
-    def global_samples(self) -> int:
-        return self.global_steps * (self.train_batch_size() or 0)
-
-    @property
-    def skipped_steps(self) -> int:
-        return self.shardwise_engine.skipped_steps
-
-    @property
-    def lr_scheduler(self) -> Any:
-        return self.shardwise_engine.lr_scheduler
-
-    @property
-    def device(self) -> torch.device:
-        return self.shardwise_engine.comm.device
-
-    @property
-    def local_rank(self) -> int:
-        return int(os.environ.get("LOCAL_RANK", 0))
-
-    @property
-    def global_rank(self) -> int:
-        return self.shardwise_engine.comm.rank
-
-    @property
-    def world_size(self) -> int:
-        return self.shardwise_engine.comm.world_size
-
-    dp_world_size = world_size
-
-    @property
-    def sparse_tensor_module_names(self) -> set[str]:
-        return set()
-
-    def get_global_grad_norm(self) -> torch.Tensor | None:
-        """The norm before clipping of the last step."""
-        return self.shardwise_engine.grad_norm
-
-    def train_batch_size(self) -> int | None:
-        return self._batch.global_batch_size
-
-    def train_micro_batch_size_per_gpu(self) -> int | None:
-        return self._batch.micro_batch_size
-
-    def gradient_accumulation_steps(self) -> int:
-        return self._batch.accumulation
-
-    @property
-    def _batch(self) -> Batch:
-        return self.shardwise_engine.config.batch
-
-    def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the number of micro-batches of a step."""
-        raise CompatibilityError(
-            "engine.set_train_batch_size() would change the accumulation in the middle of training: call "
-            "engine.set_gradient_accumulation_boundary(is_boundary) before each backward instead"
-        )
-
-    def get_lr(self) -> list[float]:
-        return self._of_groups("lr")
-
-    def get_mom(self) -> list[Any]:
-        return self._of_groups("betas") or self._of_groups("momentum")
-
-    def _of_groups(self, key: str) -> list[Any]:
-        groups = self.basic_optimizer.param_groups if self.basic_optimizer is not None else []
-        return [group[key] for group in groups if key in group]
-
-    def loss_scale(self) -> float:
-        """What the next loss is multiplied with; 1.0 but in fp16."""
-        return self.shardwise_engine.loss_scale
-
-    def gradient_clipping(self) -> float:
-        return self.shardwise_engine.config.gradients.clip_norm or 0.0
-
-    def zero_optimization_stage(self) -> int:
-        return self._stage
-
-    def zero_optimization(self) -> bool:
-        return self.zero_optimization_stage() > 0
-
-    def zero_optimization_partition_gradients(self) -> bool:
-        return self.zero_optimization_stage() >= 2
-
-    def zero_optimization_partition_weights(self) -> bool:
-        return self.zero_optimization_stage() >= 3
-
-    def fp16_enabled(self) -> bool:
-        return self.shardwise_engine.config.precision.compute == "fp16"
-
-    def bfloat16_enabled(self) -> bool:
-        return self.shardwise_engine.config.precision.compute == "bf16"
-
-    def wall_clock_breakdown(self) -> bool:
-        return self.shardwise_engine.config.runtime.timers
+        unwrap_in_trainers(self)
 
     # Weights and checkpoints
 
@@ -334,8 +231,14 @@ class DeepSpeedEngine(nn.Module):
         if custom_load_fn is not None:
             raise CompatibilityError("load_checkpoint(custom_load_fn=...) is not supported: load into engine.module")
         if load_module_only or not load_optimizer_states:
-            return checkpoints.load_weights(self.shardwise_engine, load_dir, tag, load_module_strict)
+            return checkpoints.load_weights(
+                self.shardwise_engine, load_dir, tag, load_module_strict, load_module_only, load_lr_scheduler_states
+            )
         return checkpoints.load(self.shardwise_engine, load_dir, tag, load_lr_scheduler_states)
+
+    def _get_optimizer_ckpt_name(self, checkpoints_path: str, tag: Any, *ranks: Any) -> str:
+        """Where a checkpoint has the optimizer's states: beside everything else."""
+        return os.path.join(checkpoints_path, str(tag))
 
     def empty_partition_cache(self) -> None:
         """Does nothing: units are released after their use."""
@@ -347,7 +250,11 @@ class DeepSpeedEngine(nn.Module):
         size = batch_size or self.train_micro_batch_size_per_gpu() or 1
         sampler: Any = DistributedSampler(dataset, self.world_size, self.global_rank, shuffle=True)
         return DataLoader(
-            dataset, batch_size=size, sampler=options.get("data_sampler") or sampler, collate_fn=collate_fn
+            dataset,
+            batch_size=size,
+            sampler=options.get("data_sampler") or sampler,
+            collate_fn=collate_fn,
+            drop_last=bool(self._settings.get("dataloader_drop_last", False)),
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -364,7 +271,13 @@ class DeepSpeedEngine(nn.Module):
             except AttributeError:
                 if name in ("module", "shardwise_engine"):
                     raise
+            try:
                 return getattr(self.module, name)
+            except AttributeError:
+                raise AttributeError(
+                    f"{type(self.module).__name__} has no attribute {name!r}, and neither has DeepSpeedEngine as "
+                    "shardwise serves it: docs/from-deepspeed.md says what to use instead"
+                ) from None
 
 
 def adapt(engine: Engine, settings: dict[str, Any], stage: int, dtypes: dict[str, torch.dtype]) -> DeepSpeedEngine:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import sys
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from shardwise.compat.accelerator import get_accelerator
 from shardwise.compat.comm import init_distributed
 from shardwise.compat.early_shard import early_device
 from shardwise.compat.engine import DeepSpeedEngine, adapt
-from shardwise.compat.optimizer import DeepSpeedOptimizer
+from shardwise.compat.optimizer import OPTIMIZERS
 from shardwise.compat.zero import hand_over, is_early, mark_module, shard_early
 from shardwise.errors import CompatibilityError, ConfigError
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("shardwise")
 _said: set[str] = set()
+_LOADER_KEYS = ("dataloader_drop_last",)  # the loader of `training_data` follows them
 
 
 def initialize(
@@ -49,6 +51,7 @@ def initialize(
         raise AssertionError("deepspeed.initialize requires a model")
     _refuse_parallelism(mpu, mesh_param, model)
     init_distributed(distributed_port=distributed_port)
+    _check_client_counts_all_ranks()
     settings, parsed = read_config(config if config is not None else config_params, args)
     _say_who_serves(parsed)
     stage, weights = _stage(parsed), parsed.placement.weights
@@ -68,7 +71,7 @@ def initialize(
     adapted = adapt(engine, settings, stage, dtypes)
     if engine.optimizer is not None:
         is_plain = parsed.placement.optim.sharding == "replicated" and parsed.precision.compute == "fp32"
-        adapted.optimizer = engine.optimizer if is_plain else DeepSpeedOptimizer(engine, engine.optimizer, is_stage_3)
+        adapted.optimizer = engine.optimizer if is_plain else OPTIMIZERS[stage](engine, engine.optimizer)
     if training_data is not None:
         adapted.training_dataloader = adapted.deepspeed_io(training_data, collate_fn=collate_fn)
     return adapted, adapted.optimizer, adapted.training_dataloader, engine.lr_scheduler
@@ -94,7 +97,7 @@ def read_config(config: Any, args: Any = None) -> tuple[dict[str, Any], Config]:
     if not isinstance(config, dict):
         raise ConfigError(f"config is {type(config).__name__}: pass a dictionary, a path or JSON text")
     settings = copy.deepcopy(config)
-    return config, Config.load(_without_idle_offload(settings) or {"zero_optimization": {"stage": 0}})
+    return config, Config.load(_without_idle_sections(settings) or {"zero_optimization": {"stage": 0}})
 
 
 def _stage(config: Config) -> int:
@@ -118,8 +121,9 @@ def _in_one_order(config: Config) -> Config:
     return config.with_sections(placement=offloaded(sharded, weights=row.weights.tier, optim=row.optim.tier))
 
 
-def _without_idle_offload(settings: dict[str, Any]) -> dict[str, Any]:
-    """The same settings without offload sections that do nothing at this stage, which DeepSpeed ignores."""
+def _without_idle_sections(settings: dict[str, Any]) -> dict[str, Any]:
+    """The same settings without those that do nothing in DeepSpeed: offload sections that the stage has no use for, and
+    the tier of saved activations where the model's own code decides what is saved."""
     zero = settings.get("zero_optimization")
     if isinstance(zero, dict):
         stage = zero.get("stage", 0)
@@ -128,7 +132,28 @@ def _without_idle_offload(settings: dict[str, Any]) -> dict[str, Any]:
             if isinstance(section, dict) and section.get("device") not in (None, "none") and stage in range(needed):
                 _say_once(f"zero_optimization.{key} has no effect at stage {stage}, as in DeepSpeed")
                 del zero[key]
+    saved, own = settings.get("activation_checkpointing"), settings.get("shardwise")
+    is_enabled = isinstance(own, dict) and own.get("checkpointing")
+    if isinstance(saved, dict) and saved.get("cpu_checkpointing") and not is_enabled:
+        _say_once(
+            "activation_checkpointing.cpu_checkpointing has no effect on activations that the model's own code saves; "
+            'with "shardwise": {"checkpointing": true}, the engine saves them on the host'
+        )
+        del saved["cpu_checkpointing"]
     return settings
+
+
+def _check_client_counts_all_ranks() -> None:
+    """Accelerate takes every process for the only one if it finds neither a GPU nor a backend that it was given: then
+    all would train on the same samples and write the same files."""
+    partial_state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
+    counted = getattr(partial_state, "_shared_state", {}).get("num_processes")
+    started = torch.distributed.get_world_size()
+    if counted is not None and counted != started:
+        raise CompatibilityError(
+            f"Accelerate counts {counted} processes, and {started} were started: without a GPU it is told to use the "
+            "CPU, by TrainingArguments(use_cpu=True), or InitProcessGroupKwargs(backend='gloo') for an Accelerator"
+        )
 
 
 def _refuse_parallelism(mpu: Any, mesh_param: Any, model: nn.Module) -> None:
@@ -216,8 +241,8 @@ def _say_who_serves(config: Config) -> None:
             f"shardwise {__version__} serves DeepSpeed's API (weights {weights}; optimizer states {optim}; "
             f"computes in {config.precision.compute})"
         )
-        if config.idle_keys:
-            names = ", ".join(key.rpartition(".")[2] for key in config.idle_keys)
+        if idle := [name for key in config.idle_keys if (name := key.rpartition(".")[2]) not in _LOADER_KEYS]:
+            names = ", ".join(idle)
             _say_once(f"of the configuration, these keys have no effect in shardwise: {names}")
 
 
@@ -235,12 +260,3 @@ def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
     group.add_argument("--deepscale", default=False, action="store_true", help="Deprecated name of --deepspeed.")
     group.add_argument("--deepscale_config", default=None, type=str, help="Deprecated name of --deepspeed_config.")
     return parser
-
-
-def refused(name: str, remedy: str) -> Callable[..., Any]:
-    """A function that stands where DeepSpeed has one that shardwise does not serve."""
-
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise CompatibilityError(f"deepspeed.{name} is not served by shardwise: {remedy}")
-
-    return refuse

@@ -13,11 +13,9 @@ from shardwise.errors import CompatibilityError
 class DeepSpeedOptimizer:
     """What clients look for on an optimizer under ZeRO; the torch optimizer that works on shards is `optimizer`."""
 
-    def __init__(self, engine: Any, optimizer: torch.optim.Optimizer, is_stage_3: bool) -> None:
+    def __init__(self, engine: Any, optimizer: torch.optim.Optimizer) -> None:
         self._engine = engine
         self.optimizer = optimizer
-        if is_stage_3:
-            self.parameter_offload = ParameterOffload(engine.module)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -35,6 +33,11 @@ class DeepSpeedOptimizer:
     @property
     def defaults(self) -> dict[str, Any]:
         return self.optimizer.defaults
+
+    @property
+    def fp32_groups_flat(self) -> list[torch.Tensor]:
+        """This rank's elements of the master copy."""
+        return [piece.detach() for group in self.param_groups for piece in group["params"]]
 
     @property
     def overflow(self) -> bool:
@@ -71,6 +74,30 @@ class DeepSpeedOptimizer:
         if name.startswith("__") or name == "optimizer":
             raise AttributeError(name)
         return getattr(self.optimizer, name)
+
+
+class FP16_Optimizer(DeepSpeedOptimizer):
+    """Of stage 0, where weights have 16 bits."""
+
+
+class DeepSpeedZeroOptimizer(DeepSpeedOptimizer):
+    """Of stages 1 and 2."""
+
+    single_partition_of_fp32_groups = DeepSpeedOptimizer.fp32_groups_flat
+
+
+class DeepSpeedZeroOptimizer_Stage3(DeepSpeedOptimizer):
+    """Of stage 3."""
+
+    def __init__(self, engine: Any, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(engine, optimizer)
+        self.parameter_offload = ParameterOffload(engine.module)
+
+    fp32_partitioned_groups_flat = DeepSpeedOptimizer.fp32_groups_flat
+
+
+OPTIMIZERS = (FP16_Optimizer, DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3)
+"""By stage."""
 
 
 class ParameterOffload:

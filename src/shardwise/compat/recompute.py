@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch.utils import checkpoint as torch_checkpoint
+
 from shardwise.compat.names import logger
 
 _configured: dict[str, Any] = {}
+
+
+def checkpoint(function: Any, *args: Any) -> Any:
+    """The result of `function(*args)`, whose activations are computed again in the backward."""
+    return torch_checkpoint.checkpoint(function, *args, use_reentrant=False)
 
 
 def configure(mpu_: Any, deepspeed_config: Any = None, **options: Any) -> None:

@@ -347,12 +347,6 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
     """Does nothing, see `register_external_parameter`."""
 
 
-def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Iterable[Any], **options: Any) -> list[nn.Module]:
-    """Returns the modules; whole blocks are gathered as one unit anyway."""
-    names = {kind if isinstance(kind, str) else kind.__name__ for kind in leaf_module_classes}
-    return [module for module in model.modules() if type(module).__name__ in names]
-
-
 class MultipleAllGatherHandles:
     """Several handles as one."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from shardwise.deferred.stored_names import stored_names
 from shardwise.errors import CheckpointError
 from shardwise.files import read_json
 from shardwise.partition.layout import Span
@@ -41,26 +42,28 @@ class PretrainedWeights:
 
     def has_names_of(self, model: nn.Module) -> bool:
         """Whether every parameter of the model is stored under one of its names."""
+        stored = stored_names(model, self._files)
         names: dict[int, bool] = {}
         for name, param in model.named_parameters(remove_duplicate=False):
-            names[id(param)] = names.get(id(param), False) or name in self._files
+            names[id(param)] = names.get(id(param), False) or name in stored
         return all(names.values())
 
-    def match(self, model: nn.Module) -> dict[str, PretrainedTensor]:
+    def match(self, model: nn.Module) -> dict[str, StoredTensor]:
         """The stored tensor of each parameter and buffer of the model, by its first name."""
         tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
         tensors.update(model.named_buffers(remove_duplicate=False))
-        if self._strict and (unexpected := [name for name in self._files if name not in tensors]):
+        stored = stored_names(model, self._files)
+        if self._strict and (unexpected := [name for name in stored if name not in tensors]):
             raise CheckpointError(
                 f"{self.path} has {_listing(unexpected, tensors)}, which the model does not have: give a checkpoint of "
                 "this model, or pass strict=False to ignore names that the model lacks"
             )
         first_names: dict[int, str] = {}
-        found: dict[str, PretrainedTensor] = {}
+        found: dict[str, StoredTensor] = {}
         for name, tensor in tensors.items():
             first = first_names.setdefault(id(tensor), name)  # a tied parameter may be stored under any of its names
-            if first not in found and name in self._files:
-                found[first] = PretrainedTensor(str(self._files[name]), name, tuple(tensor.shape))
+            if first not in found and name in stored:
+                found[first] = self._tensor(stored[name], tuple(tensor.shape))
                 found[first].check(tensor.is_floating_point())
         if missing := [name for name, _ in model.named_parameters() if name not in found]:
             raise CheckpointError(
@@ -68,6 +71,12 @@ class PretrainedWeights:
                 "model"
             )
         return found
+
+    def _tensor(self, names: tuple[str, ...], shape: tuple[int, ...]) -> StoredTensor:
+        if len(names) == 1:
+            return PretrainedTensor(str(self._files[names[0]]), names[0], shape)
+        each = (shape[1] * shape[0] // len(names), *shape[2:])
+        return StackedTensor(tuple(PretrainedTensor(str(self._files[name]), name, each) for name in names), shape)
 
 
 class WeightIndex(BaseModel):
@@ -100,6 +109,10 @@ class PretrainedTensor:
             kind = "floating-point numbers" if is_float else "integers"
             raise CheckpointError(f"{self.name!r} has dtype {dtype} in {self.file}, and the model needs {kind}")
 
+    def located(self, part: Span) -> Iterator[tuple[PretrainedTensor, Span]]:
+        """The tensors of files, each with its elements, that the flat elements `part` are."""
+        yield self, part
+
     def read(self, part: Span) -> torch.Tensor:
         """The flat elements `part`; reads only the rows that contain them."""
         if not self.shape:
@@ -119,6 +132,42 @@ class PretrainedTensor:
 
     def whole(self) -> torch.Tensor:
         return _opened(self.file).get_tensor(self.name)  # type: ignore[no-any-return]  # safetensors
+
+
+@dataclass(frozen=True)
+class StackedTensor:
+    """Tensors of equal shape one after the other, as the experts of a layer; the origin of a parameter's values."""
+
+    tensors: tuple[PretrainedTensor, ...]
+    shape: tuple[int, ...]
+    part: TensorPart | None = None
+
+    def check(self, is_float: bool) -> None:
+        """As of a `PretrainedTensor`."""
+        for tensor in self.tensors:
+            tensor.check(is_float)
+
+    def located(self, part: Span) -> Iterator[tuple[PretrainedTensor, Span]]:
+        """As of a `PretrainedTensor`."""
+        each = torch.Size(self.tensors[0].shape).numel()
+        for number, tensor in enumerate(self.tensors):
+            if inside := part.intersect(Span(number * each, (number + 1) * each)):
+                yield tensor, inside.shift(-number * each)
+
+    def __call__(self, part: Span) -> torch.Tensor:
+        if self.part is not None and self.part.dim is not None:
+            raise CheckpointError(
+                f"{self.tensors[0].name!r} and {len(self.tensors) - 1} more are one parameter of the model, which "
+                "tensor parallelism cuts: load the model with transformers, save it under the names of its own "
+                "parameters with safetensors, and give that file"
+            )
+        return torch.cat([tensor.read(inside) for tensor, inside in self.located(part)])
+
+    def whole(self) -> torch.Tensor:
+        return self(Span(0, torch.Size(self.shape).numel())).view(self.shape)
+
+
+StoredTensor = PretrainedTensor | StackedTensor
 
 
 @cache

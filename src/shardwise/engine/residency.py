@@ -19,7 +19,7 @@ from itertools import accumulate
 import torch
 
 from shardwise.comm import Comm
-from shardwise.comm.model_group import Everyone
+from shardwise.comm.failing import fail_together
 from shardwise.config.costs import moments_of
 from shardwise.config.sections import Offload
 from shardwise.errors import ConfigError, DiskError
@@ -205,18 +205,8 @@ def open_offload(
             staging.reserve(*sizes)
         except DiskError as error:
             failure = error
-    _fail_together(failure, everyone)
+    fail_together(failure, comm, "the files on the disk")
     return OffloadContext(comm.device, ledger, settings, numel, host, staging)
-
-
-def _fail_together(failure: ConfigError | DiskError | None, everyone: Everyone) -> None:
-    """Raise this rank's failure, or a DiskError with those of other ranks. A collective."""
-    mine = None if failure is None else f"rank {everyone.rank}: {failure}"
-    shared = everyone.share_object(mine, "the files on the disk")
-    if failure is not None:
-        raise failure
-    if others := [text for text in shared if text is not None]:
-        raise DiskError("; ".join(others))
 
 
 def _file_bytes(plans: Sequence[UnitPlan], moments: int) -> tuple[int, int]:

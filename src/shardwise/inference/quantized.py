@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardwise.errors import ConfigError
 
@@ -29,5 +30,16 @@ def quantize(model: nn.Module, precision: str) -> None:
     if not any(isinstance(module, nn.Linear) for module in model.modules()):
         raise ConfigError(f"precision={precision!r} quantizes nn.Linear, and the model has none: take bf16")
     settings: Any = quantization.Int8WeightOnlyConfig() if precision == "int8" else quantization.Int4WeightOnlyConfig()
-    quantization.quantize_(model, settings)
+    try:
+        quantization.quantize_(model, settings)
+    except (ImportError, NotImplementedError, AssertionError) as error:  # kernels that this machine lacks
+        raise ConfigError(
+            f"torchao cannot make {precision} weights here ({error}): install what it names, or take "
+            + ("bf16" if precision == "int8" else "int8 or bf16")
+        ) from error
+    if not any(is_traceable_wrapper_subclass(param) for param in model.parameters()):
+        raise ConfigError(
+            f"torchao has quantized no layer to {precision}, because no width is a multiple of its groups "
+            f"({getattr(settings, 'group_size', None)}): take bf16"
+        )
     unwrap_tensor_subclass(model)

@@ -15,6 +15,7 @@ from torch import nn
 
 from shardwise.checks import check_range
 from shardwise.comm import Comm, ProcessGroupComm
+from shardwise.comm.failing import fail_together
 from shardwise.comm.model_group import ModelGroup
 from shardwise.config.sections import KindPlacement, MeshSection, Placement, Precision, Tier
 from shardwise.config.shape import NodeShape
@@ -95,25 +96,18 @@ def stream(
     end_with_launcher()
     check_arguments(weights, precision, kv, batch, context)
     budgets = parse_budget("device_memory", device_memory), parse_budget("host_memory", host_memory)
-    if isinstance(model, nn.Module):
-        check_model(model)
     device = _device(model, device)
-    if not isinstance(model, nn.Module):
-        model = open_folder(Path(model), device, precision, may_load=weights != "disk")
-    if precision in QUANTIZED:
-        quantize(model, precision)
-        precision = None
     ranks = join_ranks(mesh, device, MeshSection())
     if device.type == "cuda":
         torch.cuda.set_device(device)
         let_segments_grow()
     comm = ProcessGroupComm(ranks.group, device, () if ranks.is_world else ranks.members)
-    if kv == "host":
-        _rest_cache_on_host(model, device)
-    itemsize = _itemsize(model, precision)
-    needs = working_memory(getattr(model, "config", None), batch, context, itemsize, kv == "device")
+    request = StreamRequest(weights, *budgets, precision if precision not in QUANTIZED else None)
     try:
-        return _start(model, StreamRequest(weights, *budgets, precision), needs.total_bytes, comm)
+        opened = _open_together(model, weights, precision, kv, comm)
+        itemsize = _itemsize(opened, request.precision)
+        needs = working_memory(getattr(opened, "config", None), batch, context, itemsize, kv == "device")
+        return _start(opened, request, needs.total_bytes, comm)
     except BaseException:
         comm.begin_close()
         comm.close()
@@ -128,6 +122,25 @@ class StreamRequest:
     device_bytes: int | None
     host_bytes: int | None
     precision: str | None
+
+
+def _open_together(model: Any, weights: Weights, precision: str | None, kv: CacheTier, comm: Comm) -> nn.Module:
+    """The model to stream. If a rank cannot open it, no rank goes on and waits for that one."""
+    failure: Exception | None = None
+    try:
+        if isinstance(model, nn.Module):
+            check_model(model)
+        else:
+            model = open_folder(Path(model), comm.device, precision, may_load=weights != "disk")
+        if precision in QUANTIZED:
+            quantize(model, precision)
+        if kv == "host":
+            _rest_cache_on_host(model, comm.device)
+    except Exception as error:
+        failure = error
+    fail_together(failure, comm, "the model to stream")
+    opened: nn.Module = model
+    return opened
 
 
 def parse_budget(name: str, value: int | str | None) -> int | None:

@@ -44,11 +44,20 @@ _GAP_BYTES = 64 << 10
 _LOG = logging.getLogger("shardwise")
 
 
-class FileOrigin(Protocol):
-    """An origin of values (see `storage.Origin`) that is a tensor in a file."""
+class FileTensor(Protocol):
+    """A tensor in a file."""
 
-    file: str
-    name: str
+    @property
+    def file(self) -> str: ...
+
+    @property
+    def name(self) -> str: ...
+
+
+class FileOrigin(Protocol):
+    """An origin of values (see `storage.Origin`) that is one tensor in a file, or several one after the other."""
+
+    def located(self, part: Span) -> Iterator[tuple[FileTensor, Span]]: ...
 
 
 class FilePlace(NamedTuple):
@@ -101,7 +110,7 @@ class WeightFiles:
         self._next: FileBlock | None = None
         self._pending: deque[tuple[FileBlock, StagingBuffer, Future[None]]] = deque()
 
-    def check(self, origin: FileOrigin, dtype: torch.dtype) -> None:
+    def check(self, origin: FileTensor, dtype: torch.dtype) -> None:
         """Raise a ConfigError if a tensor has another dtype than the one to compute in."""
         found = self._headers[self._numbers[origin.file]][origin.name]
         if not found.is_of(dtype):
@@ -112,7 +121,7 @@ class WeightFiles:
                 "weights='host', or save the model in that dtype first"
             )
 
-    def place(self, origin: FileOrigin, part: Span, itemsize: int, target: int) -> FilePlace:
+    def place(self, origin: FileTensor, part: Span, itemsize: int, target: int) -> FilePlace:
         """Where elements `part` of a tensor are."""
         number = self._numbers[origin.file]
         start = self._headers[number][origin.name].start
@@ -237,10 +246,11 @@ class FileStorage:
         return self._blocks
 
     def load(self, span: Span, origin: Origin, part: Span) -> None:
-        tensor = cast(FileOrigin, origin)
-        self._files.check(tensor, self.dtype)
-        itemsize = self.dtype.itemsize
-        self._places.append(self._files.place(tensor, part, itemsize, span.start * itemsize))
+        itemsize, target = self.dtype.itemsize, span.start * self.dtype.itemsize
+        for tensor, inside in cast(FileOrigin, origin).located(part):
+            self._files.check(tensor, self.dtype)
+            self._places.append(self._files.place(tensor, inside, itemsize, target))
+            target += (inside.stop - inside.start) * itemsize
         self._blocks = None
 
     def at_rest(self, span: Span, shape: torch.Size) -> torch.Tensor:

@@ -105,8 +105,11 @@ def _steps(workload: Workload, tp: int) -> list[Workload]:
 
 
 def _candidate(model: ModelSpec, workload: Workload, on: Hardware, preset: str) -> Candidate | None:
-    """None if it does not fit, or if all states could stay on the device, as under the preset without offload. `model`
-    is what a GPU holds of it."""
+    """None if it does not fit, or if all of it could stay on the device, as under the preset without offload. `model` is
+    what a GPU holds of it.
+
+    What is frozen does not: it rests where the preset has the weights.
+    """
     config, shape = workload.config(preset), on.zero_shape(workload.tp)
     estimated = estimate(model, workload, config, shape)
     peak = estimated.peak_bytes + on.reserved_bytes
@@ -115,7 +118,8 @@ def _candidate(model: ModelSpec, workload: Workload, on: Hardware, preset: str) 
     staying = stay(units, budget + on.reserved_bytes - peak)
     if not sum(units):
         units, staying = [1], 0
-    if staying == len(units):
+    keeps_frozen = not model.frozen or config.placement.weights.tier == "device"
+    if staying == len(units) and keeps_frozen:
         return None
     staying_bytes = sum(units[:staying])
     resident = staying_bytes / sum(units)

@@ -1,3 +1,3 @@
-from torch.utils.checkpoint import checkpoint
+from shardwise.compat.recompute import checkpoint, configure, is_configured, reset
 
-from shardwise.compat.recompute import configure, is_configured, reset
+non_reentrant_checkpoint = checkpoint

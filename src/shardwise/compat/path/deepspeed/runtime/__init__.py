@@ -1,1 +1,1 @@
-from . import base_optimizer, config, engine, lr_schedules, utils, zero
+from . import base_optimizer, config, dataloader, engine, fp16, lr_schedules, utils, zero

@@ -12,7 +12,14 @@ from shardwise.compat.fragments import (
     safe_set_local_fp32_param,
     safe_set_local_optimizer_state,
 )
+from shardwise.compat.leaves import (
+    get_z3_leaf_modules,
+    set_z3_leaf_module,
+    set_z3_leaf_modules,
+    unset_z3_leaf_modules,
+    z3_leaf_module,
+)
+from shardwise.compat.loading import OnDevice, RepeatingLoader
 from shardwise.compat.names import log_dist, logger
-from shardwise.compat.zero import set_z3_leaf_modules
 
-from . import groups, logging, torch, zero_to_fp32
+from . import groups, init_on_device, logging, tensor_fragment, torch, zero_to_fp32

@@ -1,0 +1,173 @@
+"""What `DeepSpeedEngine` answers about itself: its settings, its place among the ranks, and how far it has come."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardwise.errors import CompatibilityError
+
+if TYPE_CHECKING:
+    from shardwise.config.sections import Batch
+    from shardwise.engine.engine import Engine
+
+
+class EngineFacts:
+    """The part of `DeepSpeedEngine` that only reads; of the learning rate, also writes."""
+
+    shardwise_engine: Engine
+    basic_optimizer: Any
+    _settings: dict[str, Any]
+    _stage: int
+    _has_updated: bool
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return self._settings
+
+    @property
+    def global_steps(self) -> int:
+        return self.shardwise_engine.steps
+
+    @property
+    def global_samples(self) -> int:
+        return self.global_steps * (self.train_batch_size() or 0)
+
+    @property
+    def skipped_steps(self) -> int:
+        return self.shardwise_engine.skipped_steps
+
+    @property
+    def lr_scheduler(self) -> Any:
+        return self.shardwise_engine.lr_scheduler
+
+    @property
+    def device(self) -> torch.device:
+        return self.shardwise_engine.comm.device
+
+    @property
+    def local_rank(self) -> int:
+        return int(os.environ.get("LOCAL_RANK", 0))
+
+    @property
+    def global_rank(self) -> int:
+        return self.shardwise_engine.comm.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.shardwise_engine.comm.world_size
+
+    dp_world_size = world_size
+
+    @property
+    def sparse_tensor_module_names(self) -> set[str]:
+        return set()
+
+    def get_global_grad_norm(self) -> torch.Tensor | None:
+        """The norm before clipping of the last step."""
+        return self.shardwise_engine.grad_norm
+
+    def train_batch_size(self) -> int | None:
+        return self._batch.global_batch_size
+
+    def train_micro_batch_size_per_gpu(self) -> int | None:
+        return self._batch.micro_batch_size
+
+    def gradient_accumulation_steps(self) -> int:
+        return self._batch.accumulation
+
+    @property
+    def _batch(self) -> Batch:
+        return self.shardwise_engine.config.batch
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the number of micro-batches of a step."""
+        raise CompatibilityError(
+            "engine.set_train_batch_size() would change the accumulation in the middle of training: call "
+            "engine.set_gradient_accumulation_boundary(is_boundary) before each backward instead"
+        )
+
+    def get_lr(self) -> list[float]:
+        return self._of_groups("lr")
+
+    def get_mom(self) -> list[Any]:
+        return self._of_groups("betas") or self._of_groups("momentum")
+
+    def _of_groups(self, key: str) -> list[Any]:
+        groups = self.basic_optimizer.param_groups if self.basic_optimizer is not None else []
+        return [group[key] for group in groups if key in group]
+
+    def loss_scale(self) -> float:
+        """What the next loss is multiplied with; 1.0 but in fp16."""
+        return self.shardwise_engine.loss_scale
+
+    def gradient_clipping(self) -> float:
+        return self.shardwise_engine.config.gradients.clip_norm or 0.0
+
+    def zero_optimization_stage(self) -> int:
+        return self._stage
+
+    def zero_optimization(self) -> bool:
+        return self.zero_optimization_stage() > 0
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        return self.zero_optimization_stage() >= 2
+
+    def zero_optimization_partition_weights(self) -> bool:
+        return self.zero_optimization_stage() >= 3
+
+    def fp16_enabled(self) -> bool:
+        return self.shardwise_engine.config.precision.compute == "fp16"
+
+    def bfloat16_enabled(self) -> bool:
+        return self.shardwise_engine.config.precision.compute == "bf16"
+
+    def wall_clock_breakdown(self) -> bool:
+        return self.shardwise_engine.config.runtime.timers
+
+    def set_lr(self, lr: float) -> None:
+        """Write the learning rate of all parameter groups; a schedule's next step overwrites it."""
+        for group in self.basic_optimizer.param_groups:
+            group["lr"] = lr
+
+    def was_step_applied(self) -> bool:
+        """Whether the last `step()` updated: at the boundary of an accumulation, and without an overflow."""
+        return self._has_updated and not self.shardwise_engine.was_skipped
+
+    def get_batch_info(self) -> tuple[int | None, int | None, int]:
+        """The sizes of a step and of a micro-batch, and the micro-batches of a step."""
+        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
+
+    def optimizer_name(self) -> str | None:
+        """The `type` of the configuration's optimizer, in small letters."""
+        name = self._setting("optimizer", "type")
+        return None if name is None else str(name).lower()
+
+    def scheduler_name(self) -> str | None:
+        """The `type` of the configuration's schedule."""
+        name = self._setting("scheduler", "type")
+        return None if name is None else str(name)
+
+    def steps_per_print(self) -> Any:
+        return self._settings.get("steps_per_print", 10)
+
+    def dynamic_loss_scale(self) -> bool:
+        return self.fp16_enabled() and self.shardwise_engine.config.precision.loss_scale.dynamic
+
+    def zero_cpu_offload(self) -> bool:
+        return self.shardwise_engine.config.placement.optim.tier == "host"
+
+    @property
+    def data_parallel_group(self) -> Any:
+        return torch.distributed.group.WORLD
+
+    @property
+    def mp_world_size(self) -> int:
+        """Of a model group: models are not cut here."""
+        return 1
+
+    def _setting(self, section: str, key: str) -> Any:
+        found = self._settings.get(section)
+        return found.get(key) if isinstance(found, dict) else None

@@ -1,0 +1,1 @@
+from shardwise.compat.recompute import checkpoint, configure, is_configured, reset

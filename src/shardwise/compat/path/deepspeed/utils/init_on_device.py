@@ -1,0 +1,1 @@
+from shardwise.compat.loading import OnDevice

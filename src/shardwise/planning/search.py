@@ -105,10 +105,9 @@ def _steps(workload: Workload, tp: int) -> list[Workload]:
 
 
 def _candidate(model: ModelSpec, workload: Workload, on: Hardware, preset: str) -> Candidate | None:
-    """None if it does not fit, or if all of it could stay on the device, as under the preset without offload. `model` is
-    what a GPU holds of it.
+    """None if it does not fit, or if all of it could stay on the device, as under the preset without offload.
 
-    What is frozen does not: it rests where the preset has the weights.
+    What is frozen does not: it rests where the preset has the weights. `model` is what a GPU holds of it.
     """
     config, shape = workload.config(preset), on.zero_shape(workload.tp)
     estimated = estimate(model, workload, config, shape)

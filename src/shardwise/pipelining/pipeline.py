@@ -19,13 +19,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
+from shardwise import checkpoint
+from shardwise.checkpoint.checkpointable import ModelParts
+from shardwise.comm.model_group import ModelGroup
 from shardwise.config import Config
 from shardwise.engine import Engine
 from shardwise.engine.initialize import initialize
 from shardwise.engine.report import Report
 from shardwise.errors import ConfigError
 from shardwise.optim.optimizers import OptimizerFactory
-from shardwise.pipelining.checkpoints import StageFolders
+from shardwise.partition.dtensors import local
+from shardwise.partition.policy import DTYPES
+from shardwise.pipelining.checkpoints import model_parts, names_of
 from shardwise.pipelining.cut import ReceivingBlock, StageCut, StageEnd, cut, prune
 from shardwise.pipelining.stage import EngineStage
 from shardwise.pipelining.tied import TiedWeights
@@ -47,7 +52,8 @@ def pipeline(
     lr_scheduler: Callable[[Any], Any] | None = None,
     keep_gathered: bool = False,
 ) -> Pipeline:
-    """Cut `model` over the axis `pp` of `mesh`, put each stage under ZeRO over its axis `dp`, and return the pipeline.
+    """Cut `model` over the axis `pp` of `mesh`, put each stage under ZeRO over its data-parallel axes, and return the
+    pipeline. Parameters may be DTensors over the axis `tp`.
 
     `optimizer` and `lr_scheduler` are callables, as for `initialize`: every stage makes its own. `schedule` is one of
     torch's: GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble, DualPipeV. `split` names the
@@ -55,9 +61,6 @@ def pipeline(
     forward returns the loss, or an output with a `loss`; or `loss_fn(output, target)` makes it of a batch
     `(*inputs, target)`. The model's parameters are taken over: those of other ranks are freed.
     """
-    names = tuple(mesh.mesh_dim_names or ())
-    if names != ("pp", "dp"):
-        raise ConfigError(f"the axes of the mesh are {names}: a pipeline needs ('pp', 'dp'), in this order")
     if optimizer is not None and (isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer)):
         raise ConfigError(
             "a pipeline's stages have optimizers of their own: pass a callable that takes parameters, such as "
@@ -65,23 +68,36 @@ def pipeline(
         )
     loaded = Config.load(config)
     _check_config(loaded, micro_batches)
+    group = _stage_group(mesh)
     kind = _schedule_class(schedule)
-    places, count = _stages_of(kind, mesh["pp"].get_local_rank(), mesh["pp"].size())
+    places, count = _stages_of(kind, group.rank, group.size)
     where = cut(model, count, split)
+    names, tied = names_of(model), TiedWeights.of(model, where)
     parts = {place: prune(model, where, place) for place in places}
-    tied = TiedWeights.of(model, where)
     _free_others(model, parts.values())
     calls = {place: StageCall(part, loss_fn) for place, part in parts.items()}
-    engines = {place: initialize(part, optimizer, loaded, lr_scheduler, mesh["dp"]) for place, part in parts.items()}
-    group = mesh["pp"].get_group()
-    stages = [EngineStage(engine, place, count, group, keep_gathered) for place, engine in engines.items()]
+    engines = {place: initialize(part, optimizer, loaded, lr_scheduler, mesh) for place, part in parts.items()}
+    pp = mesh["pp"].get_group()
+    stages = [EngineStage(engine, place, count, pp, keep_gathered) for place, engine in engines.items()]
     driver = kind(
         stages if issubclass(kind, PipelineScheduleMulti) else stages[0],
         micro_batches,
         loss_fn=lambda loss, _: loss.sum() / micro_batches,
         scale_grads=False,
     )
-    return Pipeline(engines, calls, driver, where, group, tied, micro_batches)
+    parts_of_model = model_parts(list(engines.values()), group, names, tied)
+    return Pipeline(engines, calls, driver, where, pp, tied, parts_of_model)
+
+
+def _stage_group(mesh: Any) -> ModelGroup:
+    """The axis pp of a mesh, which stands before the others."""
+    axes = tuple(mesh.mesh_dim_names or ())
+    if "pp" not in axes or axes[0] != "pp" or len(axes) < 2:
+        raise ConfigError(
+            f"the axes of the mesh are {axes}: a pipeline needs pp first, and then any of dp_replicate, dp (or "
+            "dp_shard) and tp, such as init_device_mesh(device, (2, 2, 2), mesh_dim_names=('pp', 'dp', 'tp'))"
+        )
+    return ModelGroup.of(mesh["pp"])
 
 
 def _check_config(config: Config, micro_batches: int) -> None:
@@ -120,8 +136,9 @@ def _stages_of(kind: Any, rank: int, ranks: int) -> tuple[list[int], int]:
 def _free_others(model: nn.Module, parts: Any) -> None:
     own = {id(param) for part in parts for param in part.parameters()}
     for param in model.parameters():
-        if id(param) not in own:
-            param.data = param.data.new_empty(0)
+        if id(param) not in own and not param.is_meta:
+            values = local(param)
+            values.data = values.data.new_empty(0)
 
 
 class StageCall:
@@ -170,7 +187,7 @@ class Pipeline:
         where: StageCut,
         group: dist.ProcessGroup,
         tied: TiedWeights,
-        micro_batches: int,
+        parts: ModelParts,
     ) -> None:
         self.engines = engines
         self.schedule = schedule
@@ -179,9 +196,14 @@ class Pipeline:
         self._calls = calls
         self._group = group
         self._tied = tied
-        self._micro_batches = micro_batches
+        self._parts = parts
+        self._saving: checkpoint.AsyncSave | None = None
         self._tied.attach(engines)
-        self._folders = StageFolders(engines, where.count, group, set(tied.names.values()))
+
+    @property
+    def micro_batches(self) -> int:
+        """How many micro-batches a step has."""
+        return int(self.schedule._n_microbatches)
 
     @property
     def steps(self) -> int:
@@ -198,7 +220,7 @@ class Pipeline:
         parts = self._split(batch)
         for call in self._calls.values():
             call.micro_batches = parts
-        index, losses = torch.arange(self._micro_batches), list[torch.Tensor]()
+        index, losses = torch.arange(self.micro_batches), list[torch.Tensor]()
         is_last = self.where.count - 1 in self.engines
         self.schedule.step(index=index, **({"target": index, "losses": losses} if is_last else {}))
         for call in self._calls.values():
@@ -227,25 +249,50 @@ class Pipeline:
                 return engine.full_param(name)
         return None
 
+    # Checkpoints
+
     def save(
-        self, dir: str | Path, tag: str | None = None, state: dict[str, Any] | None = None, keep: int | None = None
+        self,
+        dir: str | Path,
+        tag: str | None = None,
+        blocking: bool = True,
+        state: dict[str, Any] | None = None,
+        keep: int | None = None,
+        frozen: bool = True,
+    ) -> Path:
+        """Write a checkpoint of the whole model into the folder `dir`; see `Engine.save`. A collective."""
+        self.finish_save()
+        job = checkpoint.prepare(self._parts, Path(dir), tag, state, keep, staged=not blocking, frozen=frozen)
+        if blocking:
+            checkpoint.save(job, self._parts.everyone)
+        else:
+            self._saving = checkpoint.AsyncSave(job, self._parts.everyone)
+        return job.draft.target
+
+    def finish_save(self) -> None:
+        """Wait until an asynchronous save is complete; raise what went wrong. A collective."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.finish()
+
+    def load(self, dir: str | Path, tag: str = "latest", fallback: bool = False, missing_ok: bool = False) -> Any:
+        """Go on from a checkpoint, of any pipeline or engine that trained this model; see `Engine.load`. A
+        collective."""
+        self.finish_save()
+        return checkpoint.load(self._parts, Path(dir), tag, fallback, missing_ok)
+
+    def export(
+        self,
+        dir: str | Path,
+        dtype: str | None = None,
+        max_file_bytes: int = checkpoint.MAX_FILE_BYTES,
+        files_from: str | Path | None = None,
     ) -> None:
-        """Write a checkpoint of every stage into folders of `dir`; see `Engine.save`. A collective."""
-        self._folders.save(Path(dir), tag, state, keep)
-
-    def load(self, dir: str | Path, tag: str = "latest") -> Any:
-        """Go on from a checkpoint of a pipeline with the same stages; the user's state. A collective.
-
-        The size of dp and the stage of ZeRO may differ. The newest is the newest that all stages have.
-        """
-        return self._folders.load(Path(dir), tag)
-
-    def export(self, dir: str | Path, dtype: str | None = None, files_from: str | Path | None = None) -> None:
-        """Write the whole model into the new folder `dir` as Hugging Face does. A collective.
-
-        The first rank of each stage holds that stage's weights in host memory meanwhile. See `Engine.export`.
-        """
-        self._folders.export(Path(dir), dtype, Path(files_from) if files_from else None)
+        """Write the whole model into the new folder `dir` as Hugging Face does; see `Engine.export`. A collective."""
+        if dtype is not None and dtype not in DTYPES:
+            raise ValueError(f"dtype is {dtype!r}: take one of {', '.join(DTYPES)}")
+        wanted, beside = DTYPES[dtype] if dtype is not None else None, Path(files_from) if files_from else None
+        checkpoint.export(self._parts, Path(dir), wanted, max_file_bytes, files_from=beside)
 
     def report(self) -> dict[int, Report]:
         """The account of each stage of this rank."""
@@ -261,7 +308,7 @@ class Pipeline:
         return next(iter(self.engines.values())).comm.device
 
     def _split(self, batch: Any) -> list[Any]:
-        count = self._micro_batches
+        count = self.micro_batches
         sizes = {len(tensor) for tensor in tensors_in((batch,), {})}
         if len(sizes) != 1 or next(iter(sizes)) % count:
             raise ConfigError(

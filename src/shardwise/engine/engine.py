@@ -549,6 +549,8 @@ class Engine(nn.Module):
             if what != "forward" or self.config.placement.weights.sharding != "replicated":
                 first_line = str(error).partition("\n")[0]
                 self._comm.note(f"the {what} was broken off by {type(error).__name__}: {first_line}")
+            if self._comm.watch is not None and isinstance(error, Exception):
+                self._comm.watch.raise_reason(error)
             raise
 
     @contextlib.contextmanager

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,22 +21,22 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_sc
 
 from shardwise import checkpoint
 from shardwise.checkpoint.checkpointable import ModelParts
+from shardwise.comm.judge import name_ranks
 from shardwise.comm.model_group import ModelGroup
 from shardwise.config import Config
-from shardwise.engine import Engine
 from shardwise.engine.initialize import initialize
 from shardwise.engine.report import Report
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, DisagreementError
 from shardwise.optim.optimizers import OptimizerFactory
 from shardwise.partition.dtensors import local
 from shardwise.partition.policy import DTYPES
 from shardwise.pipelining.checkpoints import model_parts, names_of
-from shardwise.pipelining.cut import ReceivingBlock, StageCut, StageEnd, cut, prune
+from shardwise.pipelining.cut import StageCut, cut, prune
+from shardwise.pipelining.forward_pass import ForwardPass
 from shardwise.pipelining.stage import EngineStage
+from shardwise.pipelining.stage_call import LossFn, StageCall
 from shardwise.pipelining.tied import TiedWeights
 from shardwise.tensors import map_tensors, tensors_in
-
-LossFn = Callable[[Any, Any], torch.Tensor]
 
 
 def pipeline(
@@ -70,23 +70,32 @@ def pipeline(
     _check_config(loaded, micro_batches)
     group = _stage_group(mesh)
     kind = _schedule_class(schedule)
-    places, count = _stages_of(kind, group.rank, group.size)
-    where = cut(model, count, split)
+    _check_alike(schedule, micro_batches, split, keep_gathered)
+    owners, places = _owners(kind, group.size), stages_of(kind, group.rank, group.size)
+    where = cut(model, len(owners), split)
     names, tied = names_of(model), TiedWeights.of(model, where)
     parts = {place: prune(model, where, place) for place in places}
     _free_others(model, parts.values())
     calls = {place: StageCall(part, loss_fn) for place, part in parts.items()}
     engines = {place: initialize(part, optimizer, loaded, lr_scheduler, mesh) for place, part in parts.items()}
     pp = mesh["pp"].get_group()
-    stages = [EngineStage(engine, place, count, pp, keep_gathered) for place, engine in engines.items()]
-    driver = kind(
-        stages if issubclass(kind, PipelineScheduleMulti) else stages[0],
-        micro_batches,
-        loss_fn=lambda loss, _: loss.sum() / micro_batches,
-        scale_grads=False,
-    )
-    parts_of_model = model_parts(list(engines.values()), group, names, tied)
-    return Pipeline(engines, calls, driver, where, pp, tied, parts_of_model)
+    stages = [EngineStage(engine, place, len(owners), pp, keep_gathered) for place, engine in engines.items()]
+    try:
+        driver = kind(
+            stages if issubclass(kind, PipelineScheduleMulti) else stages[0],
+            micro_batches,
+            loss_fn=lambda loss, _: loss.sum() / micro_batches,
+            scale_grads=False,
+        )
+    except ValueError as error:
+        for engine in engines.values():
+            engine.destroy()
+        raise ConfigError(
+            f"schedule {schedule} cannot run {micro_batches} micro-batches on {len(owners)} stages: {error}"
+        ) from None
+    tied.attach(engines)
+    whole = model_parts(list(engines.values()), group, names, tied)
+    return Pipeline(driver, where, tied, whole, ForwardPass(engines, calls, owners, pp))
 
 
 def _stage_group(mesh: Any) -> ModelGroup:
@@ -98,6 +107,23 @@ def _stage_group(mesh: Any) -> ModelGroup:
             "dp_shard) and tp, such as init_device_mesh(device, (2, 2, 2), mesh_dim_names=('pp', 'dp', 'tp'))"
         )
     return ModelGroup.of(mesh["pp"])
+
+
+def _check_alike(schedule: str, micro_batches: int, split: Sequence[str] | None, keep_gathered: bool) -> None:
+    """Raise on all ranks if one of them was given another schedule. A collective of all ranks."""
+    facts = {"schedule": schedule, "micro_batches": micro_batches, "split": split, "keep_gathered": keep_gathered}
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, facts)
+    for name in facts:
+        ranks: dict[str, list[int]] = {}
+        for rank, each in enumerate(everyone):
+            ranks.setdefault(repr(each[name]), []).append(rank)
+        if len(ranks) > 1:
+            listed = ", ".join(f"{value} on {name_ranks(where)}" for value, where in ranks.items())
+            raise DisagreementError(
+                f"the ranks were started with different pipelines, {name}: {listed}. Pass the same arguments to "
+                "shardwise.pipeline on all ranks"
+            )
 
 
 def _check_config(config: Config, micro_batches: int) -> None:
@@ -125,12 +151,18 @@ def _schedule_class(name: str) -> Any:
     return kind
 
 
-def _stages_of(kind: Any, rank: int, ranks: int) -> tuple[list[int], int]:
-    """The stages of a rank of the pipeline, and the number of all stages."""
+def stages_of(kind: Any, rank: int, ranks: int) -> list[int]:
+    """The stages of a rank of the pipeline."""
     if not issubclass(kind, PipelineScheduleMulti):
-        return [rank], ranks
+        return [rank]
     is_v = kind.__name__ in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
-    return [rank, 2 * ranks - 1 - rank if is_v else ranks + rank], 2 * ranks
+    return [rank, 2 * ranks - 1 - rank if is_v else ranks + rank]
+
+
+def _owners(kind: Any, ranks: int) -> list[int]:
+    """The rank of each stage."""
+    owners = {stage: rank for rank in range(ranks) for stage in stages_of(kind, rank, ranks)}
+    return [owners[stage] for stage in sorted(owners)]
 
 
 def _free_others(model: nn.Module, parts: Any) -> None:
@@ -141,64 +173,25 @@ def _free_others(model: nn.Module, parts: Any) -> None:
             values.data = values.data.new_empty(0)
 
 
-class StageCall:
-    """Replaces the forward of a stage's model: `forward(*received, index)` runs micro-batch number `index`."""
-
-    def __init__(self, part: nn.Module, loss_fn: LossFn | None) -> None:
-        self.micro_batches: list[Any] = []
-        self._loss_fn = loss_fn
-        self._entries = [module for module in part.modules() if isinstance(module, ReceivingBlock)]
-        self._options = {"use_cache": False} if "use_cache" in inspect.signature(part.forward).parameters else {}
-        vars(part)["forward"] = partial(self._run, part.forward)
-
-    def _run(self, forward: Callable[..., Any], *received: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        for entry in self._entries:
-            (entry.received,) = received
-        batch = self.micro_batches[int(index)]
-        try:
-            return self._loss(forward, batch)
-        except StageEnd as end:
-            return end.value
-
-    def _loss(self, forward: Callable[..., Any], batch: Any) -> torch.Tensor:
-        if isinstance(batch, Mapping):
-            output, target = forward(**{**self._options, **batch}), batch
-        elif self._loss_fn is not None and isinstance(batch, (tuple, list)):
-            output, target = forward(*batch[:-1], **self._options), batch[-1]
-        else:
-            args = batch if isinstance(batch, (tuple, list)) else (batch,)
-            output, target = forward(*args, **self._options), None
-        loss = self._loss_fn(output, target) if self._loss_fn is not None else getattr(output, "loss", output)
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            raise ConfigError(
-                f"the model returned {type(output).__name__} and no loss: pass loss_fn=, or batches with labels"
-            )
-        return loss.reshape(1)
-
-
 class Pipeline:
     """A model in stages, of which this rank has `engines`, by the number of the stage."""
 
     def __init__(
-        self,
-        engines: dict[int, Engine],
-        calls: dict[int, StageCall],
-        schedule: Any,
-        where: StageCut,
-        group: dist.ProcessGroup,
-        tied: TiedWeights,
-        parts: ModelParts,
+        self, schedule: Any, where: StageCut, tied: TiedWeights, parts: ModelParts, forward_pass: ForwardPass
     ) -> None:
-        self.engines = engines
+        self.engines = forward_pass.engines
         self.schedule = schedule
         self.where = where
         self.grad_norm: torch.Tensor | None = None
-        self._calls = calls
-        self._group = group
+        self._calls = forward_pass.calls
+        self._group = forward_pass.group
         self._tied = tied
         self._parts = parts
+        self._pass = forward_pass
         self._saving: checkpoint.AsyncSave | None = None
-        self._tied.attach(engines)
+        watch = parts.first.comm.watch
+        assert watch is not None, "a mesh with a pipeline is watched"
+        self._watch = watch
 
     @property
     def micro_batches(self) -> int:
@@ -211,13 +204,19 @@ class Pipeline:
 
     def train_step(self, batch: Any) -> torch.Tensor:
         """Train on a batch, the same on all ranks of a pipeline; its mean loss, on all of them. A collective."""
-        loss = self.forward_backward(batch)
-        self.step()
+        parts = self._split(batch)
+        with self._watch.step():
+            loss = self._run(parts)
+            self.step()
         return loss
 
     def forward_backward(self, batch: Any) -> torch.Tensor:
         """Run all micro-batches of a batch through the schedule; the mean of their losses. A collective."""
         parts = self._split(batch)
+        with self._watch.step():
+            return self._run(parts)
+
+    def _run(self, parts: list[Any]) -> torch.Tensor:
         for call in self._calls.values():
             call.micro_batches = parts
         index, losses = torch.arange(self.micro_batches), list[torch.Tensor]()
@@ -230,6 +229,16 @@ class Pipeline:
             loss += torch.stack([each.detach().float() for each in losses]).sum()
         dist.all_reduce(loss, group=self._group)
         return loss
+
+    def evaluate(self, batch: Any) -> torch.Tensor:
+        """The loss of a batch of any size, on all ranks of the pipeline; nothing is trained. A collective."""
+        for engine in self.engines.values():
+            engine.eval()
+        try:
+            return self._pass.loss(batch)
+        finally:
+            for engine in self.engines.values():
+                engine.train()
 
     def step(self) -> None:
         """Clip by the norm over all stages, update, and step the schedules of learning rates. A collective."""

@@ -211,6 +211,26 @@ def make_gpt2():
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **drops))
 
 
+def make_qwen():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2}
+    config = transformers.Qwen3Config(
+        vocab_size=32, num_key_value_heads=1, head_dim=8, max_position_embeddings=16, tie_word_embeddings=True, **sizes
+    )
+    return transformers.Qwen3ForCausalLM(config)
+
+
+def make_mixtral():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2}
+    config = transformers.MixtralConfig(
+        vocab_size=32, num_key_value_heads=1, num_local_experts=4, max_position_embeddings=16, **sizes
+    )
+    return transformers.MixtralForCausalLM(config)
+
+
 def labelled(step, replica):
     tokens = tokens_of(step, replica)
     return {"input_ids": tokens, "labels": tokens}
@@ -221,6 +241,8 @@ MODELS = {
     "tied GPT": (partial(make_gpt, True), tokens_of),
     "Llama": (make_llama, labelled),
     "GPT-2, tied": (make_gpt2, labelled),
+    "Qwen, tied": (make_qwen, labelled),
+    "Mixtral": (make_mixtral, labelled),
     "Sequential": (make_blocks, batch_of),
 }
 

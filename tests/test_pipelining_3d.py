@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 import shardwise
 from shardwise.models.built_in import GPT
@@ -69,18 +70,20 @@ def compare_with_one_process(mesh, schedule, preset):
     pipe.destroy()
 
 
-def train_in_3d(rank, world_size):
+def train_in_3d(rank, world_size, folder):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    store = dist.FileStore(f"{folder}/store", world_size)  # torchrun's is for the example
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
     for schedule, preset in (("1F1B", "zero2"), ("ZBVZeroBubble", "zero3")):
         compare_with_one_process(mesh, schedule, preset)
     dist.destroy_process_group()
+    _clear_sharding_prop_cache()  # it has the mesh, whose groups are gone
     runpy.run_path(str(ROOT / "examples" / "three_d.py"), run_name="__main__")
 
 
-def test_three_axes_train_as_one_process_does_and_the_example_learns():
-    outcomes = run_ranks(train_in_3d, 8, fresh=True, init=False, torchrun=True, check=False)
+def test_three_axes_train_as_one_process_does_and_the_example_learns(tmp_path):
+    outcomes = run_ranks(train_in_3d, 8, tmp_path, fresh=True, init=False, torchrun=True, check=False)
     for outcome in outcomes:
         assert outcome.ok, outcome.describe()
     losses = [float(each) for each in re.findall(r"loss ([\d.]+)", outcomes[0].describe())]

@@ -42,6 +42,11 @@ class ModelGroup:
         """The group of a one-dimensional mesh, or of this rank alone for None."""
         return cls() if mesh is None else cls(mesh.get_group(), mesh.get_local_rank(), mesh.size())
 
+    @property
+    def process_group(self) -> Any:
+        """torch's group; None for this rank alone."""
+        return self._group
+
     def share(self, values: torch.Tensor) -> torch.Tensor:
         """A few values of every rank, on every rank: shape [size, *values.shape]."""
         if self.size == 1:

@@ -7,9 +7,11 @@ needs there: masks, positions, labels. Between stages only the hidden states are
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from shardwise.checkpoint.checkpointable import ModelParts
 from shardwise.comm.judge import name_ranks
 from shardwise.comm.model_group import ModelGroup
 from shardwise.config import Config
+from shardwise.engine import Engine
 from shardwise.engine.initialize import initialize
 from shardwise.engine.report import Report
 from shardwise.errors import ConfigError, DisagreementError
@@ -69,30 +72,80 @@ def pipeline(
     loaded = Config.load(config)
     _check_config(loaded, micro_batches)
     group = _stage_group(mesh)
-    kind = _schedule_class(schedule)
     _check_alike(schedule, micro_batches, split, keep_gathered)
-    owners, places = _owners(kind, group.size), stages_of(kind, group.rank, group.size)
-    where = cut(model, len(owners), split)
+    layout = PipelineLayout(schedule_class(schedule), group.size, micro_batches, split, keep_gathered)
+
+    def make_engine(part: nn.Module) -> Engine:
+        return initialize(part, optimizer, loaded, lr_scheduler, mesh)
+
+    return assemble(model, layout, group, make_engine, loss_fn)
+
+
+@dataclass(frozen=True)
+class PipelineLayout:
+    """A schedule of torch's over `ranks`, and how a model is cut for it; see `pipeline`."""
+
+    kind: Any
+    ranks: int
+    micro_batches: int
+    split: Sequence[str] | None = None
+    keep_gathered: bool = False
+
+    def stages_of(self, rank: int) -> list[int]:
+        """The stages of a rank of the pipeline."""
+        if not issubclass(self.kind, PipelineScheduleMulti):
+            return [rank]
+        is_v = self.kind.__name__ in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
+        return [rank, 2 * self.ranks - 1 - rank if is_v else self.ranks + rank]
+
+    @property
+    def owners(self) -> list[int]:
+        """The rank of each stage."""
+        owners = {stage: rank for rank in range(self.ranks) for stage in self.stages_of(rank)}
+        return [owners[stage] for stage in sorted(owners)]
+
+    def schedule(self, stages: Sequence[EngineStage]) -> Any:
+        """The schedule of torch's that drives a rank's stages."""
+        count = self.micro_batches
+        try:
+            return self.kind(
+                list(stages) if issubclass(self.kind, PipelineScheduleMulti) else stages[0],
+                count,
+                loss_fn=lambda loss, _: loss.sum() / count,
+                scale_grads=False,
+            )
+        except ValueError as error:
+            name, stage_count = self.kind.__name__.removeprefix("Schedule"), len(self.owners)
+            raise ConfigError(
+                f"schedule {name} cannot run {count} micro-batches on {stage_count} stages: {error}"
+            ) from None
+
+
+def assemble(
+    model: nn.Module,
+    layout: PipelineLayout,
+    group: ModelGroup,
+    make_engine: Callable[[nn.Module], Engine],
+    loss_fn: LossFn | None = None,
+    make_stage: Callable[..., EngineStage] = EngineStage,
+) -> Pipeline:
+    """The pipeline of a rank of `group`: cut `model`, make an engine of each part of this rank, and drive them."""
+    owners = layout.owners
+    where = cut(model, len(owners), layout.split)
     names, tied = names_of(model), TiedWeights.of(model, where)
-    parts = {place: prune(model, where, place) for place in places}
+    parts = {stage: prune(model, where, stage) for stage in layout.stages_of(group.rank)}
     _free_others(model, parts.values())
-    calls = {place: StageCall(part, loss_fn) for place, part in parts.items()}
-    engines = {place: initialize(part, optimizer, loaded, lr_scheduler, mesh) for place, part in parts.items()}
-    pp = mesh["pp"].get_group()
-    stages = [EngineStage(engine, place, len(owners), pp, keep_gathered) for place, engine in engines.items()]
+    calls = {stage: StageCall(part, loss_fn) for stage, part in parts.items()}
+    engines = {stage: make_engine(part) for stage, part in parts.items()}
+    pp = group.process_group
     try:
-        driver = kind(
-            stages if issubclass(kind, PipelineScheduleMulti) else stages[0],
-            micro_batches,
-            loss_fn=lambda loss, _: loss.sum() / micro_batches,
-            scale_grads=False,
+        driver = layout.schedule(
+            [make_stage(each, stage, len(owners), pp, layout.keep_gathered) for stage, each in engines.items()]
         )
-    except ValueError as error:
+    except ConfigError:
         for engine in engines.values():
             engine.destroy()
-        raise ConfigError(
-            f"schedule {schedule} cannot run {micro_batches} micro-batches on {len(owners)} stages: {error}"
-        ) from None
+        raise
     tied.attach(engines)
     whole = model_parts(list(engines.values()), group, names, tied)
     return Pipeline(driver, where, tied, whole, ForwardPass(engines, calls, owners, pp))
@@ -138,7 +191,7 @@ def _check_config(config: Config, micro_batches: int) -> None:
         )
 
 
-def _schedule_class(name: str) -> Any:
+def schedule_class(name: str) -> Any:
     try:
         kind = get_schedule_class(name)
     except ValueError:
@@ -149,20 +202,6 @@ def _schedule_class(name: str) -> Any:
             "ZBVZeroBubble or DualPipeV"
         )
     return kind
-
-
-def stages_of(kind: Any, rank: int, ranks: int) -> list[int]:
-    """The stages of a rank of the pipeline."""
-    if not issubclass(kind, PipelineScheduleMulti):
-        return [rank]
-    is_v = kind.__name__ in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
-    return [rank, 2 * ranks - 1 - rank if is_v else ranks + rank]
-
-
-def _owners(kind: Any, ranks: int) -> list[int]:
-    """The rank of each stage."""
-    owners = {stage: rank for rank in range(ranks) for stage in stages_of(kind, rank, ranks)}
-    return [owners[stage] for stage in sorted(owners)]
 
 
 def _free_others(model: nn.Module, parts: Any) -> None:
@@ -189,9 +228,7 @@ class Pipeline:
         self._parts = parts
         self._pass = forward_pass
         self._saving: checkpoint.AsyncSave | None = None
-        watch = parts.first.comm.watch
-        assert watch is not None, "a mesh with a pipeline is watched"
-        self._watch = watch
+        self._watch = parts.first.comm.watch
 
     @property
     def micro_batches(self) -> int:
@@ -205,7 +242,7 @@ class Pipeline:
     def train_step(self, batch: Any) -> torch.Tensor:
         """Train on a batch, the same on all ranks of a pipeline; its mean loss, on all of them. A collective."""
         parts = self._split(batch)
-        with self._watch.step():
+        with self._watched():
             loss = self._run(parts)
             self.step()
         return loss
@@ -213,8 +250,11 @@ class Pipeline:
     def forward_backward(self, batch: Any) -> torch.Tensor:
         """Run all micro-batches of a batch through the schedule; the mean of their losses. A collective."""
         parts = self._split(batch)
-        with self._watch.step():
+        with self._watched():
             return self._run(parts)
+
+    def _watched(self) -> contextlib.AbstractContextManager[None]:
+        return self._watch.step() if self._watch is not None else contextlib.nullcontext()
 
     def _run(self, parts: list[Any]) -> torch.Tensor:
         for call in self._calls.values():
@@ -244,6 +284,7 @@ class Pipeline:
         """Clip by the norm over all stages, update, and step the schedules of learning rates. A collective."""
         self._tied.share(self.engines, self._group)
         norms = [engine.clip_grad_norm_(math.inf) for engine in self.engines.values()]
+        self._tied.forget()
         total = torch.stack([norm.double().square() for norm in norms]).sum() - self._tied.counted_twice
         dist.all_reduce(total, group=self._group)
         self.grad_norm = total.sqrt().float()

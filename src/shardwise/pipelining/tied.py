@@ -14,6 +14,8 @@ from shardwise.engine import Engine
 from shardwise.partition import dtensors
 from shardwise.pipelining.cut import StageCut
 
+_BLOCK_NUMEL = 1 << 20
+
 
 @dataclass
 class TiedWeights:
@@ -57,8 +59,13 @@ class TiedWeights:
                         total += engine.full_grad(name)
             dist.all_reduce(total, group=group)
             self._sums[first] = total
-            if self.last in engines:
-                self.counted_twice = self.counted_twice + total.double().square().sum()
+            if self.last in engines:  # in blocks: a copy in fp64 would be twice as large as the embedding
+                squares = [block.double().square().sum() for block in total.view(-1).split(_BLOCK_NUMEL)]
+                self.counted_twice = self.counted_twice + torch.stack(squares).sum()
+
+    def forget(self) -> None:
+        """Free the sums, once the engines have their parts of them."""
+        self._sums.clear()
 
     def _here(self, stage: int) -> list[tuple[str, str]]:
         if stage not in (0, self.last):

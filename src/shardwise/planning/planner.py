@@ -31,6 +31,7 @@ from shardwise.planning.arithmetic import sent_by_axis, wire_share
 from shardwise.planning.dry_run import Foreseen, can_dry_run, foresee_workload
 from shardwise.planning.estimate import estimate
 from shardwise.planning.hardware import Hardware
+from shardwise.planning.pipelines import pipeline_notes
 from shardwise.planning.report import Advice, Fit, Plan, PlanRow
 from shardwise.planning.workload import DEFAULT_TARGETS, ModelSpec, Workload, find_model, from_dimensions
 from shardwise.sizes import format_bytes
@@ -71,10 +72,10 @@ def plan(
     known = find_model(model, params, workload)
     if detailed and known.dimensions is None and known.build is None:
         raise ConfigError("a detailed plan needs a model: name one instead of --params")
-    if workload.tp > 1:
+    if axis := _model_axis(workload):
         if known.dimensions is None or workload.lora or detailed is False:
             raise ConfigError(
-                f"--tp {workload.tp} needs a dry run of a model whose dimensions are known, without adapters: name one "
+                f"{axis} needs a dry run of a model whose dimensions are known, without adapters: name one "
                 "of the catalog or a config.json, and leave out --params, --lora and --no-detailed"
             )
         detailed = True
@@ -89,13 +90,16 @@ def _plan(model: ModelSpec, workload: Workload, hardware: Hardware, presets: Seq
         configs = {preset: workload.config(preset) for preset in presets}
         possible = [name for name, config in configs.items() if can_dry_run(config) and not refusal(config)]
         foreseen, failure = _dry_runs(model, workload, zero_shape(workload, hardware), possible)
-        if failure and workload.tp > 1:
-            raise ConfigError(f"--tp {workload.tp}: no dry run: {failure}")
+        if failure and (axis := _model_axis(workload)):
+            raise ConfigError(f"{axis}: no dry run: {failure}")
         if failure:
             notes.append(f"no dry run: {failure}; the figures come from arithmetic")
-    if workload.tp > 1:
+    if _model_axis(workload):
         presets = list(foreseen)
+    if workload.tp > 1:
         notes.append(_tp_note(workload.tp, copies, list(foreseen.values())))
+    if workload.pp > 1:
+        notes += pipeline_notes(workload, foreseen)
     rows = [_row(preset, model, workload, hardware, foreseen.get(preset)) for preset in presets]
     notes += _notes(model, workload, rows)
     mode = "detailed" if foreseen else "analytic"
@@ -106,8 +110,10 @@ def _row(preset: str, model: ModelSpec, workload: Workload, hardware: Hardware, 
     config = workload.config(preset)
     shape = zero_shape(workload, hardware)
     found = foreseen or estimate(model, workload, config, shape)
+    if foreseen is not None and workload.pp > 1:  # of a stage
+        model = replace(model, parameters=foreseen.parameters, trainable=foreseen.trainable)
     sent: Mapping[Any, int] = sent_by_axis(preset, model, workload, shape)
-    if foreseen is not None and workload.tp > 1:
+    if foreseen is not None and workload.tp > 1 and workload.pp == 1:
         sent = foreseen.axis_bytes
     reserved = hardware.reserved_bytes
     peak = found.peak_bytes + reserved
@@ -117,12 +123,17 @@ def _row(preset: str, model: ModelSpec, workload: Workload, hardware: Hardware, 
         categories={**found.categories, "overhead": found.categories["overhead"] + reserved},
         tiers={tier: size * (hardware.gpus // hardware.nodes) for tier, size in found.tiers.items()},
         wire_bytes=sum(sent.values()),
-        outside_bytes=sent.get("outer", 0) * shape.per_node * workload.tp,
+        outside_bytes=sent.get("outer", 0) * shape.per_node * workload.tp * workload.pp,
         margin=1 - peak / hardware.gpu_bytes,
         wire_share=wire_share(preset, model, workload, replace(hardware, gpus=shape.world_size, nodes=shape.nodes)),
         startup_bytes=foreseen.startup_bytes + reserved if foreseen else None,
         **vars(fit),
     )
+
+
+def _model_axis(workload: Workload) -> str:
+    """The option that spreads a copy of the model over several GPUs; empty if none does."""
+    return f"--pp {workload.pp}" if workload.pp > 1 else f"--tp {workload.tp}" if workload.tp > 1 else ""
 
 
 def _tp_note(tp: int, copies: int, foreseen: Sequence[Foreseen]) -> str:
@@ -181,8 +192,10 @@ def _dry_runs(
 
 
 def zero_shape(workload: Workload, on: Hardware) -> NodeShape:
-    """The nodes of the ranks of ZeRO. The GPUs that hold one copy of the model are neighbours."""
+    """The nodes of the ranks of ZeRO. The GPUs that tp gives one copy of the model are neighbours; the ranks of a
+    pipeline are the farthest apart, so that those of one stage share nodes where they can."""
     copies, per_node = workload.dp(on.gpus), max(1, on.gpus // on.nodes // workload.tp)
+    per_node = min(copies, per_node)
     return NodeShape(copies // per_node, per_node)
 
 
@@ -292,7 +305,7 @@ def _shortage(row: PlanRow, hardware: Hardware) -> str:
 
 def _lora_hint(model: ModelSpec, workload: Workload, hardware: Hardware) -> str:
     """Says if adapters would fit without offload."""
-    if model.dimensions is None or workload.lora is not None or workload.tp > 1:
+    if model.dimensions is None or workload.lora is not None or _model_axis(workload):
         return ""
     targets = tuple(name for name in DEFAULT_TARGETS if name in model.dimensions.linears())
     adapted = from_dimensions(model.dimensions, (LORA_RANK, targets))

@@ -45,7 +45,7 @@ class Workload:
     """A training step: tokens of a micro-batch, micro-batches, precision, recomputation and adapters.
 
     `lora` is the rank of the adapters and the names of the matrices that have one; `tp` is how many GPUs hold one copy
-    of the model together.
+    of the model, or of a stage, together; `pp` is how many the layers are spread over, by a `schedule` of torch's.
     """
 
     sequence: int = 2048
@@ -56,6 +56,8 @@ class Workload:
     checkpointing: bool = True
     lora: tuple[int, tuple[str, ...]] | None = None
     tp: int = 1
+    pp: int = 1
+    schedule: str = "1F1B"
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:
@@ -83,7 +85,11 @@ class Workload:
         """How many copies of the model `gpus` GPUs hold: the data-parallel ranks."""
         if self.tp < 1 or gpus % self.tp:
             raise ConfigError(f"--tp {self.tp} does not divide {gpus} GPUs: take one that does")
-        return gpus // self.tp
+        if self.pp < 1 or gpus // self.tp % self.pp:
+            raise ConfigError(f"--pp {self.pp} does not divide {gpus // self.tp} GPUs: take one that does")
+        if self.accumulation < self.pp:
+            raise ConfigError(f"--pp {self.pp} needs at least as many micro-batches: take --accumulate {2 * self.pp}")
+        return gpus // (self.tp * self.pp)
 
     def config(self, preset: str) -> Config:
         """The configuration of a preset for this workload."""

@@ -328,7 +328,7 @@ class ProcessGroupComm(Comm):
 
     def watch_world(self, groups: Sequence[Any]) -> None:
         """Watch the ranks of all axes as well, whose `groups` are torch's."""
-        self.watch = WorldWatch.join(self, groups, self._stop, poll_interval_s())
+        self.watch = WorldWatch.join(self, groups, self._stop, 2 * poll_interval_s())
 
     def _stop(self, verdict: str) -> None:
         """A rank of another axis is lost: end the waits of this group too, with that reason."""

@@ -2,7 +2,7 @@
 
 Ranks of a tp or pp axis wait for each other in torch's own collectives and messages, which have no check: if a rank
 dies, ranks of other ZeRO groups would wait up to the process group's timeout. One watch per process covers all engines
-on a mesh with such axes. Its thread polls about twice a second, and finds
+on a mesh with such axes. Its thread polls about once a second, and finds
 
 - the verdict that another rank has written: why the ranks cannot continue;
 - a process of this host that has ended without saying so;
@@ -90,13 +90,23 @@ class WorldWatch:
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """Around a step that every rank of the mesh runs: an exception in it stops all of them."""
-        self.raise_failure()
         self.steps += 1
+        with self.guard():
+            try:
+                yield
+            except Exception as error:
+                self.raise_reason(error)
+                self._decide(self._reason(error))
+                raise
+
+    @contextlib.contextmanager
+    def guard(self) -> Iterator[None]:
+        """Around other work of all ranks: an error that a lost rank causes is raised as what it is."""
+        self.raise_failure()
         try:
             yield
         except Exception as error:
             self.raise_reason(error)
-            self._decide(self._reason(error))
             raise
 
     def raise_failure(self) -> None:

@@ -242,7 +242,7 @@ class Pipeline:
     def train_step(self, batch: Any) -> torch.Tensor:
         """Train on a batch, the same on all ranks of a pipeline; its mean loss, on all of them. A collective."""
         parts = self._split(batch)
-        with self._watched():
+        with self._watched("step"):
             loss = self._run(parts)
             self.step()
         return loss
@@ -250,11 +250,13 @@ class Pipeline:
     def forward_backward(self, batch: Any) -> torch.Tensor:
         """Run all micro-batches of a batch through the schedule; the mean of their losses. A collective."""
         parts = self._split(batch)
-        with self._watched():
+        with self._watched("step"):
             return self._run(parts)
 
-    def _watched(self) -> contextlib.AbstractContextManager[None]:
-        return self._watch.step() if self._watch is not None else contextlib.nullcontext()
+    def _watched(self, what: str = "other") -> contextlib.AbstractContextManager[None]:
+        if self._watch is None:
+            return contextlib.nullcontext()
+        return self._watch.step() if what == "step" else self._watch.guard()
 
     def _run(self, parts: list[Any]) -> torch.Tensor:
         for call in self._calls.values():
@@ -275,7 +277,8 @@ class Pipeline:
         for engine in self.engines.values():
             engine.eval()
         try:
-            return self._pass.loss(batch)
+            with self._watched():
+                return self._pass.loss(batch)
         finally:
             for engine in self.engines.values():
                 engine.train()
@@ -312,24 +315,27 @@ class Pipeline:
     ) -> Path:
         """Write a checkpoint of the whole model into the folder `dir`; see `Engine.save`. A collective."""
         self.finish_save()
-        job = checkpoint.prepare(self._parts, Path(dir), tag, state, keep, staged=not blocking, frozen=frozen)
-        if blocking:
-            checkpoint.save(job, self._parts.everyone)
-        else:
-            self._saving = checkpoint.AsyncSave(job, self._parts.everyone)
+        with self._watched():
+            job = checkpoint.prepare(self._parts, Path(dir), tag, state, keep, staged=not blocking, frozen=frozen)
+            if blocking:
+                checkpoint.save(job, self._parts.everyone)
+            else:
+                self._saving = checkpoint.AsyncSave(job, self._parts.everyone)
         return job.draft.target
 
     def finish_save(self) -> None:
         """Wait until an asynchronous save is complete; raise what went wrong. A collective."""
         saving, self._saving = self._saving, None
         if saving is not None:
-            saving.finish()
+            with self._watched():
+                saving.finish()
 
     def load(self, dir: str | Path, tag: str = "latest", fallback: bool = False, missing_ok: bool = False) -> Any:
         """Go on from a checkpoint, of any pipeline or engine that trained this model; see `Engine.load`. A
         collective."""
         self.finish_save()
-        return checkpoint.load(self._parts, Path(dir), tag, fallback, missing_ok)
+        with self._watched():
+            return checkpoint.load(self._parts, Path(dir), tag, fallback, missing_ok)
 
     def export(
         self,
@@ -342,7 +348,8 @@ class Pipeline:
         if dtype is not None and dtype not in DTYPES:
             raise ValueError(f"dtype is {dtype!r}: take one of {', '.join(DTYPES)}")
         wanted, beside = DTYPES[dtype] if dtype is not None else None, Path(files_from) if files_from else None
-        checkpoint.export(self._parts, Path(dir), wanted, max_file_bytes, files_from=beside)
+        with self._watched():
+            checkpoint.export(self._parts, Path(dir), wanted, max_file_bytes, files_from=beside)
 
     def report(self) -> dict[int, Report]:
         """The account of each stage of this rank."""

@@ -140,52 +140,18 @@ def foresee_workload(
     model: ModelSpec, workload: Workload, preset: str, world_size: int, nodes: int = 1
 ) -> Foreseen | str:
     """One preset of a plan on CUDA, or a text that says why a dry run is not possible."""
-    if workload.pp > 1:
-        return _foresee_places(model, workload, preset, world_size, nodes)
     # Further micro-batches hold what the second and third do.
     short = replace(workload, accumulation=min(workload.accumulation, MOST_MICRO_BATCHES))
     shape = NodeShape(nodes, world_size // nodes)
     config = short.config(preset).for_shape(shape)
-    build = model.build or partial(_build_decoder, model, workload)
+    build = model.build or partial(build_decoder, model, workload)
     try:
         return dry_run(Scenario(build, config, world_size, cuda(), shape, workload.tp))
     except Untraceable as failure:
         return str(failure)
 
 
-def _foresee_places(model: ModelSpec, workload: Workload, preset: str, world_size: int, nodes: int) -> Foreseen | str:
-    """As `foresee_workload`, of all ranks of a pipeline: the fullest."""
-    shape, count = NodeShape(nodes, world_size // nodes), run_micro_batches(workload)
-    config = replace(workload, accumulation=1).config(preset).for_shape(shape)
-    build = model.build or partial(_build_decoder, model, workload)
-    found = []
-    try:
-        for rank in range(workload.pp):
-            at = PipelineRank(workload.pp, rank, workload.schedule, count)
-            one = dry_run(Scenario(build, config, world_size, cuda(), shape, workload.tp, at))
-            found.append(with_micro_batches(one, count, workload.accumulation))
-    except Untraceable as failure:
-        return str(failure)
-    fullest = max(found, key=lambda each: each.peak_bytes)
-    return replace(fullest, places=tuple(each.peak_bytes for each in found))
-
-
-def run_micro_batches(workload: Workload) -> int:
-    """How many micro-batches a dry run runs: further ones hold nothing more, except where all forwards come first."""
-    name, pp = workload.schedule.lower(), workload.pp
-    most = {"gpipe": workload.accumulation, "loopedbfs": workload.accumulation, "1f1b": pp + 1}
-    return min(workload.accumulation, most.get(name, 2 * pp))
-
-
-def with_micro_batches(foreseen: Foreseen, seen: int, count: int) -> Foreseen:
-    """The same with `count` micro-batches instead of `seen`: torch has buffers to receive each of them in."""
-    each = foreseen.sent_bytes.get("pp", 0) // seen
-    more = {"in flight": foreseen.categories["in flight"] + (count - seen) * each}
-    sent = {**foreseen.sent_bytes, "pp": each * count}
-    return replace(foreseen, categories={**foreseen.categories, **more}, sent_bytes=sent)
-
-
-def _build_decoder(model: ModelSpec, workload: Workload) -> ModelAndData:
+def build_decoder(model: ModelSpec, workload: Workload) -> ModelAndData:
     """The decoder of a model's dimensions, with adapters if the workload has them."""
     assert model.dimensions is not None
     built = CausalDecoder(model.dimensions)

@@ -4,7 +4,8 @@ it."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,10 +14,10 @@ from shardwise.config import Config
 from shardwise.config.shape import NodeShape
 from shardwise.errors import ConfigError
 from shardwise.models.built_in import Build
-from shardwise.planning.dry_run import Foreseen, Scenario, dry_run
+from shardwise.planning.dry_run import Foreseen, Scenario, Untraceable, build_decoder, dry_run
 from shardwise.planning.kernels import CPU, cuda
 from shardwise.planning.pp_axis import SCHEDULES, PipelineRank, bubble
-from shardwise.planning.workload import Workload
+from shardwise.planning.workload import ModelSpec, Workload
 from shardwise.sizes import format_bytes
 
 
@@ -77,6 +78,38 @@ def foresee_pipeline(
 
     with torch.random.fork_rng(devices=[]):
         return ForeseenPipeline(tuple(map(run, range(pp))), round(bubble(schedule, pp, micro_batches), 4))
+
+
+def foresee_stages(model: ModelSpec, workload: Workload, preset: str, world_size: int, nodes: int) -> Foreseen | str:
+    """As `foresee_workload`, of all ranks of a pipeline: the fullest, and the peaks of all."""
+    shape, count = NodeShape(nodes, world_size // nodes), run_micro_batches(workload)
+    config = replace(workload, accumulation=1).config(preset).for_shape(shape)
+    build = model.build or partial(build_decoder, model, workload)
+    found = []
+    try:
+        for rank in range(workload.pp):
+            at = PipelineRank(workload.pp, rank, workload.schedule, count)
+            one = dry_run(Scenario(build, config, world_size, cuda(), shape, workload.tp, at))
+            found.append(with_micro_batches(one, count, workload.accumulation))
+    except Untraceable as failure:
+        return str(failure)
+    fullest = max(found, key=lambda each: each.peak_bytes)
+    return replace(fullest, places=tuple(each.peak_bytes for each in found))
+
+
+def run_micro_batches(workload: Workload) -> int:
+    """How many micro-batches a dry run runs: further ones hold nothing more, except where all forwards come first."""
+    name, pp = workload.schedule.lower(), workload.pp
+    most = {"gpipe": workload.accumulation, "loopedbfs": workload.accumulation, "1f1b": pp + 1}
+    return min(workload.accumulation, most.get(name, 2 * pp))
+
+
+def with_micro_batches(foreseen: Foreseen, seen: int, count: int) -> Foreseen:
+    """The same with `count` micro-batches instead of `seen`: torch has buffers to receive each of them in."""
+    each = foreseen.sent_bytes.get("pp", 0) // seen
+    more = {"in flight": foreseen.categories["in flight"] + (count - seen) * each}
+    sent = {**foreseen.sent_bytes, "pp": each * count}
+    return replace(foreseen, categories={**foreseen.categories, **more}, sent_bytes=sent)
 
 
 def pipeline_notes(workload: Workload, foreseen: Mapping[str, Foreseen]) -> list[str]:

@@ -31,7 +31,7 @@ from shardwise.planning.arithmetic import sent_by_axis, wire_share
 from shardwise.planning.dry_run import Foreseen, can_dry_run, foresee_workload
 from shardwise.planning.estimate import estimate
 from shardwise.planning.hardware import Hardware
-from shardwise.planning.pipelines import pipeline_notes
+from shardwise.planning.pipelines import foresee_stages, pipeline_notes
 from shardwise.planning.report import Advice, Fit, Plan, PlanRow
 from shardwise.planning.workload import DEFAULT_TARGETS, ModelSpec, Workload, find_model, from_dimensions
 from shardwise.sizes import format_bytes
@@ -175,16 +175,17 @@ def _dry_runs(
     model: ModelSpec, workload: Workload, shape: NodeShape, presets: Sequence[str]
 ) -> tuple[dict[str, Foreseen], str | None]:
     """The dry run of each preset, in parallel if there are cores for it; and why one failed, if one did."""
+    foresee = foresee_stages if workload.pp > 1 else foresee_workload
     # A process that has started CUDA cannot fork: its children find CUDA uninitialized and fail.
     if cores() < 2 or len(presets) < 2 or torch.cuda.is_initialized():
-        found = [foresee_workload(model, workload, preset, shape.world_size, shape.nodes) for preset in presets]
+        found = [foresee(model, workload, preset, shape.world_size, shape.nodes) for preset in presets]
     else:
         # Forked: a fresh interpreter would import torch again, which takes as long as a dry run.
         with ProcessPoolExecutor(min(cores(), len(presets)), get_context("fork")) as pool:
             # Offloading presets take longest, so they start first.
             order = sorted(presets, key=lambda preset: PRESETS[preset].optim.tier != "device", reverse=True)
             ranks = shape.world_size, shape.nodes
-            begun = {preset: pool.submit(foresee_workload, model, workload, preset, *ranks) for preset in order}
+            begun = {preset: pool.submit(foresee, model, workload, preset, *ranks) for preset in order}
             found = [begun[preset].result() for preset in presets]
     failure = next((each for each in found if isinstance(each, str)), None)
     foreseen = {preset: each for preset, each in zip(presets, found, strict=True) if not isinstance(each, str)}

@@ -123,12 +123,17 @@ def _row(preset: str, model: ModelSpec, workload: Workload, hardware: Hardware, 
         categories={**found.categories, "overhead": found.categories["overhead"] + reserved},
         tiers={tier: size * (hardware.gpus // hardware.nodes) for tier, size in found.tiers.items()},
         wire_bytes=sum(sent.values()),
-        outside_bytes=sent.get("outer", 0) * shape.per_node * workload.tp * workload.pp,
+        outside_bytes=sent.get("outer", 0) * shape.per_node * _groups_on_node(workload, hardware, shape),
         margin=1 - peak / hardware.gpu_bytes,
         wire_share=wire_share(preset, model, workload, replace(hardware, gpus=shape.world_size, nodes=shape.nodes)),
         startup_bytes=foreseen.startup_bytes + reserved if foreseen else None,
         **vars(fit),
     )
+
+
+def _groups_on_node(workload: Workload, on: Hardware, shape: NodeShape) -> int:
+    """How many ZeRO groups have ranks on one node: those of the parts that tp has cut, and of several stages."""
+    return max(workload.tp, on.gpus // on.nodes // shape.per_node)
 
 
 def _model_axis(workload: Workload) -> str:

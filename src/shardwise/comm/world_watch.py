@@ -90,14 +90,14 @@ class WorldWatch:
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """Around a step that every rank of the mesh runs: an exception in it stops all of them."""
+        self.raise_failure()
         self.steps += 1
-        with self.guard():
-            try:
-                yield
-            except Exception as error:
-                self.raise_reason(error)
-                self._decide(self._reason(error))
-                raise
+        try:
+            yield
+        except Exception as error:
+            self.raise_reason(error)
+            self._decide(self._reason(error))
+            raise
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:

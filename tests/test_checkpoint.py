@@ -19,6 +19,7 @@ from torch import nn
 import shardwise
 from shardwise import checkpoint
 from shardwise.checkpoint import files, folder, prepare, saving
+from shardwise.checkpoint.checkpointable import ModelParts
 from shardwise.checkpoint.export import export_checkpoint
 from shardwise.checkpoint.inspect import describe
 from shardwise.checkpoint.manifest import read_manifest
@@ -615,7 +616,7 @@ def test_an_interrupt_while_a_commit_is_under_way_leaves_it_whole(tmp_path, monk
 @ranks(2)
 def test_a_rank_that_fails_does_not_remove_what_rank_0_commits(rank, world_size, tmp_path):
     engine = start("mlp", config("zero2"))
-    write = prepare(engine, tmp_path, "a", None, None, staged=False)
+    write = prepare(ModelParts.of(engine), tmp_path, "a", None, None, staged=False)
 
     def on_rank_0(comm, work):
         if rank == 1:

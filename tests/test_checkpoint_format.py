@@ -225,11 +225,11 @@ def test_impossible_ranges_are_refused(tmp_path, stored_range, message):
         read_manifest(tmp_path)
 
 
-NEWER = r"written by a newer version of shardwise \(format 3; this one reads up to 2\): update shardwise"
+NEWER = r"written by a newer version of shardwise \(format 4; this one reads up to 3\): update shardwise"
 
 
 def test_a_newer_format_is_refused_and_not_called_damaged(tmp_path):
-    write_manifest(tmp_path, make_manifest(version=3))
+    write_manifest(tmp_path, make_manifest(version=4))
     with pytest.raises(CheckpointError, match=NEWER) as raised:
         read_manifest(tmp_path)
     assert not isinstance(raised.value, DamagedError)
@@ -309,7 +309,7 @@ def rewrite(path, **changes):
 
 def test_a_newer_checkpoint_is_told_even_with_fallback(tmp_path):
     old, new = commit(tmp_path, "a"), commit(tmp_path, "b")
-    rewrite(new, version=3, more=1)
+    rewrite(new, version=4, more=1)
     for fallback in (False, True):
         with pytest.raises(CheckpointError, match=NEWER):
             folder.candidates(tmp_path, "latest", fallback)
@@ -319,7 +319,7 @@ def test_a_newer_checkpoint_is_told_even_with_fallback(tmp_path):
 
 
 DAMAGES = {
-    "newer": lambda path: rewrite(path, version=3),
+    "newer": lambda path: rewrite(path, version=4),
     "damaged": lambda path: (path / "manifest.json").write_bytes(b"{}"),
     "forged": lambda path: rewrite(path, steps=-1),
     "without a manifest": lambda path: (path / "manifest.json").unlink(),

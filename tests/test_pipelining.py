@@ -211,6 +211,26 @@ def make_gpt2():
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **drops))
 
 
+def make_qwen():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2}
+    config = transformers.Qwen3Config(
+        vocab_size=32, num_key_value_heads=1, head_dim=8, max_position_embeddings=16, tie_word_embeddings=True, **sizes
+    )
+    return transformers.Qwen3ForCausalLM(config)
+
+
+def make_mixtral():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2}
+    config = transformers.MixtralConfig(
+        vocab_size=32, num_key_value_heads=1, num_local_experts=4, max_position_embeddings=16, **sizes
+    )
+    return transformers.MixtralForCausalLM(config)
+
+
 def labelled(step, replica):
     tokens = tokens_of(step, replica)
     return {"input_ids": tokens, "labels": tokens}
@@ -221,6 +241,8 @@ MODELS = {
     "tied GPT": (partial(make_gpt, True), tokens_of),
     "Llama": (make_llama, labelled),
     "GPT-2, tied": (make_gpt2, labelled),
+    "Qwen, tied": (make_qwen, labelled),
+    "Mixtral": (make_mixtral, labelled),
     "Sequential": (make_blocks, batch_of),
 }
 
@@ -304,7 +326,7 @@ def test_what_a_pipeline_cannot_do_is_refused(rank, world_size):
     for message, options in wrong.items():
         with pytest.raises(ConfigError, match=message):
             shardwise.pipeline(make_gpt(False), mesh, **{"optimizer": sgd, **options})
-    with pytest.raises(ConfigError, match=r"needs \('pp', 'dp'\)"):
+    with pytest.raises(ConfigError, match="needs pp first"):
         shardwise.pipeline(make_gpt(False), mesh["dp"], sgd)
     pipe = shardwise.pipeline(make_gpt(False), mesh, sgd, micro_batches=3)
     with pytest.raises(ConfigError, match=r"\[8\] rows cannot be cut into 3 micro-batches"):
@@ -321,33 +343,6 @@ def test_the_example_learns():
     assert all(outcome.ok for outcome in outcomes), [outcome.describe() for outcome in outcomes]
     losses = [float(each) for each in re.findall(r"loss ([\d.]+)", outcomes[0].describe())]
     assert losses[-1] < losses[0] - 0.5
-
-
-@ranks(4)
-@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
-def test_a_resumed_pipeline_is_never_having_stopped(rank, world_size, tmp_path, schedule):
-    mesh = make_mesh()
-    replica = mesh["dp"].get_local_rank()
-
-    def begin(preset):
-        adamw = partial(torch.optim.AdamW, lr=0.01)
-        return shardwise.pipeline(make_gpt(True), mesh, adamw, preset, schedule=schedule, micro_batches=4)
-
-    pipe = begin("zero2")
-    pipe.train_step(tokens_of(0, replica))
-    pipe.save(tmp_path, state={"epoch": 3}, keep=1)
-    pipe.train_step(tokens_of(1, replica))
-    resumed = begin("zero3")
-    assert resumed.load(tmp_path) == {"epoch": 3}
-    resumed.train_step(tokens_of(1, replica))
-    for name, _ in make_gpt(True).named_parameters(remove_duplicate=False):
-        value, again = pipe.full_param(name), resumed.full_param(name)
-        assert value is None or torch.equal(value, again), name
-    assert resumed.steps == 2
-    with pytest.raises(CheckpointError, match="no checkpoint that all"):
-        resumed.load(tmp_path / "nowhere")
-    pipe.destroy()
-    resumed.destroy()
 
 
 @ranks(4)

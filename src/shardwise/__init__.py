@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from shardwise.partition.units import describe_units
     from shardwise.pipelining.pipeline import pipeline
     from shardwise.planning import foresee, plan
+    from shardwise.planning.pipelines import foresee_pipeline
 
 # Loaded at first use: `import shardwise` then costs little more than `import torch`.
 _MODULES = {
@@ -32,6 +33,7 @@ _MODULES = {
     "describe_units": "partition.units",
     "ema": "engine.ema",
     "foresee": "planning",
+    "foresee_pipeline": "planning.pipelines",
     "gathered": "engine.access",
     "initialize": "engine.initialize",
     "pipeline": "pipelining.pipeline",
@@ -52,6 +54,7 @@ __all__ = [
     "describe_units",
     "ema",
     "foresee",
+    "foresee_pipeline",
     "gathered",
     "initialize",
     "pipeline",

@@ -121,6 +121,10 @@ def plan(
     disk: Annotated[str | None, typer.Option(help="Disk space of each node, for NVMe offload.")] = None,
     nodes: Annotated[int, typer.Option(help="Nodes that the GPUs are spread over.", callback=_within(None, 10**6))] = 1,
     tp: Annotated[int, typer.Option(help="GPUs that hold one copy of the model (tensor parallel).", **COUNT)] = 1,
+    pp: Annotated[int, typer.Option(help="GPUs that the layers are spread over (pipeline).", **COUNT)] = 1,
+    schedule: Annotated[
+        str, typer.Option(help="With --pp: torch's schedule, such as GPipe or ZBVZeroBubble.")
+    ] = "1F1B",
     here: Annotated[bool, typer.Option("--here", help="Use the GPUs, memory, disk and links of this machine.")] = False,
     tflops: Annotated[
         float | None, typer.Option(help="TFLOP/s that a GPU reaches in training.", callback=_within(None, 1e9))

@@ -9,7 +9,8 @@ saving, loading          between an engine and a folder
 files, manifest, plain   tensors in checksummed files, where they lie, other values without pickle
 folder                   commit by rename, retention
 training_state           counters, groups and schedules, checked before an engine takes them over
-export, inspect          Hugging Face's layout; a description in words
+export, export_layout    Hugging Face's layout
+inspect                  a description in words
 names, adapters          the model inside wrappers; PEFT's adapters in an export
 companions               the configurations and tokenizer files beside exported weights
 deepspeed                conversion from DeepSpeed's checkpoints

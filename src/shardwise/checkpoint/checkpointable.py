@@ -1,7 +1,7 @@
-"""The engine as checkpoints see it: what they need of it, what each rank writes, work that all ranks do or none.
+"""Engines as checkpoints see them: what they need of one, what each rank writes, work that all ranks do or none.
 
 Checkpoints stand below the engine and know it only as a `Checkpointable`. mypy checks that `Engine` is one, where the
-engine passes itself to this package.
+engine passes itself to this package. A rank has one engine, or in a pipeline one for each of its stages: `ModelParts`.
 
 A rank writes the elements that it owns in the layout. Where states are replicated, every rank has all of them and still
 writes only its own shard: no rank gathers, and no element is written twice.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Protocol, TypeVar, cast
@@ -22,7 +22,7 @@ from torch import nn
 from shardwise._version import __version__
 from shardwise.checkpoint.companions import config_text
 from shardwise.checkpoint.files import TensorSlice, as_bytes, joined
-from shardwise.checkpoint.manifest import VERSION
+from shardwise.checkpoint.manifest import version_of
 from shardwise.checkpoint.plain import dtype_name, rng_states, to_plain
 from shardwise.comm import Comm
 from shardwise.comm.model_group import Everyone
@@ -74,6 +74,43 @@ class Checkpointable(Protocol):
     def set_progress(self, progress: Mapping[str, Any]) -> None: ...
 
     def zero_grad(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """A model as checkpoints see it: the engines of this rank, and all ranks that train the model together.
+
+    engines   one, or in a pipeline those of this rank's stages
+    everyone  the ranks of all axes
+    pp        how many ranks a pipeline has
+    names     the parameters and buffers of all stages in the model's order, where other ranks have other stages
+    tied      parameters of this rank's stages that an earlier stage has too: their names there
+    """
+
+    engines: Sequence[Checkpointable]
+    everyone: Everyone
+    pp: int = 1
+    names: tuple[str, ...] = ()
+    tied: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, engine: Checkpointable) -> ModelParts:
+        return cls((engine,), engine.comm.everyone)
+
+    @property
+    def first(self) -> Checkpointable:
+        """An engine of this rank; all have the same counters, options and device."""
+        return self.engines[0]
+
+    @property
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """The persistent buffers of this rank's engines."""
+        return {name: each for engine in self.engines for name, each in persistent_buffers(engine.module).items()}
+
+    @property
+    def layout(self) -> tuple[int, int, int]:
+        """The sizes of the axes that decide what a rank holds: of all ranks, of tp and of pp."""
+        return self.everyone.world_size, self.first.comm.model_group.size, self.pp
 
 
 def on_all_ranks(comm: Everyone | None, work: Callable[[], T]) -> T:
@@ -137,34 +174,48 @@ def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
 
 @dataclass
 class RankContents:
-    """What one rank writes: `slices` into its file, `extras` and `rng` into the manifest, and on rank 0 `head`, the
-    rest of the manifest."""
+    """What one rank writes: `slices` into its file; `extras` and `rng` into the manifest; on the first rank of each
+    stage `params`, the facts about each (None: its values are left out); on rank 0 `head`, the rest of the manifest."""
 
     slices: list[TensorSlice]
     extras: dict[str, dict[str, Any]]
     rng: Any
+    params: dict[str, dict[str, Any] | None] = field(default_factory=dict)
     head: dict[str, Any] = field(default_factory=dict)
 
 
-def contents_of(engine: Checkpointable, state: Any, own_buffers: set[str], staged: bool, frozen: bool) -> RankContents:
-    """What this rank writes of `engine`, and on rank 0 also of `state`; copied to host memory if `staged`.
+@dataclass(frozen=True)
+class OwnBuffers:
+    """The buffers that a rank writes: `first` of those that no rank before it has; `differing`, its own values."""
+
+    first: set[str]
+    differing: set[str]
+
+
+def contents_of(model: ModelParts, state: Any, buffers: OwnBuffers, staged: bool, frozen: bool) -> RankContents:
+    """What this rank writes of `model`, and on rank 0 also of `state`; copied to host memory if `staged`.
 
     Without `frozen`, the values of frozen parameters are left out.
     """
-    rank, tensors = engine.comm.everyone.rank, dict[str, torch.Tensor]()
+    rank, device, tensors = model.everyone.rank, model.first.comm.device, dict[str, torch.Tensor]()
     extras: dict[str, dict[str, Any]] = defaultdict(dict)
-    for name, key, value in _extras(engine):
-        extras[name][key] = to_plain(value, tensors, f"extra/{key}/{name}")
-    rng = to_plain(rng_states(engine.comm.device), tensors, f"rank-{rank}/rng")
-    buffers = persistent_buffers(engine.module)
-    tensors.update({f"rank-{rank}/buffer/{name}": buffers[name] for name in own_buffers})
-    tensors.update({f"buffer/{name}": buffer for name, buffer in buffers.items()} if rank == 0 else {})
-    head = _head(engine, state, tensors, frozen) if rank == 0 else {}
-    slices = [*owned_slices(engine, engine.optimizer, frozen)]
+    for engine in model.engines:
+        for name, key, value in _extras(engine):
+            if name not in model.tied:
+                extras[name][key] = to_plain(value, tensors, f"extra/{key}/{name}")
+    rng = to_plain(rng_states(device), tensors, f"rank-{rank}/rng")
+    values = model.buffers
+    tensors.update({f"rank-{rank}/buffer/{name}": values[name] for name in buffers.differing})
+    tensors.update({f"buffer/{name}": values[name] for name in values if name in buffers.first})
+    params: dict[str, dict[str, Any] | None] = {}
+    for engine in model.engines:
+        params |= _params(engine, model.tied, frozen) if engine.comm.everyone.rank == 0 else {}
+    head = _head(model, state, tensors) if rank == 0 else {}
+    slices = [each for engine in model.engines for each in owned_slices(engine, engine.optimizer, frozen, model.tied)]
     slices += [TensorSlice.whole(key, tensor) for key, tensor in tensors.items()]
     # Joined last: each piece is staged by itself.
-    slices = joined(_staged(slices, engine.comm.device) if staged else slices)
-    return RankContents(slices, dict(extras), rng, head)
+    slices = joined(_staged(slices, device) if staged else slices)
+    return RankContents(slices, dict(extras), rng, params, head)
 
 
 def _staged(slices: list[TensorSlice], device: torch.device) -> list[TensorSlice]:
@@ -181,23 +232,30 @@ def _staged(slices: list[TensorSlice], device: torch.device) -> list[TensorSlice
     return copies
 
 
-def own_buffers(engine: Checkpointable) -> set[str]:
-    """The buffers that differ from rank 0's, such as running statistics of local batches. A collective."""
-    mine = {name: _digest(buffer) for name, buffer in persistent_buffers(engine.module).items()}
-    theirs = engine.comm.everyone.share_object(mine, "checkpoint, buffers")[0] if mine else {}
-    return {name for name, digest in mine.items() if digest != theirs.get(name)}
+def own_buffers(model: ModelParts) -> OwnBuffers:
+    """Which buffers this rank writes. Running statistics of local batches differ from rank to rank. A collective."""
+    mine = {name: _digest(buffer) for name, buffer in model.buffers.items()}
+    everyone = model.everyone
+    before = everyone.share_object(mine, "checkpoint, buffers")[: everyone.rank] if mine or model.pp > 1 else []
+    theirs = {name: digest for each in reversed(before) for name, digest in each.items()}
+    differing = {name for name, digest in mine.items() if theirs.get(name, digest) != digest}
+    return OwnBuffers(mine.keys() - theirs.keys(), differing)
 
 
 def owned_slices(
-    engine: Checkpointable, optimizer: torch.optim.Optimizer | None, frozen: bool = True
+    engine: Checkpointable,
+    optimizer: torch.optim.Optimizer | None,
+    frozen: bool = True,
+    tied: Collection[str] = (),
 ) -> Iterator[TensorSlice]:
-    """The values that this rank owns in the layout, and the states of `optimizer`; of `frozen` parameters if so."""
+    """The values that this rank owns in the layout, and the states of `optimizer`; of `frozen` parameters if so, and
+    not of `tied` ones, which another stage has."""
     for unit in engine.units if frozen else filter(attrgetter("is_trainable"), engine.units):
         owned = unit.layout.shard(engine.comm.shard_index)
         for view in state_views(unit, optimizer):
             for slot, part in overlaps(unit, view.span.intersect(owned)):
                 tp, key = slot.spec.part, f"{view.key}/{slot.spec.name}"
-                if tp is None or tp.is_counted:
+                if slot.spec.name not in tied and (tp is None or tp.is_counted):
                     elements = part.shift((tp.start if tp is not None else 0) - slot.span.start)
                     yield TensorSlice(key, view.dtype, slot.spec.whole_shape, elements, _shifted(view, part.start), tp)
 
@@ -212,9 +270,8 @@ def _extras(engine: Checkpointable) -> Iterator[tuple[str, str, Any]]:
                     yield slot.spec.name, extra.key, extra.value
 
 
-def _head(engine: Checkpointable, state: Any, tensors: dict[str, torch.Tensor], frozen: bool) -> dict[str, Any]:
-    params = _params(engine)
-    left_out = [name for name, param in params.items() if param["group"] is None and not frozen]
+def _head(model: ModelParts, state: Any, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    engine, (world_size, tp, pp) = model.first, model.layout
     training = {**engine.progress(), "groups": None, "lr_scheduler": None}
     if engine.optimizer is not None:
         training["groups"] = [group_options(group) for group in engine.optimizer.param_groups]
@@ -222,35 +279,46 @@ def _head(engine: Checkpointable, state: Any, tensors: dict[str, torch.Tensor], 
         training["lr_scheduler"] = engine.lr_scheduler.state_dict()
     return {
         "steps": engine.steps,
-        "version": VERSION if engine.comm.model_group.size > 1 else 1,
-        "world_size": engine.comm.everyone.world_size,
-        "tp": engine.comm.model_group.size,
+        "version": version_of(tp, pp),
+        "world_size": world_size,
+        "tp": tp,
+        "pp": pp,
         "written_by": f"shardwise {__version__}, torch {torch.__version__}",
         "optimizer": optimizer_name(engine.optimizer) if engine.optimizer is not None else None,
         "training": to_plain(training, tensors, "training"),
         "state": to_plain(state, tensors, "state"),
         "config": config_text(engine.module),
-        "params": {name: param for name, param in params.items() if name not in left_out},
-        "left_out": left_out,
+        "order": model.names,
     }
 
 
-def _params(engine: Checkpointable) -> dict[str, dict[str, Any]]:
+def _params(engine: Checkpointable, tied: Mapping[str, str], frozen: bool) -> dict[str, dict[str, Any] | None]:
     """Shape, dtype, group and other names of every parameter, in the model's order."""
     slots = {slot.spec.name: (unit, slot) for unit in engine.units for slot in unit.layout.slots}
-    params: dict[str, dict[str, Any]] = {}
-    first_names: dict[int, str] = {}
+    others: dict[str, list[str]] = defaultdict(list)
+    for other, name in tied.items():
+        others[name].append(other)
+    names: dict[int, str] = {}
     for name, param in stored_tensors(engine.module, remove_duplicate=False).items():
-        if id(param) in first_names:
-            params[first_names[id(param)]]["aliases"].append(name)
-            continue
-        first_names[id(param)] = name
-        unit, slot = slots[name]
-        group = slot.spec.group if unit.is_trainable else None
-        dtype, compute = map(dtype_name, (unit.weights.policy.master_dtype, unit.weights.policy.weight_dtype))
-        shape = slot.spec.whole_shape
-        params[name] = {"shape": shape, "dtype": dtype, "compute": compute, "group": group, "aliases": []}
-    return params
+        first = names.setdefault(id(param), name)
+        if first != name:
+            others[first].append(name)
+    return {
+        name: _facts(*slots[name], others[name]) if frozen or slots[name][0].is_trainable else None
+        for name in names.values()
+        if name not in tied
+    }
+
+
+def _facts(unit: Unit, slot: Slot, aliases: list[str]) -> dict[str, Any]:
+    policy = unit.weights.policy
+    return {
+        "shape": slot.spec.whole_shape,
+        "dtype": dtype_name(policy.master_dtype),
+        "compute": dtype_name(policy.weight_dtype),
+        "group": slot.spec.group if unit.is_trainable else None,
+        "aliases": aliases,
+    }
 
 
 def _shifted(view: StateView, start: int) -> Callable[[Span], torch.Tensor]:

@@ -261,7 +261,6 @@ def _contents(model: dict[str, Any], optim: dict[str, Any], params: dict[str, De
         "training": to_plain(training, tensors, "training"),
         "state": to_plain(state or None, tensors, "state"),
         "config": None,
-        "params": _params(params, _aliases(model), compute),
     }
     slices = [
         each
@@ -270,7 +269,8 @@ def _contents(model: dict[str, Any], optim: dict[str, Any], params: dict[str, De
         for each in _laid_out(f"{key}/{name}", param.shape, parts)
     ]
     slices += [TensorSlice.whole(key, tensor) for key, tensor in tensors.items()]
-    return RankContents(joined(slices), {name: param.extras for name, param in params.items()}, None, head)
+    extras, facts = {name: param.extras for name, param in params.items()}, _params(params, _aliases(model), compute)
+    return RankContents(joined(slices), extras, None, facts, head)
 
 
 def _laid_out(key: str, shape: tuple[int, ...], parts: Sequence[torch.Tensor]) -> Iterator[TensorSlice]:

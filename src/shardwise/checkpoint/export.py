@@ -8,7 +8,6 @@ cast on the way. Nothing is gathered, and a rank needs a few MB beside its shard
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -31,14 +30,14 @@ from shardwise.checkpoint.adapters import (
     unloaded,
 )
 from shardwise.checkpoint.checkpointable import (
-    Checkpointable,
+    ModelParts,
     on_all_ranks,
     on_rank_0,
     owned_slices,
-    persistent_buffers,
 )
 from shardwise.checkpoint.companions import CONFIG, TOKENIZER, companions, companions_in
-from shardwise.checkpoint.files import CheckpointReader, TensorSlice, as_bytes, header_of
+from shardwise.checkpoint.export_layout import ExportLayout
+from shardwise.checkpoint.files import CheckpointReader, TensorSlice, as_bytes
 from shardwise.checkpoint.folder import LATEST, candidates, sync_folder, writing
 from shardwise.checkpoint.manifest import read_manifest
 from shardwise.checkpoint.names import underlying, underlying_names
@@ -57,81 +56,55 @@ from shardwise.unit.unit import Unit
 TensorParts = Iterable[tuple[str, Span, torch.Tensor]]
 """Parts of tensors: the exported name of each, its elements, and their values."""
 MAX_FILE_BYTES = 5_000_000_000
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-
-
-class ExportLayout:
-    """Which tensors go into which file, in their order, each file as full as `max_bytes` allows.
-
-    tensors   without values, in the dtype and shape in which they are exported
-    headers   the header of each file
-    offsets   the file of each tensor, and where its bytes begin in it
-    sizes     the bytes of each file
-    """
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor], max_bytes: int) -> None:
-        groups: list[list[str]] = [[]]
-        size_bytes = 0
-        for name, tensor in tensors.items():
-            if groups[-1] and size_bytes + tensor.nbytes > max_bytes:
-                groups.append([])
-                size_bytes = 0
-            groups[-1].append(name)
-            size_bytes += tensor.nbytes
-        count = len(groups)
-        self.tensors = tensors
-        self.headers: dict[str, bytes] = {}
-        self.offsets: dict[str, tuple[str, int]] = {}
-        self.sizes: dict[str, int] = {}
-        for number, group in enumerate(groups, 1):
-            file = f"model-{number:05d}-of-{count:05d}.safetensors" if count > 1 else _SINGLE
-            facts = [(name, tensors[name].dtype, tensors[name].shape) for name in group]
-            self.headers[file], starts = header_of(facts, metadata=True)
-            self.offsets.update({name: (file, start) for name, start in zip(group, starts, strict=True)})
-            self.sizes[file] = len(self.headers[file]) + sum(tensors[name].nbytes for name in group)
-
-    def create(self, folder: Path) -> None:
-        """Create the files in their full size, with everything except the values, and the index of several."""
-        for file, header in self.headers.items():
-            with writing(folder / file, self.sizes[file]):
-                (folder / file).write_bytes(header)
-                os.truncate(folder / file, self.sizes[file])
-        if len(self.headers) > 1:
-            total = sum(tensor.nbytes for tensor in self.tensors.values())
-            weight_map = {name: self.offsets[name][0] for name in self.tensors}
-            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 class ExportSource:
-    """The tensors of an engine's model, as an export of the model inside all wrappers has them.
+    """The tensors of a model, as an export of the model inside all wrappers has them.
 
     names     the exported name of each tensor that is written as it is, by its key in checkpoints
     tensors   all exported tensors, without values
     layers    the layers whose adapters are merged first, by their path in the exported model
     """
 
-    def __init__(self, engine: Checkpointable, dtype: torch.dtype | None, merges: bool) -> None:
-        self._engine = engine
-        self._everyone = engine.comm.everyone
-        self._units = {id(param): (unit, name) for unit in engine.units for name, param in _params(unit)}
+    def __init__(self, model: ModelParts, dtype: torch.dtype | None, merges: bool) -> None:
+        self._model = model
+        self._units = {
+            id(param): (unit, name)
+            for engine in model.engines
+            for unit in engine.units
+            for name, param in _params(unit)
+        }
         self._whole: tuple[Unit, torch.Tensor] | None = None
         self.layers: dict[str, nn.Module] = {}
         self.kinds: dict[str, torch.Tensor] = {}
         keys: dict[int, str] = {}
-        for name, param in stored_tensors(engine.module).items():
-            unit, _ = self._units[id(param)]
-            keys[id(param)] = f"{MASTER}/{name}"
-            shape, default = unit.layout.slot(name).spec.whole_shape, unit.weights.policy.weight_dtype
-            self.kinds[f"{MASTER}/{name}"] = _exported(default, shape, dtype)
-        for name, buffer in persistent_buffers(engine.module).items():
+        for engine in model.engines:
+            for name, param in stored_tensors(engine.module).items():
+                unit, _ = self._units[id(param)]
+                keys[id(param)] = f"{MASTER}/{name}"
+                shape, default = unit.layout.slot(name).spec.whole_shape, unit.weights.policy.weight_dtype
+                if name not in model.tied:
+                    self.kinds[f"{MASTER}/{name}"] = _exported(default, shape, dtype)
+        for name, buffer in model.buffers.items():
             keys[id(buffer)] = f"buffer/{name}"
             self.kinds[f"buffer/{name}"] = _exported(buffer.dtype, tuple(buffer.shape), None)
+        self._first = set(self.kinds) if model.everyone.rank == 0 or model.pp > 1 else set()
+        if model.pp > 1:
+            self._add_other_stages()
         inside = underlying_names([_name(key) for key in self.kinds])
         self.names = {key: inside[_name(key)] for key in self.kinds}
         merged = self._leave_out_layers(keys) if merges else {}
         written = self.names | merged
         self.tensors = {written[key]: tensor for key, tensor in self.kinds.items() if key in written}
+
+    def _add_other_stages(self) -> None:
+        """Know the tensors of all ranks, in the model's order, and which of them this one is the first to have. A
+        collective."""
+        everyone = self._model.everyone.share_object(self.kinds, "export, tensors")
+        self._first -= {key for kinds in everyone[: self._model.everyone.rank] for key in kinds}
+        places = {name: place for place, name in enumerate(self._model.names)}
+        kinds = {key: kind for each in everyone for key, kind in each.items()}
+        self.kinds = dict(sorted(kinds.items(), key=lambda item: places[_name(item[0])]))
 
     def parts(self) -> TensorParts:
         """This rank's parts of all tensors. A collective if adapters are merged."""
@@ -140,7 +113,7 @@ class ExportSource:
                 yield from ((self.names[each.key], *part) for part in each.parts_in_order())
         for path, layer in self.layers.items():
             for name, tensor in merged_tensors(layer, self._whole_of):
-                if self._everyone.rank == 0 and f"{path}.{name}" in self.tensors:
+                if self._model.everyone.rank == 0 and f"{path}.{name}" in self.tensors:
                     yield f"{path}.{name}", Span(0, tensor.numel()), tensor.reshape(-1)
         self._whole = None
 
@@ -153,21 +126,22 @@ class ExportSource:
             for elements, values in each.parts_in_order()
         ]
         found = {key: torch.empty_like(self.kinds[key], device="cpu") for key in keys}
-        for parts in self._everyone.share_object(mine, "export, adapters"):
+        for parts in self._model.everyone.share_object(mine, "export, adapters"):
             for key, elements, values in parts:
                 found[key].view(-1)[elements.slice] = values
         return found
 
     def _slices(self) -> Iterator[TensorSlice]:
-        yield from owned_slices(self._engine, None)
-        if self._everyone.rank == 0:
-            for name, buffer in persistent_buffers(self._engine.module).items():
+        for engine in self._model.engines:
+            yield from owned_slices(engine, None, tied=self._model.tied)
+        for name, buffer in self._model.buffers.items():
+            if f"buffer/{name}" in self._first:
                 yield TensorSlice.whole(f"buffer/{name}", buffer)
 
     def _leave_out_layers(self, keys: Mapping[int, str]) -> dict[str, str]:
         """Take the layers that have adapters out of `names`, and PEFT's prefix off the others; returns the exported
         names of those layers' own tensors, by key."""
-        base = base_of(underlying(self._engine.module))
+        base = base_of(underlying(self._model.first.module))
         self.layers = {underlying_names([path])[path]: layer for path, layer in adapted_layers(base).items()}
         inside = tuple(f"{path}." for path in self.layers)
         names = {key: name.removeprefix(PREFIX) for key, name in self.names.items()}
@@ -190,23 +164,29 @@ class ExportSource:
 
 
 def export(
-    engine: Checkpointable,
+    model: ModelParts,
     folder: Path,
     dtype: torch.dtype | None,
     max_bytes: int,
     merged: bool = False,
     files_from: Path | None = None,
 ) -> None:
-    """Write an engine's weights into the new folder `folder`. See `Engine.export`. A collective."""
-    model, everyone = underlying(engine.module), engine.comm.everyone
-    is_adapted = has_adapters(model)
-    on_all_ranks(everyone, lambda: check_merge(model) if is_adapted and merged else None)
-    if merged or not is_adapted:
+    """Write a model's weights into the new folder `folder`. See `Engine.export`. A collective."""
+    module, everyone = model.first.module, model.everyone
+    inner = underlying(module)
+    is_adapted = has_adapters(inner)
+    on_all_ranks(everyone, lambda: check_merge(inner) if is_adapted and merged else None)
+    if is_adapted and model.pp > 1:
+        raise CheckpointError(
+            "the model has adapters of PEFT, which only PEFT can write, from a whole model: save a checkpoint of the "
+            "pipeline, load it into shardwise.initialize(model, ...), and export from there"
+        )
+    for engine in model.engines if merged or not is_adapted else ():
         _check_not_quantized(engine.module)
-    source = ExportSource(engine, dtype, is_adapted and merged)
-    files = on_rank_0(everyone, lambda: companions(engine.module, files_from))
+    source = ExportSource(model, dtype, is_adapted and merged)
+    files = on_rank_0(everyone, lambda: companions(module, files_from))
     if is_adapted and not merged:
-        _export_adapters(source, everyone, folder, model, files)
+        _export_adapters(source, everyone, folder, inner, files)
     else:
         _export(everyone, folder, ExportLayout(source.tensors, max_bytes), files, source.parts())
 

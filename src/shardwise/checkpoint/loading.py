@@ -13,11 +13,11 @@ import torch
 
 from shardwise.checkpoint.checkpointable import (
     Checkpointable,
+    ModelParts,
     on_all_ranks,
     on_rank_0,
     optimizer_name,
     overlaps,
-    persistent_buffers,
 )
 from shardwise.checkpoint.files import CheckpointReader
 from shardwise.checkpoint.folder import candidates, missing_files
@@ -31,7 +31,6 @@ from shardwise.checkpoint.training_state import (
     check_schedule,
     check_steps,
 )
-from shardwise.comm import Comm
 from shardwise.errors import CheckpointError, DamagedError
 from shardwise.files import validated
 from shardwise.optim.states import MASTER, piece_spans, prepare, set_extra, state_views
@@ -42,16 +41,16 @@ T = TypeVar("T")
 _LOG = logging.getLogger("shardwise")
 
 
-def load(engine: Checkpointable, root: Path, tag: str, fallback: bool, missing_ok: bool) -> Any:
-    """Restore an engine from a checkpoint in `root`; returns the user's state. See `Engine.load`. A collective."""
-    paths = on_rank_0(engine.comm.everyone, lambda: candidates(root, tag, fallback, missing_ok))
+def load(model: ModelParts, root: Path, tag: str, fallback: bool, missing_ok: bool) -> Any:
+    """Restore engines from a checkpoint in `root`; returns the user's state. See `Engine.load`. A collective."""
+    paths = on_rank_0(model.everyone, lambda: candidates(root, tag, fallback, missing_ok))
     for path in paths:
         try:
-            return _load_one(engine, path)
+            return _load_one(model, path)
         except DamagedError as error:
             if path == paths[-1]:
                 raise
-            if engine.comm.everyone.rank == 0:
+            if model.everyone.rank == 0:
                 _LOG.warning("%s; trying the next older checkpoint", error)
     return None
 
@@ -66,17 +65,19 @@ class CheckpointContents:
     state: Any
 
 
-def _load_one(engine: Checkpointable, path: Path) -> Any:
-    comm = engine.comm.everyone
+def _load_one(model: ModelParts, path: Path) -> Any:
+    comm = model.everyone
     # All checks pass on all ranks before the engine changes, so a checkpoint that does not fit leaves it as it was:
     # test_a_checkpoint_of_another_model_is_refused.
     on_rank_0(comm, lambda: _check_files(path))
-    contents = on_all_ranks(comm, lambda: _read_fitting(engine, path))
-    engine.zero_grad()
+    contents = on_all_ranks(comm, lambda: _read_fitting(model, path))
+    for engine in model.engines:
+        engine.zero_grad()
     with CheckpointReader(path, contents.manifest) as reader:
-        on_all_ranks(comm, lambda: _restore(engine, reader, contents))
-    for unit in engine.units:
-        unit.weights.refresh()
+        on_all_ranks(comm, lambda: _restore(model, reader, contents))
+    for engine in model.engines:
+        for unit in engine.units:
+            unit.weights.refresh()
     return contents.state
 
 
@@ -88,17 +89,19 @@ def _check_files(path: Path) -> None:
         reader.check_headers()
 
 
-def _read_fitting(engine: Checkpointable, path: Path) -> CheckpointContents:
-    """The contents; a CheckpointError names the first parameter, buffer or option that does not fit the engine."""
-    manifest = read_manifest(path)
-    frozen = {name for unit in engine.units if not unit.is_trainable for name in unit.names}
-    kept = frozen.intersection(manifest.left_out)  # the model's own values
-    shapes = {slot.spec.name: slot.spec.whole_shape for unit in engine.units for slot in unit.layout.slots}
+def _read_fitting(model: ModelParts, path: Path) -> CheckpointContents:
+    """The contents; a CheckpointError names the first parameter, buffer or option that does not fit the engines."""
+    manifest, tied = read_manifest(path), model.tied
+    units = [unit for engine in model.engines for unit in engine.units]
+    frozen = {name for unit in units if not unit.is_trainable for name in unit.names}
+    kept = {name for name in frozen if tied.get(name, name) in manifest.left_out}  # the model's own values
+    shapes = {slot.spec.name: slot.spec.whole_shape for unit in units for slot in unit.layout.slots}
     shapes = {name: shape for name, shape in shapes.items() if name not in kept}
-    buffers = {name: tuple(buffer.shape) for name, buffer in persistent_buffers(engine.module).items()}
+    buffers = {name: tuple(buffer.shape) for name, buffer in model.buffers.items()}
     stored = [key.removeprefix("buffer/") for key in manifest.tensors if key.startswith("buffer/")]
-    _check_names("parameter", shapes, manifest.params, path)
-    _check_names("buffer", buffers, stored, path)
+    _check_names("parameter", [tied.get(name, name) for name in shapes], manifest.params, model.names, path)
+    _check_names("buffer", buffers, stored, model.names, path)
+    manifest = manifest.with_tied(tied)
     wanted = {f"{MASTER}/{name}": shape for name, shape in shapes.items()}
     wanted |= {f"buffer/{name}": shape for name, shape in buffers.items()}
     for key, shape in wanted.items():
@@ -106,37 +109,41 @@ def _read_fitting(engine: Checkpointable, path: Path) -> CheckpointContents:
         if seen != shape:
             raise CheckpointError(f"{path} is of another model: {key} has shape {list(seen)} there, {list(shape)} here")
     with CheckpointReader(path, manifest) as reader:
-        contents = _decode(engine, reader)
-        _check_optimizer(engine, contents, path)
+        contents = _decode(model, reader)
         check_steps(manifest, _state_dtypes(manifest), str(path))
-        for unit in engine.units if engine.optimizer is not None else ():
-            for span in piece_spans(unit) if unit.is_trainable else ():
-                for key, value in _extras_of(unit, span, reader).items():
-                    check_extra(key, value, f"{path}: {key} of the optimizer's state of {unit.name}")
+        for engine in model.engines:
+            _check_optimizer(engine, contents, path)
+            for unit in engine.units if engine.optimizer is not None else ():
+                _check_extras(unit, reader)
     return contents
 
 
-def _decode(engine: Checkpointable, reader: CheckpointReader) -> CheckpointContents:
-    manifest, comm, source = reader.manifest, engine.comm, str(reader.folder / FILE_NAME)
+def _check_extras(unit: Unit, reader: CheckpointReader) -> None:
+    for span in piece_spans(unit) if unit.is_trainable else ():
+        for key, value in _extras_of(unit, span, reader).items():
+            check_extra(key, value, f"{reader.folder}: {key} of the optimizer's state of {unit.name}")
+
+
+def _decode(model: ModelParts, reader: CheckpointReader) -> CheckpointContents:
+    manifest, source = reader.manifest, str(reader.folder / FILE_NAME)
     training = from_plain(manifest.training, reader.whole)
     checked = validated(TrainingState, training, f"{source} (training)", DamagedError, REMEDY)
     if checked.steps != manifest.steps:
         raise DamagedError(f"{source} says {manifest.steps} steps and {checked.steps} steps: {REMEDY}")
     rng = None
-    if _has_same_ranks(manifest, comm) and manifest.ranks:
-        rng = from_plain(manifest.ranks[comm.everyone.rank], reader.whole)
+    if manifest.layout == model.layout and manifest.ranks:
+        rng = from_plain(manifest.ranks[model.everyone.rank], reader.whole)
     if rng is not None:
-        check_rng_states(rng, comm.device, source)
+        check_rng_states(rng, model.first.comm.device, source)
     return CheckpointContents(manifest, training, rng, from_plain(manifest.state, reader.whole))
 
 
-def _has_same_ranks(manifest: Manifest, comm: Comm) -> bool:
-    return (manifest.world_size, manifest.tp) == (comm.everyone.world_size, comm.model_group.size)
-
-
-def _check_names(what: str, here: Collection[str], there: Collection[str], path: Path) -> None:
+def _check_names(
+    what: str, here: Collection[str], there: Collection[str], elsewhere: Collection[str], path: Path
+) -> None:
+    """Names that are `elsewhere` are of stages that other ranks check."""
     missing = [name for name in here if name not in there]
-    surplus = [name for name in there if name not in here]
+    surplus = [name for name in there if name not in here and name not in elsewhere]
     if missing:
         near = difflib.get_close_matches(missing[0], surplus, n=1)
         hint = f"; it has {near[0]!r}" if near else ""
@@ -169,23 +176,24 @@ def _check_optimizer(engine: Checkpointable, contents: CheckpointContents, path:
                 )
 
 
-def _restore(engine: Checkpointable, reader: CheckpointReader, contents: CheckpointContents) -> None:
+def _restore(model: ModelParts, reader: CheckpointReader, contents: CheckpointContents) -> None:
     """Read everything that this rank owns."""
-    manifest, comm = reader.manifest, engine.comm
+    manifest = reader.manifest
     dtypes = _state_dtypes(manifest)
-    for unit in engine.units:
-        if engine.optimizer is not None and unit.is_trainable:
-            _prepare_states(unit, engine.optimizer, reader, dtypes)
-        _restore_unit(unit, engine.optimizer, reader)
-    same_ranks = _has_same_ranks(manifest, comm)
-    for name, buffer in persistent_buffers(engine.module).items():
-        own = f"rank-{comm.everyone.rank}/buffer/{name}"
-        key = own if same_ranks and own in manifest.tensors else f"buffer/{name}"
+    for engine in model.engines:
+        for unit in engine.units:
+            if engine.optimizer is not None and unit.is_trainable:
+                _prepare_states(unit, engine.optimizer, reader, dtypes)
+            _restore_unit(unit, engine.optimizer, reader)
+    for name, buffer in model.buffers.items():
+        own = f"rank-{model.everyone.rank}/buffer/{name}"
+        key = own if manifest.layout == model.layout and own in manifest.tensors else f"buffer/{name}"
         with torch.no_grad():
             buffer.copy_(reader.whole(key))
-    _restore_training(engine, contents.training)
+    for engine in model.engines:
+        _restore_training(engine, contents.training)
     if contents.rng is not None:
-        set_rng_states(contents.rng, comm.device)
+        set_rng_states(contents.rng, model.first.comm.device)
 
 
 def _restore_unit(unit: Unit, optimizer: torch.optim.Optimizer | None, reader: CheckpointReader) -> None:

@@ -38,8 +38,8 @@ from shardwise.partition.layout import Span
 from shardwise.partition.part import TensorPart
 
 FORMAT = "shardwise-checkpoint"
-VERSION = 2
-"""Version 2 has tensors that tensor parallelism has cut; a checkpoint without any is written as version 1."""
+VERSION = 3
+"""The newest version of the format. Checkpoints are written in the oldest that can hold them: see `version_of`."""
 FILE_NAME = "manifest.json"
 BLOCK_BYTES = 1 << 20
 """The bytes of a file that one checksum covers."""
@@ -49,6 +49,11 @@ _OTHER_KINDS = (MASTER, "buffer", "training", "state", "extra")
 """Kinds of tensors that need not have a parameter's shape; those of one rank's generators are others."""
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _TEXT = re.compile(r'\{"sha256": "(.{64})", "manifest": (.*)\}\n', re.DOTALL)
+
+
+def version_of(tp: int, pp: int) -> int:
+    """Version 2 has tensors that tensor parallelism has cut, version 3 the size of a pipeline."""
+    return 3 if pp > 1 else 2 if tp > 1 else 1
 
 
 class StoredRange(NamedTuple):
@@ -179,7 +184,8 @@ class ParamInfo(_ManifestModel):
 class Manifest(_ManifestModel):
     """Everything about one checkpoint except its tensors' bytes.
 
-    tp        how many of the ranks that wrote it held one copy of the model together
+    tp        how many of the ranks that wrote it held one copy of the model, or of a stage of it, together
+    pp        how many of them were one pipeline
     serial    grows with every checkpoint of a folder: the newest checkpoint has the highest
     params    by name, in the model's order
     tensors   by key: `param/NAME`, `optim/exp_avg/NAME`, `buffer/NAME`, `rank-3/rng/torch`, `state/...`
@@ -197,6 +203,7 @@ class Manifest(_ManifestModel):
     steps: Count
     world_size: Annotated[int, Field(strict=True, ge=1)]
     tp: Annotated[int, Field(strict=True, ge=1)] = 1
+    pp: Annotated[int, Field(strict=True, ge=1)] = 1
     written_by: str
     optimizer: str | None
     files: tuple[StoredFile, ...]
@@ -209,7 +216,8 @@ class Manifest(_ManifestModel):
     left_out: tuple[str, ...] = ()
 
     def to_text(self) -> str:
-        hidden = {name for name, is_usual in (("tp", self.tp == 1), ("left_out", not self.left_out)) if is_usual}
+        usual = {"tp": self.tp == 1, "pp": self.pp == 1, "left_out": not self.left_out}
+        hidden = {name for name, is_usual in usual.items() if is_usual}
         body = json.dumps(self.model_dump(mode="json", exclude=hidden), separators=(",", ":"), allow_nan=False)
         return f'{{"sha256": "{_digest(body)}", "manifest": {body}}}\n'
 
@@ -248,6 +256,22 @@ class Manifest(_ManifestModel):
         if kind.startswith("rank-") and name.startswith("buffer/"):
             return name
         return f"{MASTER}/{name}" if kind not in _OTHER_KINDS and name in self.params else None
+
+    def with_tied(self, tied: Mapping[str, str]) -> Self:
+        """The same, with what is stored of a parameter also under another name of it."""
+        params = {other: self.params[name] for other, name in tied.items() if name in self.params}
+        masters = {f"{MASTER}/{name}": other for other, name in tied.items()}
+        tensors = {
+            key.removesuffix(tied[other]) + other: stored
+            for key, stored in self.tensors.items()
+            if (other := masters.get(key if key in masters else self._model_of(key) or "")) is not None
+        }
+        return self.model_copy(update={"params": {**self.params, **params}, "tensors": {**self.tensors, **tensors}})
+
+    @property
+    def layout(self) -> tuple[int, int, int]:
+        """The sizes of the axes that decide what a rank held: of all ranks, of tp and of pp."""
+        return self.world_size, self.tp, self.pp
 
     @property
     def size_bytes(self) -> int:

@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.checkpoint.checkpointable import (
-    Checkpointable,
+    ModelParts,
     RankContents,
     contents_of,
+    group_options,
     on_all_ranks,
     on_rank_0,
     own_buffers,
@@ -44,7 +45,7 @@ _LOG = logging.getLogger("shardwise")
 
 
 def prepare(
-    engine: Checkpointable,
+    model: ModelParts,
     root: Path,
     tag: str | None,
     state: Any,
@@ -56,12 +57,14 @@ def prepare(
 
     Without `frozen`, the values of frozen parameters are left out.
     """
-    comm = engine.comm.everyone
-    on_all_ranks(comm, lambda: _check(engine, tag, keep))
-    draft = on_rank_0(comm, lambda: CheckpointDraft.begin(root, tag if tag is not None else f"step-{engine.steps}"))
+    comm, own_tag = model.everyone, f"step-{model.first.steps}"
+    on_all_ranks(comm, lambda: _check(model, tag, keep))
+    if model.pp > 1:
+        _check_groups(model)
+    draft = on_rank_0(comm, lambda: CheckpointDraft.begin(root, tag if tag is not None else own_tag))
     try:
-        buffers = own_buffers(engine)
-        contents = on_all_ranks(comm, lambda: contents_of(engine, state, buffers, staged, frozen))
+        buffers = own_buffers(model)
+        contents = on_all_ranks(comm, lambda: contents_of(model, state, buffers, staged, frozen))
         return CheckpointWrite(draft, contents, comm.rank, comm.world_size, keep)
     except BaseException:
         if comm.rank == 0:
@@ -98,6 +101,7 @@ class CheckpointWrite:
         table = {
             "file": {"name": path.name, "size_bytes": writer.size_bytes, "crc32": crc32},
             "extras": contents.extras,
+            "params": contents.params,
             "rng": contents.rng,
             "tensors": [
                 (
@@ -232,7 +236,11 @@ def _resolve(future: Future[None], work: Callable[[], None]) -> None:
 def compose(draft: CheckpointDraft, head: Mapping[str, Any], tables: Sequence[Mapping[str, Any]]) -> Manifest:
     """The manifest of a checkpoint whose ranks wrote these tables."""
     extras = {name: values for table in tables for name, values in table["extras"].items()}
-    params = {name: {**param, "extras": extras.get(name, {})} for name, param in head["params"].items()}
+    found = {name: param for table in tables for name, param in table["params"].items()}
+    places = {name: place for place, name in enumerate(head.get("order", ()))}
+    ordered = sorted(found.items(), key=lambda item: places.get(item[0], 0))
+    params = {name: {**param, "extras": extras.get(name, {})} for name, param in ordered if param is not None}
+    left_out = [name for name, param in ordered if param is None]
     # A parameter without elements is in no table, but is listed too.
     tensors: dict[str, dict[str, Any]] = {
         f"{MASTER}/{name}": {"dtype": param.pop("dtype"), "shape": param.pop("shape"), "pieces": []}
@@ -247,18 +255,31 @@ def compose(draft: CheckpointDraft, head: Mapping[str, Any], tables: Sequence[Ma
     for stored in tensors.values():
         stored["pieces"].sort(key=lambda piece: piece.start)
     files, ranks = [table["file"] for table in tables], [table["rng"] for table in tables]
-    own = {"tag": draft.tag, "serial": draft.serial, "files": files, "ranks": ranks}
-    manifest = Manifest.model_validate({**head, **own, "params": params, "tensors": tensors})
+    own = {"tag": draft.tag, "serial": draft.serial, "files": files, "ranks": ranks, "left_out": left_out}
+    given = {key: value for key, value in head.items() if key != "order"}
+    manifest = Manifest.model_validate({**given, **own, "params": params, "tensors": tensors})
     manifest.check()
     return manifest
 
 
-def _check(engine: Checkpointable, tag: str | None, keep: int | None) -> None:
+def _check_groups(model: ModelParts) -> None:
+    """All stages of a pipeline have the same parameter groups: a checkpoint has one list of options. A collective."""
+    groups = [engine.optimizer.param_groups for engine in model.engines if engine.optimizer is not None]
+    mine = [repr([group_options(group) for group in each]) for each in groups]
+    everyone = model.everyone.share_object(mine, "checkpoint, parameter groups")
+    if len({text for each in everyone for text in each}) > 1:
+        raise CheckpointError(
+            "the stages' optimizers have different parameter groups, and a checkpoint of a pipeline has one list of "
+            "options for all: pass an optimizer callable that makes the same groups of any parameters, in one order"
+        )
+
+
+def _check(model: ModelParts, tag: str | None, keep: int | None) -> None:
     if tag is not None:
         check_tag(tag)
     if keep is not None and keep < 1:
         raise CheckpointError(f"keep is {keep}: it counts the newest checkpoint and is at least 1")
-    if not engine.is_at_rest:
+    if not all(engine.is_at_rest for engine in model.engines):
         raise CheckpointError(
             "the engine is in the middle of an accumulation, whose gradients a checkpoint does not hold: save after "
             "the engine.step() that updates"

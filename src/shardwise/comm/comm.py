@@ -42,6 +42,7 @@ from shardwise.comm.hosts import this_host
 from shardwise.comm.interface import DONE, EVERYWHERE, GATHER, REDUCE, Comm, Handle, Hop
 from shardwise.comm.log import Ticket
 from shardwise.comm.relay import Relay, RelayedGather, Sends, Works
+from shardwise.comm.world_watch import WorldWatch
 from shardwise.config.shape import Axis, NodeShape
 from shardwise.errors import DisagreementError
 
@@ -50,7 +51,6 @@ _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "al
 _REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 _CHANNELS = (GATHER, REDUCE)
 _OVER: dict[Axis, str] = {"inner": "in the node", "outer": "across nodes"}
-_WAKING_TAG = 0x7FFFFFFF
 # Gloo and NCCL know few dtypes of integers and 8-bit floats: what is only copied goes as bytes.
 _AS_THEY_ARE = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int64))
 
@@ -328,11 +328,23 @@ class ProcessGroupComm(Comm):
     def has_failed(self) -> bool:
         return self._agreement is not None and self._agreement.failure is not None
 
+    def watch_world(self, groups: Sequence[Any]) -> None:
+        """Watch the ranks of all axes as well, whose `groups` are torch's."""
+        self.watch = WorldWatch.join(self, groups, self._stop, 2 * poll_interval_s())
+
+    def _stop(self, verdict: str) -> None:
+        """A rank of another axis is lost: end the waits of this group too, with that reason."""
+        if self._agreement is not None and self._agreement.failure is None:
+            self._agreement.failure = verdict
+        self._break_groups()
+
     def begin_close(self) -> None:
         if self._agreement is not None:
             self._agreement.is_ending = True
 
     def close(self) -> None:
+        if self.watch is not None:
+            self.watch.leave(self)
         if self._agreement is not None:
             self._agreement.close()
         if not self._relay.end(process_groups.END_S):
@@ -400,14 +412,7 @@ class ProcessGroupComm(Comm):
                     process_groups.abort(groups)
             return
         for group in groups:
-            # A receive that times out breaks all connections of a Gloo group, which ends every wait on them. A receive
-            # over a connection that its rank has closed already breaks nothing, so each rank is tried.
-            for step in range(1, group.size()):
-                other = (group.rank() + step) % group.size()
-                with contextlib.suppress(RuntimeError):
-                    receive = dist.irecv(torch.empty(1), group=group, group_src=other, tag=_WAKING_TAG)
-                    assert receive is not None
-                    receive.wait(timedelta(milliseconds=1))
+            process_groups.break_connections(group)
 
 
 def _send_directly(

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
@@ -25,6 +26,7 @@ from shardwise.machine.process import start_thread
 ABORT_S = 30.0
 END_S = 10.0
 """How long the end of a process may wait for a group to be destroyed."""
+_WAKING_TAG = 0x7FFFFFFF
 _SETTINGS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
@@ -56,6 +58,30 @@ def abort(groups: Sequence[Any]) -> None:
     threads = [start_thread(_abort, group, name="shardwise-abort") for group in groups]
     for thread in threads:
         thread.join(ABORT_S)
+
+
+def break_off(groups: Sequence[Any]) -> None:
+    """End all waits in these groups, on this rank and on the others, because no rank can continue."""
+    over_nccl = [group for group in groups if "nccl" in str(dist.get_backend_config(group)).lower()]
+    if over_nccl:
+        abort(over_nccl)
+    for group in groups:
+        if group not in over_nccl:
+            break_connections(group)
+
+
+def break_connections(group: Any) -> None:
+    """As `break_off`, for a group over Gloo.
+
+    A receive that times out breaks all connections of the group, which ends every wait on them. A receive over a
+    connection that its rank has closed already breaks nothing, so each rank is tried.
+    """
+    for step in range(1, group.size()):
+        other = (group.rank() + step) % group.size()
+        with contextlib.suppress(RuntimeError):
+            receive = dist.irecv(torch.empty(1), group=group, group_src=other, tag=_WAKING_TAG)
+            assert receive is not None
+            receive.wait(timedelta(milliseconds=1))
 
 
 def _abort(group: Any) -> None:

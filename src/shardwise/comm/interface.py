@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from shardwise.comm.model_group import Everyone, ModelGroup
+from shardwise.comm.world_watch import WorldWatch
 from shardwise.config.shape import AXES, Axis, NodeShape, Sharding
 from shardwise.partition import Span
 
@@ -51,6 +52,7 @@ class Comm(ABC):
     axis_bytes        the same by axis, without control messages
     micro_step        the number of the micro-batch in its step: reductions of different ones are different operations
     model_group       the ranks that hold one copy of the model with this one, where tensor parallelism has cut it
+    watch             where there are other axes, what stops this rank if one of theirs is lost
 
     `unit` names the unit whose values an operation carries.
     """
@@ -64,6 +66,7 @@ class Comm(ABC):
     axis_bytes: Counter[str]
     micro_step: int
     model_group: ModelGroup = ModelGroup()
+    watch: WorldWatch | None = None
 
     runs_ahead = False
     """Whether the device orders operations: then what follows a collective can be issued before it has ended."""

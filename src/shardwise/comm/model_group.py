@@ -39,6 +39,11 @@ class ModelGroup:
         """The group of a one-dimensional mesh, or of this rank alone for None."""
         return cls() if mesh is None else cls(mesh.get_group(), mesh.get_local_rank(), mesh.size())
 
+    @property
+    def process_group(self) -> Any:
+        """torch's group; None for this rank alone."""
+        return self._group
+
     def share(self, values: torch.Tensor) -> torch.Tensor:
         """A few values of every rank, on every rank: shape [size, *values.shape]."""
         if self.size == 1:
@@ -61,18 +66,24 @@ class ModelGroup:
 
 
 class Everyone:
-    """All ranks of both axes, numbered by data-parallel rank first."""
+    """All ranks of all axes, numbered by place in the pipeline first, then by data-parallel rank.
 
-    def __init__(self, comm: DataGroup) -> None:
+    `stages` is the group of a pipeline, whose ranks have other stages of the model.
+    """
+
+    def __init__(self, comm: DataGroup, stages: ModelGroup | None = None) -> None:
         self._comm = comm
         self._model = comm.model_group
-        self.rank = comm.rank * self._model.size + self._model.rank
-        self.world_size = comm.world_size * self._model.size
+        self._stages = stages or ModelGroup()
+        here = comm.world_size * self._model.size
+        self.rank = self._stages.rank * here + comm.rank * self._model.size + self._model.rank
+        self.world_size = self._stages.size * here
 
     def share_object(self, value: Any, name: str = "object") -> list[Any]:
         """A small picklable value of every rank, on every rank, in order."""
         rows = self._comm.share_object(self._model.share_object(value), name)
-        return [each for row in rows for each in row]
+        here = [each for row in rows for each in row]
+        return [each for stage in self._stages.share_object(here) for each in stage]
 
     @property
     def has_failed(self) -> bool:

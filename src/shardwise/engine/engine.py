@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from shardwise import checkpoint
+from shardwise.checkpoint.checkpointable import ModelParts
 from shardwise.comm import Comm
 from shardwise.comm.mesh import RankMesh
 from shardwise.config import Config
@@ -380,7 +381,7 @@ class Engine(nn.Module):
         """
         self._check_not_paused("engine.save() would take other weights than those that train")
         self.finish_save()
-        job = checkpoint.prepare(self, Path(dir), tag, state, keep, staged=not blocking, frozen=frozen)
+        job = checkpoint.prepare(ModelParts.of(self), Path(dir), tag, state, keep, staged=not blocking, frozen=frozen)
         if blocking:
             checkpoint.save(job, self._comm.everyone)
         else:
@@ -402,7 +403,7 @@ class Engine(nn.Module):
         """
         self._check_not_paused("engine.load() cannot replace the weights")
         self.finish_save()
-        return checkpoint.load(self, Path(dir), tag, fallback, missing_ok)
+        return checkpoint.load(ModelParts.of(self), Path(dir), tag, fallback, missing_ok)
 
     def export(
         self,
@@ -425,7 +426,7 @@ class Engine(nn.Module):
         if dtype is not None and dtype not in DTYPES:
             raise ValueError(f"dtype is {dtype!r}: take one of {', '.join(DTYPES)}")
         wanted, beside = DTYPES[dtype] if dtype is not None else None, Path(files_from) if files_from else None
-        checkpoint.export(self, Path(dir), wanted, max_file_bytes, merged, beside)
+        checkpoint.export(ModelParts.of(self), Path(dir), wanted, max_file_bytes, merged, beside)
 
     @property
     def is_at_rest(self) -> bool:
@@ -548,6 +549,8 @@ class Engine(nn.Module):
             if what != "forward" or self.config.placement.weights.sharding != "replicated":
                 first_line = str(error).partition("\n")[0]
                 self._comm.note(f"the {what} was broken off by {type(error).__name__}: {first_line}")
+            if self._comm.watch is not None and isinstance(error, Exception):
+                self._comm.watch.raise_reason(error)
             raise
 
     @contextlib.contextmanager

@@ -75,6 +75,8 @@ def initialize(
         rank_mesh.group, device, () if rank_mesh.is_world else rank_mesh.members, config.communication.reduce
     )
     comm.model_group = ModelGroup.of(tp)
+    if comm.model_group.size > 1 or rank_mesh.sizes.get("pp", 1) > 1:
+        comm.watch_world([rank_mesh.group_of("pp"), tp and tp.get_group()])
     _take_shape(comm, rank_mesh, config)
     if session is not None:
         prepare(model, session, comm)

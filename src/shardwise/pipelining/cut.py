@@ -56,7 +56,7 @@ def cut(model: nn.Module, count: int, split: Sequence[str] | None = None) -> Sta
     >>> cut(nn.Sequential(*(nn.Linear(2, 2) for _ in range(5))), 2).starts
     (0, 2)
     """
-    blocks = _find_blocks(model)
+    blocks = find_blocks(model)
     if split is not None:
         return StageCut(blocks, _named_starts(blocks, count, split))
     if len(blocks) < count:
@@ -113,7 +113,8 @@ def _named_starts(blocks: Sequence[str], count: int, split: Sequence[str]) -> tu
     return starts
 
 
-def _find_blocks(model: nn.Module) -> tuple[str, ...]:
+def find_blocks(model: nn.Module) -> tuple[str, ...]:
+    """The paths of a model's blocks."""
     whole = sum(param.numel() for param in model.parameters())
     found: list[tuple[int, tuple[str, ...]]] = []
     for path, module in model.named_modules():

@@ -7,9 +7,11 @@ needs there: masks, positions, labels. Between stages only the hidden states are
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,19 +21,25 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
+from shardwise import checkpoint
+from shardwise.checkpoint.checkpointable import ModelParts
+from shardwise.comm.judge import name_ranks
+from shardwise.comm.model_group import ModelGroup
 from shardwise.config import Config
 from shardwise.engine import Engine
 from shardwise.engine.initialize import initialize
 from shardwise.engine.report import Report
-from shardwise.errors import ConfigError
+from shardwise.errors import ConfigError, DisagreementError
 from shardwise.optim.optimizers import OptimizerFactory
-from shardwise.pipelining.checkpoints import StageFolders
-from shardwise.pipelining.cut import ReceivingBlock, StageCut, StageEnd, cut, prune
+from shardwise.partition.dtensors import local
+from shardwise.partition.policy import DTYPES
+from shardwise.pipelining.checkpoints import model_parts, names_of
+from shardwise.pipelining.cut import StageCut, cut, prune
+from shardwise.pipelining.forward_pass import ForwardPass
 from shardwise.pipelining.stage import EngineStage
+from shardwise.pipelining.stage_call import LossFn, StageCall
 from shardwise.pipelining.tied import TiedWeights
 from shardwise.tensors import map_tensors, tensors_in
-
-LossFn = Callable[[Any, Any], torch.Tensor]
 
 
 def pipeline(
@@ -47,7 +55,8 @@ def pipeline(
     lr_scheduler: Callable[[Any], Any] | None = None,
     keep_gathered: bool = False,
 ) -> Pipeline:
-    """Cut `model` over the axis `pp` of `mesh`, put each stage under ZeRO over its axis `dp`, and return the pipeline.
+    """Cut `model` over the axis `pp` of `mesh`, put each stage under ZeRO over its data-parallel axes, and return the
+    pipeline. Parameters may be DTensors over the axis `tp`.
 
     `optimizer` and `lr_scheduler` are callables, as for `initialize`: every stage makes its own. `schedule` is one of
     torch's: GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble, DualPipeV. `split` names the
@@ -55,9 +64,6 @@ def pipeline(
     forward returns the loss, or an output with a `loss`; or `loss_fn(output, target)` makes it of a batch
     `(*inputs, target)`. The model's parameters are taken over: those of other ranks are freed.
     """
-    names = tuple(mesh.mesh_dim_names or ())
-    if names != ("pp", "dp"):
-        raise ConfigError(f"the axes of the mesh are {names}: a pipeline needs ('pp', 'dp'), in this order")
     if optimizer is not None and (isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer)):
         raise ConfigError(
             "a pipeline's stages have optimizers of their own: pass a callable that takes parameters, such as "
@@ -65,23 +71,112 @@ def pipeline(
         )
     loaded = Config.load(config)
     _check_config(loaded, micro_batches)
-    kind = _schedule_class(schedule)
-    places, count = _stages_of(kind, mesh["pp"].get_local_rank(), mesh["pp"].size())
-    where = cut(model, count, split)
-    parts = {place: prune(model, where, place) for place in places}
-    tied = TiedWeights.of(model, where)
+    group = _stage_group(mesh)
+    _check_alike(schedule, micro_batches, split, keep_gathered)
+    layout = PipelineLayout(schedule_class(schedule), group.size, micro_batches, split, keep_gathered)
+
+    def make_engine(part: nn.Module) -> Engine:
+        return initialize(part, optimizer, loaded, lr_scheduler, mesh)
+
+    return assemble(model, layout, group, make_engine, loss_fn)
+
+
+@dataclass(frozen=True)
+class PipelineLayout:
+    """A schedule of torch's over `ranks`, and how a model is cut for it; see `pipeline`."""
+
+    kind: Any
+    ranks: int
+    micro_batches: int
+    split: Sequence[str] | None = None
+    keep_gathered: bool = False
+
+    def stages_of(self, rank: int) -> list[int]:
+        """The stages of a rank of the pipeline."""
+        if not issubclass(self.kind, PipelineScheduleMulti):
+            return [rank]
+        is_v = self.kind.__name__ in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
+        return [rank, 2 * self.ranks - 1 - rank if is_v else self.ranks + rank]
+
+    @property
+    def owners(self) -> list[int]:
+        """The rank of each stage."""
+        owners = {stage: rank for rank in range(self.ranks) for stage in self.stages_of(rank)}
+        return [owners[stage] for stage in sorted(owners)]
+
+    def schedule(self, stages: Sequence[EngineStage]) -> Any:
+        """The schedule of torch's that drives a rank's stages."""
+        count = self.micro_batches
+        try:
+            return self.kind(
+                list(stages) if issubclass(self.kind, PipelineScheduleMulti) else stages[0],
+                count,
+                loss_fn=lambda loss, _: loss.sum() / count,
+                scale_grads=False,
+            )
+        except ValueError as error:
+            name, stage_count = self.kind.__name__.removeprefix("Schedule"), len(self.owners)
+            raise ConfigError(
+                f"schedule {name} cannot run {count} micro-batches on {stage_count} stages: {error}"
+            ) from None
+
+
+def assemble(
+    model: nn.Module,
+    layout: PipelineLayout,
+    group: ModelGroup,
+    make_engine: Callable[[nn.Module], Engine],
+    loss_fn: LossFn | None = None,
+    make_stage: Callable[..., EngineStage] = EngineStage,
+) -> Pipeline:
+    """The pipeline of a rank of `group`: cut `model`, make an engine of each part of this rank, and drive them."""
+    owners = layout.owners
+    where = cut(model, len(owners), layout.split)
+    names, tied = names_of(model), TiedWeights.of(model, where)
+    parts = {stage: prune(model, where, stage) for stage in layout.stages_of(group.rank)}
     _free_others(model, parts.values())
-    calls = {place: StageCall(part, loss_fn) for place, part in parts.items()}
-    engines = {place: initialize(part, optimizer, loaded, lr_scheduler, mesh["dp"]) for place, part in parts.items()}
-    group = mesh["pp"].get_group()
-    stages = [EngineStage(engine, place, count, group, keep_gathered) for place, engine in engines.items()]
-    driver = kind(
-        stages if issubclass(kind, PipelineScheduleMulti) else stages[0],
-        micro_batches,
-        loss_fn=lambda loss, _: loss.sum() / micro_batches,
-        scale_grads=False,
-    )
-    return Pipeline(engines, calls, driver, where, group, tied, micro_batches)
+    calls = {stage: StageCall(part, loss_fn) for stage, part in parts.items()}
+    engines = {stage: make_engine(part) for stage, part in parts.items()}
+    pp = group.process_group
+    try:
+        driver = layout.schedule(
+            [make_stage(each, stage, len(owners), pp, layout.keep_gathered) for stage, each in engines.items()]
+        )
+    except ConfigError:
+        for engine in engines.values():
+            engine.destroy()
+        raise
+    tied.attach(engines)
+    whole = model_parts(list(engines.values()), group, names, tied)
+    return Pipeline(driver, where, tied, whole, ForwardPass(engines, calls, owners, pp))
+
+
+def _stage_group(mesh: Any) -> ModelGroup:
+    """The axis pp of a mesh, which stands before the others."""
+    axes = tuple(mesh.mesh_dim_names or ())
+    if "pp" not in axes or axes[0] != "pp" or len(axes) < 2:
+        raise ConfigError(
+            f"the axes of the mesh are {axes}: a pipeline needs pp first, and then any of dp_replicate, dp (or "
+            "dp_shard) and tp, such as init_device_mesh(device, (2, 2, 2), mesh_dim_names=('pp', 'dp', 'tp'))"
+        )
+    return ModelGroup.of(mesh["pp"])
+
+
+def _check_alike(schedule: str, micro_batches: int, split: Sequence[str] | None, keep_gathered: bool) -> None:
+    """Raise on all ranks if one of them was given another schedule. A collective of all ranks."""
+    facts = {"schedule": schedule, "micro_batches": micro_batches, "split": split, "keep_gathered": keep_gathered}
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, facts)
+    for name in facts:
+        ranks: dict[str, list[int]] = {}
+        for rank, each in enumerate(everyone):
+            ranks.setdefault(repr(each[name]), []).append(rank)
+        if len(ranks) > 1:
+            listed = ", ".join(f"{value} on {name_ranks(where)}" for value, where in ranks.items())
+            raise DisagreementError(
+                f"the ranks were started with different pipelines, {name}: {listed}. Pass the same arguments to "
+                "shardwise.pipeline on all ranks"
+            )
 
 
 def _check_config(config: Config, micro_batches: int) -> None:
@@ -96,7 +191,7 @@ def _check_config(config: Config, micro_batches: int) -> None:
         )
 
 
-def _schedule_class(name: str) -> Any:
+def schedule_class(name: str) -> Any:
     try:
         kind = get_schedule_class(name)
     except ValueError:
@@ -109,79 +204,36 @@ def _schedule_class(name: str) -> Any:
     return kind
 
 
-def _stages_of(kind: Any, rank: int, ranks: int) -> tuple[list[int], int]:
-    """The stages of a rank of the pipeline, and the number of all stages."""
-    if not issubclass(kind, PipelineScheduleMulti):
-        return [rank], ranks
-    is_v = kind.__name__ in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
-    return [rank, 2 * ranks - 1 - rank if is_v else ranks + rank], 2 * ranks
-
-
 def _free_others(model: nn.Module, parts: Any) -> None:
     own = {id(param) for part in parts for param in part.parameters()}
     for param in model.parameters():
-        if id(param) not in own:
-            param.data = param.data.new_empty(0)
-
-
-class StageCall:
-    """Replaces the forward of a stage's model: `forward(*received, index)` runs micro-batch number `index`."""
-
-    def __init__(self, part: nn.Module, loss_fn: LossFn | None) -> None:
-        self.micro_batches: list[Any] = []
-        self._loss_fn = loss_fn
-        self._entries = [module for module in part.modules() if isinstance(module, ReceivingBlock)]
-        self._options = {"use_cache": False} if "use_cache" in inspect.signature(part.forward).parameters else {}
-        vars(part)["forward"] = partial(self._run, part.forward)
-
-    def _run(self, forward: Callable[..., Any], *received: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        for entry in self._entries:
-            (entry.received,) = received
-        batch = self.micro_batches[int(index)]
-        try:
-            return self._loss(forward, batch)
-        except StageEnd as end:
-            return end.value
-
-    def _loss(self, forward: Callable[..., Any], batch: Any) -> torch.Tensor:
-        if isinstance(batch, Mapping):
-            output, target = forward(**{**self._options, **batch}), batch
-        elif self._loss_fn is not None and isinstance(batch, (tuple, list)):
-            output, target = forward(*batch[:-1], **self._options), batch[-1]
-        else:
-            args = batch if isinstance(batch, (tuple, list)) else (batch,)
-            output, target = forward(*args, **self._options), None
-        loss = self._loss_fn(output, target) if self._loss_fn is not None else getattr(output, "loss", output)
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            raise ConfigError(
-                f"the model returned {type(output).__name__} and no loss: pass loss_fn=, or batches with labels"
-            )
-        return loss.reshape(1)
+        if id(param) not in own and not param.is_meta:
+            values = local(param)
+            values.data = values.data.new_empty(0)
 
 
 class Pipeline:
     """A model in stages, of which this rank has `engines`, by the number of the stage."""
 
     def __init__(
-        self,
-        engines: dict[int, Engine],
-        calls: dict[int, StageCall],
-        schedule: Any,
-        where: StageCut,
-        group: dist.ProcessGroup,
-        tied: TiedWeights,
-        micro_batches: int,
+        self, schedule: Any, where: StageCut, tied: TiedWeights, parts: ModelParts, forward_pass: ForwardPass
     ) -> None:
-        self.engines = engines
+        self.engines = forward_pass.engines
         self.schedule = schedule
         self.where = where
         self.grad_norm: torch.Tensor | None = None
-        self._calls = calls
-        self._group = group
+        self._calls = forward_pass.calls
+        self._group = forward_pass.group
         self._tied = tied
-        self._micro_batches = micro_batches
-        self._tied.attach(engines)
-        self._folders = StageFolders(engines, where.count, group, set(tied.names.values()))
+        self._parts = parts
+        self._pass = forward_pass
+        self._saving: checkpoint.AsyncSave | None = None
+        self._watch = parts.first.comm.watch
+
+    @property
+    def micro_batches(self) -> int:
+        """How many micro-batches a step has."""
+        return int(self.schedule._n_microbatches)
 
     @property
     def steps(self) -> int:
@@ -189,16 +241,27 @@ class Pipeline:
 
     def train_step(self, batch: Any) -> torch.Tensor:
         """Train on a batch, the same on all ranks of a pipeline; its mean loss, on all of them. A collective."""
-        loss = self.forward_backward(batch)
-        self.step()
+        parts = self._split(batch)
+        with self._watched("step"):
+            loss = self._run(parts)
+            self.step()
         return loss
 
     def forward_backward(self, batch: Any) -> torch.Tensor:
         """Run all micro-batches of a batch through the schedule; the mean of their losses. A collective."""
         parts = self._split(batch)
+        with self._watched("step"):
+            return self._run(parts)
+
+    def _watched(self, what: str = "other") -> contextlib.AbstractContextManager[None]:
+        if self._watch is None:
+            return contextlib.nullcontext()
+        return self._watch.step() if what == "step" else self._watch.guard()
+
+    def _run(self, parts: list[Any]) -> torch.Tensor:
         for call in self._calls.values():
             call.micro_batches = parts
-        index, losses = torch.arange(self._micro_batches), list[torch.Tensor]()
+        index, losses = torch.arange(self.micro_batches), list[torch.Tensor]()
         is_last = self.where.count - 1 in self.engines
         self.schedule.step(index=index, **({"target": index, "losses": losses} if is_last else {}))
         for call in self._calls.values():
@@ -209,10 +272,22 @@ class Pipeline:
         dist.all_reduce(loss, group=self._group)
         return loss
 
+    def evaluate(self, batch: Any) -> torch.Tensor:
+        """The loss of a batch of any size, on all ranks of the pipeline; nothing is trained. A collective."""
+        for engine in self.engines.values():
+            engine.eval()
+        try:
+            with self._watched():
+                return self._pass.loss(batch)
+        finally:
+            for engine in self.engines.values():
+                engine.train()
+
     def step(self) -> None:
         """Clip by the norm over all stages, update, and step the schedules of learning rates. A collective."""
         self._tied.share(self.engines, self._group)
         norms = [engine.clip_grad_norm_(math.inf) for engine in self.engines.values()]
+        self._tied.forget()
         total = torch.stack([norm.double().square() for norm in norms]).sum() - self._tied.counted_twice
         dist.all_reduce(total, group=self._group)
         self.grad_norm = total.sqrt().float()
@@ -227,25 +302,54 @@ class Pipeline:
                 return engine.full_param(name)
         return None
 
+    # Checkpoints
+
     def save(
-        self, dir: str | Path, tag: str | None = None, state: dict[str, Any] | None = None, keep: int | None = None
+        self,
+        dir: str | Path,
+        tag: str | None = None,
+        blocking: bool = True,
+        state: dict[str, Any] | None = None,
+        keep: int | None = None,
+        frozen: bool = True,
+    ) -> Path:
+        """Write a checkpoint of the whole model into the folder `dir`; see `Engine.save`. A collective."""
+        self.finish_save()
+        with self._watched():
+            job = checkpoint.prepare(self._parts, Path(dir), tag, state, keep, staged=not blocking, frozen=frozen)
+            if blocking:
+                checkpoint.save(job, self._parts.everyone)
+            else:
+                self._saving = checkpoint.AsyncSave(job, self._parts.everyone)
+        return job.draft.target
+
+    def finish_save(self) -> None:
+        """Wait until an asynchronous save is complete; raise what went wrong. A collective."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            with self._watched():
+                saving.finish()
+
+    def load(self, dir: str | Path, tag: str = "latest", fallback: bool = False, missing_ok: bool = False) -> Any:
+        """Go on from a checkpoint, of any pipeline or engine that trained this model; see `Engine.load`. A
+        collective."""
+        self.finish_save()
+        with self._watched():
+            return checkpoint.load(self._parts, Path(dir), tag, fallback, missing_ok)
+
+    def export(
+        self,
+        dir: str | Path,
+        dtype: str | None = None,
+        max_file_bytes: int = checkpoint.MAX_FILE_BYTES,
+        files_from: str | Path | None = None,
     ) -> None:
-        """Write a checkpoint of every stage into folders of `dir`; see `Engine.save`. A collective."""
-        self._folders.save(Path(dir), tag, state, keep)
-
-    def load(self, dir: str | Path, tag: str = "latest") -> Any:
-        """Go on from a checkpoint of a pipeline with the same stages; the user's state. A collective.
-
-        The size of dp and the stage of ZeRO may differ. The newest is the newest that all stages have.
-        """
-        return self._folders.load(Path(dir), tag)
-
-    def export(self, dir: str | Path, dtype: str | None = None, files_from: str | Path | None = None) -> None:
-        """Write the whole model into the new folder `dir` as Hugging Face does. A collective.
-
-        The first rank of each stage holds that stage's weights in host memory meanwhile. See `Engine.export`.
-        """
-        self._folders.export(Path(dir), dtype, Path(files_from) if files_from else None)
+        """Write the whole model into the new folder `dir` as Hugging Face does; see `Engine.export`. A collective."""
+        if dtype is not None and dtype not in DTYPES:
+            raise ValueError(f"dtype is {dtype!r}: take one of {', '.join(DTYPES)}")
+        wanted, beside = DTYPES[dtype] if dtype is not None else None, Path(files_from) if files_from else None
+        with self._watched():
+            checkpoint.export(self._parts, Path(dir), wanted, max_file_bytes, files_from=beside)
 
     def report(self) -> dict[int, Report]:
         """The account of each stage of this rank."""
@@ -261,7 +365,7 @@ class Pipeline:
         return next(iter(self.engines.values())).comm.device
 
     def _split(self, batch: Any) -> list[Any]:
-        count = self._micro_batches
+        count = self.micro_batches
         sizes = {len(tensor) for tensor in tensors_in((batch,), {})}
         if len(sizes) != 1 or next(iter(sizes)) % count:
             raise ConfigError(

@@ -34,12 +34,19 @@ class EngineStage(PipelineStage):
 
     `group` is the one of the pipeline. With `keep_gathered`, sharded weights stay gathered from the first forward of a
     step to its last backward, which sends them once a step instead of twice a micro-batch, and holds the whole stage.
+    `examples` are torch's `input_args` and `output_args`.
     """
 
     def __init__(
-        self, engine: Engine, index: int, count: int, group: dist.ProcessGroup, keep_gathered: bool = False
+        self,
+        engine: Engine,
+        index: int,
+        count: int,
+        group: dist.ProcessGroup,
+        keep_gathered: bool = False,
+        **examples: Any,
     ) -> None:
-        super().__init__(engine, index, count, engine.comm.device, group=group)
+        super().__init__(engine, index, count, engine.comm.device, group=group, **examples)
         self.engine = engine
         self._keeps = keep_gathered
         self._is_kept = False

@@ -11,12 +11,15 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.engine import Engine
+from shardwise.partition import dtensors
 from shardwise.pipelining.cut import StageCut
+
+_BLOCK_NUMEL = 1 << 20
 
 
 @dataclass
 class TiedWeights:
-    """The names of tied parameters on the first and on the last stage."""
+    """The names of tied parameters on the first and on the last stage; the shapes of those that are trained."""
 
     names: dict[str, str]
     shapes: dict[str, torch.Size]
@@ -33,9 +36,10 @@ class TiedWeights:
         modules = [path for path, _ in model.named_modules(remove_duplicate=False)]
         for name, param in model.named_parameters(remove_duplicate=False):
             is_after = modules.index(name.rpartition(".")[0]) > modules.index(where.blocks[-1])
-            if where.count > 1 and name not in names and id(param) in first and is_after and param.requires_grad:
+            if where.count > 1 and name not in names and id(param) in first and is_after:
                 found[first[id(param)]] = name
-        shapes = {name: param.shape for name, param in model.named_parameters() if name in found}
+        trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+        shapes = {name: param.shape for name, param in trained if name in found}
         return cls(found, shapes, where.count - 1)
 
     def attach(self, engines: Mapping[int, Engine]) -> None:
@@ -47,7 +51,7 @@ class TiedWeights:
     def share(self, engines: Mapping[int, Engine], group: dist.ProcessGroup) -> None:
         """Add up the reduced gradients of both stages. A collective of the pipeline."""
         self.counted_twice = 0.0
-        for first in self.names:
+        for first in self.shapes:
             total = torch.zeros(self.shapes[first], device=next(iter(engines.values())).comm.device)
             for stage, engine in engines.items():
                 for key, name in self._here(stage):
@@ -55,13 +59,18 @@ class TiedWeights:
                         total += engine.full_grad(name)
             dist.all_reduce(total, group=group)
             self._sums[first] = total
-            if self.last in engines:
-                self.counted_twice = self.counted_twice + total.double().square().sum()
+            if self.last in engines:  # in blocks: a copy in fp64 would be twice as large as the embedding
+                squares = [block.double().square().sum() for block in total.view(-1).split(_BLOCK_NUMEL)]
+                self.counted_twice = self.counted_twice + torch.stack(squares).sum()
+
+    def forget(self) -> None:
+        """Free the sums, once the engines have their parts of them."""
+        self._sums.clear()
 
     def _here(self, stage: int) -> list[tuple[str, str]]:
-        if stage == 0:
-            return [(first, first) for first in self.names]
-        return list(self.names.items()) if stage == self.last else []
+        if stage not in (0, self.last):
+            return []
+        return [(first, first if stage == 0 else self.names[first]) for first in self.shapes]
 
     def _put(self, engine: Engine, first: str, name: str, unit_name: str, shard: torch.Tensor) -> None:
         for unit in engine.units:
@@ -69,5 +78,6 @@ class TiedWeights:
                 slot, owned = unit.layout.slot(name), unit.layout.shard(engine.comm.shard_index)
                 part = slot.span.intersect(owned)
                 if part:
-                    flat = self._sums[first].reshape(-1)
+                    param = unit.params[unit.names.index(name)]
+                    flat = dtensors.cut(param, self._sums[first]).reshape(-1)
                     shard[part.shift(-owned.start).slice] = flat[part.shift(-slot.span.start).slice]

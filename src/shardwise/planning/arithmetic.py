@@ -171,7 +171,7 @@ def wire_share(preset: str, model: ModelSpec, workload: Workload, on: Hardware) 
     link = rates.gpu_link if on.nodes == 1 else rates.gpu_link and rates.node_link
     if rates.operations is None or link is None:
         return None
-    sent = sent_by_axis(preset, model, workload, on.zero_shape(workload.tp))
+    sent = sent_by_axis(preset, model, workload, on.zero_shape(workload.tp, workload.pp))
     return wire_s(sent, on) / compute_s(model, workload, on)
 
 
@@ -181,7 +181,7 @@ def cost_s(preset: str, model: ModelSpec, workload: Workload, on: Hardware, move
     parts = [
         # Layers wait for the activations of tensor parallelism.
         compute_s(model, workload, on) + tp_bytes(model, workload) / rates["gpu_link"],
-        wire_s(sent_by_axis(preset, model, workload, on.zero_shape(workload.tp)), on),
+        wire_s(sent_by_axis(preset, model, workload, on.zero_shape(workload.tp, workload.pp)), on),
         max(moved.up, moved.down) / rates["host_link"],
         (moved.up + moved.down) * each / rates["disk"] if "nvme" in preset else 0.0,
     ]

@@ -22,6 +22,7 @@ from shardwise.planning import hardware as machines
 from shardwise.planning.hardware import Hardware
 from shardwise.planning.inference import plan_inference
 from shardwise.planning.planner import plan
+from shardwise.planning.pp_search import about_pipelines
 from shardwise.planning.report import Plan
 from shardwise.planning.workload import DEFAULT_TARGETS, ModelSpec, Workload, find_model
 from shardwise.plotting import check_path
@@ -29,6 +30,7 @@ from shardwise.sizes import parse_bytes, parse_count
 
 _SIZES = {"gpu_memory": "gpu_bytes", "host_memory": "host_bytes", "disk": "disk_bytes"}
 _RATES = {"gpu_link": "gpu_link", "node_link": "node_link", "host_link": "host_link", "disk_rate": "disk"}
+_WORKLOAD = ("micro_batch", "precision", "optimizer", "checkpointing", "tp", "pp", "schedule")
 _DEEPSPEED_TIERS = {"host": "cpu", "disk": "nvme"}
 
 
@@ -76,10 +78,10 @@ def _workload(options: Mapping[str, Any], on: Hardware) -> Workload:
         sequence=options["seq"],
         accumulation=options["accumulate"],
         lora=_lora(options["lora"], options["lora_targets"]),
-        **{name: options[name] for name in ("micro_batch", "precision", "optimizer", "checkpointing", "tp")},
+        **{name: options[name] for name in _WORKLOAD},
     )
     total = options["global_batch"]
-    copies = on.zero_shape(workload.tp).world_size
+    copies = on.zero_shape(workload.tp, workload.pp).world_size
     return workload if total is None else workload.for_global_batch(total, copies)
 
 
@@ -102,6 +104,8 @@ def run(options: Mapping[str, Any]) -> None:
         check_path(options["plot"])
     on = _hardware(options)
     workload = _workload(options, on)
+    if workload.pp > 1 and options["search"]:
+        raise ConfigError(f"--pp {workload.pp}: --search tries pipelines itself: leave out one of them")
     model, params = options["model"], _read(options, {"params": "params"}, parse_count).get("params")
     if options["inference"]:
         if workload.tp > 1:
@@ -109,7 +113,8 @@ def run(options: Mapping[str, Any]) -> None:
         _show_inference(find_model(model, params, workload), on, options)
         return
     if options["accounting"] is not None:
-        part, ranks = find_model(model, params, workload).part(workload.tp), on.zero_shape(workload.tp).world_size
+        part = find_model(model, params, workload).part(workload.tp)
+        ranks = on.zero_shape(workload.tp, workload.pp).world_size
         _show_states(part, ranks, options["accounting"], options["json"])
         return
     presets = [name.strip() for name in options["presets"].split(",")] if options["presets"] else None
@@ -122,6 +127,8 @@ def run(options: Mapping[str, Any]) -> None:
         typer.echo(json.dumps({**made.to_dict(), **more}, indent=1))
     else:
         _show(made, ranked, options["explain"])
+        if found is not None:
+            typer.echo(about_pipelines(made.model, workload, on, found[0].cost if found else None))
     if (path := options["emit"]) is not None:
         for line in emit(made, path, found):
             typer.echo(f"{path}: {line}", err=True)
@@ -173,7 +180,8 @@ def emit(plan: Plan, path: Path, found: Sequence[search.Candidate] | None = None
         workload, preset, device_memory = found[0].workload(workload), found[0].preset, found[0].device_memory
     elif preset is None or found is not None:
         raise ConfigError(f"--emit {path}: {plan.advice.reason}")
-    settings = deepspeed_settings(workload, preset, device_memory, plan.hardware.zero_shape(workload.tp).per_node)
+    shape = plan.hardware.zero_shape(workload.tp, workload.pp)
+    settings = deepspeed_settings(workload, preset, device_memory, shape.per_node)
     Config.load(settings)
     with _writing("--emit", path):
         path.write_text(json.dumps(settings, indent=2) + "\n")
@@ -194,6 +202,8 @@ def _left_to_do(workload: Workload) -> Iterator[str]:
         yield "activations are recomputed: this file tells shardwise so; for DeepSpeed, switch it on in the model"
     if workload.tp > 1:
         yield f"the plan assumes {workload.tp} GPUs for each copy of the model: cut it (docs/tensor-parallel.md)"
+    if workload.pp > 1:
+        yield f"the plan assumes a pipeline of {workload.pp} GPUs by {workload.schedule}: see docs/pipeline.md"
     if workload.lora is not None:
         rank, targets = workload.lora
         yield f"the plan assumes LoRA of rank {rank} on {', '.join(targets)}: add the adapters to the model"

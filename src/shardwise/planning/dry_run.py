@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from shardwise.comm import DONE, Comm, Handle, Hop
 from shardwise.comm.interface import EVERYWHERE
+from shardwise.comm.model_group import ModelGroup
 from shardwise.config import Config
 from shardwise.config.auto import UserObjects
 from shardwise.config.shape import Axis, NodeShape, shape_of
@@ -35,12 +36,14 @@ from shardwise.models.tensor_parallel import tensor_parallel
 from shardwise.observe import StorageObserver
 from shardwise.observe.labels import Labelling, by_kind
 from shardwise.offload.pinned import HostMemory
+from shardwise.partition.policy import DTYPES
 from shardwise.partition.stored import stored_tensors
 from shardwise.planning.allocator import CachingAllocator
 from shardwise.planning.estimate import CATEGORIES, Estimate
 from shardwise.planning.fakes import Fakes
 from shardwise.planning.kernels import CPU, Kernels, cuda, replacing
-from shardwise.planning.tp_axis import DryModelGroup, tp_axis, tp_sent_bytes
+from shardwise.planning.pp_axis import DryPipeline, PipelineRank, model_axes
+from shardwise.planning.tp_axis import DryModelGroup, tp_sent_bytes
 from shardwise.planning.workload import ModelSpec, Workload
 from shardwise.tensors import map_tensors
 
@@ -57,7 +60,7 @@ class Untraceable(Exception):
 class Scenario:
     """What a dry run runs: `build` returns the model and its data, as for `shardwise compare`.
 
-    Each of `world_size` data-parallel ranks is `tp` ranks that hold one copy of the model together.
+    Each of `world_size` data-parallel ranks is `tp` ranks that hold one copy of the model, or of a stage, together.
     """
 
     build: Build
@@ -66,6 +69,7 @@ class Scenario:
     kernels: Kernels = CPU
     shape: NodeShape | None = None  # of these ranks; None: one node
     tp: int = 1
+    pipeline: PipelineRank | None = None  # which rank of a pipeline
 
     @property
     def rank(self) -> int:
@@ -85,6 +89,7 @@ class Foreseen(Estimate):
     reserved_bytes what the allocator reserves on a CUDA device for the peak, with the blocks that it cannot reuse
     axis_bytes     bytes sent in a step within the node (inner) and out of it (outer), without control messages
     moved_bytes    bytes of a step from and to `tiers`
+    places         the peaks of all ranks of the pipeline that this is the fullest of, in their order
     """
 
     startup_bytes: int
@@ -94,6 +99,7 @@ class Foreseen(Estimate):
     moved_bytes: dict[str, int]
     parameters: int
     trainable: int
+    places: tuple[int, ...] = ()
 
 
 def foresee(
@@ -142,14 +148,14 @@ def foresee_workload(
     short = replace(workload, accumulation=min(workload.accumulation, MOST_MICRO_BATCHES))
     shape = NodeShape(nodes, world_size // nodes)
     config = short.config(preset).for_shape(shape)
-    build = model.build or partial(_build_decoder, model, workload)
+    build = model.build or partial(build_decoder, model, workload)
     try:
         return dry_run(Scenario(build, config, world_size, cuda(), shape, workload.tp))
     except Untraceable as failure:
         return str(failure)
 
 
-def _build_decoder(model: ModelSpec, workload: Workload) -> ModelAndData:
+def build_decoder(model: ModelSpec, workload: Workload) -> ModelAndData:
     """The decoder of a model's dimensions, with adapters if the workload has them."""
     assert model.dimensions is not None
     built = CausalDecoder(model.dimensions)
@@ -175,7 +181,7 @@ def dry_run(scenario: Scenario) -> Foreseen:
     labelling, kernels = _LogitsLabelling(), scenario.kernels
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     observer = _DryObserver(kernels, labelling.label_new, mode)
-    with warnings.catch_warnings(), _traced(), tp_axis(scenario.tp) as axis, mode:
+    with warnings.catch_warnings(), _traced(), model_axes(scenario.tp, scenario.pipeline) as (axis, pp), mode:
         warnings.simplefilter("ignore")
         with observer, replacing(kernels.replaced):
             model, make_batch = scenario.build()
@@ -184,24 +190,64 @@ def dry_run(scenario: Scenario) -> Foreseen:
                 tensor_parallel(model, axis)
                 observer.counts_tp = True
             scenario = scenario.with_dtype_of(model)
-            engine = _engine(model, scenario, observer.host)
-            labelling.attach_model(observer, engine)
+            batches = _batches(make_batch, mode, scenario.rank)
+            subject = _Subject(model, scenario, observer, batches, pp)
+            for engine in subject.engines:
+                labelling.attach_model(observer, engine)
             observer.allocator.allocate(_WORKSPACE, kernels.overhead_bytes)
             observer.allocator.empty_cache()  # as `initialize` does
-            batches = _batches(make_batch, mode, scenario.rank)
-            count = scenario.config.batch.accumulation
             # Later steps are all alike: the first creates the states, and with offload the pool of device buffers
             # reaches its full size in the second.
             for _ in range(1 if scenario.config.placement.optim.tier == "device" else 2):
-                _step(engine, batches, observer, count)
+                subject.step()
             startup_bytes = observer.peak_bytes
             observer.reset_peak()
-            engine.comm.sent_bytes.clear()
-            engine.comm.axis_bytes.clear()
             observer.tp_bytes = 0
-            engine._offload.streams.moved_bytes.clear()
-            _step(engine, batches, observer, count)
-        return _foreseen(observer, engine, kernels, max(startup_bytes, observer.peak_bytes))
+            for engine in subject.engines:
+                engine.comm.sent_bytes.clear()
+                engine.comm.axis_bytes.clear()
+                engine._offload.streams.moved_bytes.clear()
+            subject.step()
+        return _foreseen(observer, subject, kernels, max(startup_bytes, observer.peak_bytes))
+
+
+class _Subject:
+    """What a dry run trains: an engine, or those of a rank of a pipeline."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        scenario: Scenario,
+        observer: _DryObserver,
+        batches: Iterator[dict[str, Any]],
+        pp: ModelGroup,
+    ) -> None:
+        self._observer = observer
+        self._batches = batches
+        self._pipeline: DryPipeline | None = None
+        if scenario.pipeline is None:
+            self._count = scenario.config.batch.accumulation
+            self.engines = [_engine(model, scenario, observer.host)]
+            return
+        self._count = scenario.pipeline.micro_batches
+        computed = DTYPES[scenario.config.precision.weights_dtype]
+
+        def make_engine(part: nn.Module) -> Engine:
+            return _engine(part, scenario, observer.host)
+
+        self._pipeline = DryPipeline(model, scenario.pipeline, pp, make_engine, (next(batches), computed))
+        self.engines = self._pipeline.engines
+
+    @property
+    def pp_bytes(self) -> int:
+        """What is sent to the stages before and after in a step."""
+        return self._pipeline.sent_bytes if self._pipeline is not None else 0
+
+    def step(self) -> None:
+        if self._pipeline is None:
+            _step(self.engines[0], self._batches, self._observer, self._count)
+        else:
+            self._pipeline.step([next(self._batches) for _ in range(self._count)])
 
 
 class DryComm(Comm):
@@ -395,23 +441,29 @@ def _engine(model: nn.Module, scenario: Scenario, host: HostMemory) -> Engine:
     return Engine(model, optimizer, config, comm, host)
 
 
-def _foreseen(observer: _DryObserver, engine: Engine, kernels: Kernels, startup_bytes: int) -> Foreseen:
+def _foreseen(observer: _DryObserver, subject: _Subject, kernels: Kernels, startup_bytes: int) -> Foreseen:
     split = by_kind(observer.breakdown_at_peak)
     split["in flight"] += split.pop("other")
     split["overhead"] = kernels.overhead_bytes
-    params = [*engine.module.parameters()]
-    tier_bytes = engine.report().tier_peak_bytes
+    engines = subject.engines
+    params = [param for engine in engines for param in engine.module.parameters()]
+    tier_bytes = sum((Counter(engine.report().tier_peak_bytes) for engine in engines), Counter[str]())
+    axes = {"tp": observer.tp_bytes, "pp": subject.pp_bytes}
     return Foreseen(
         categories={name: split.get(name, 0) for name in CATEGORIES},
         startup_bytes=startup_bytes + kernels.overhead_bytes,
         reserved_bytes=observer.allocator.peak_bytes,
         tiers={tier: size for tier in ("host", "disk") if (size := tier_bytes.get(tier))},
-        sent_bytes={**engine.comm.sent_bytes, **({"tp": observer.tp_bytes} if observer.tp_bytes else {})},
-        axis_bytes=dict(engine.comm.axis_bytes),
-        moved_bytes=dict(engine._offload.streams.moved_bytes),
+        sent_bytes=_added([engine.comm.sent_bytes for engine in engines]) | {k: v for k, v in axes.items() if v},
+        axis_bytes=_added([engine.comm.axis_bytes for engine in engines]),
+        moved_bytes=_added([engine._offload.streams.moved_bytes for engine in engines]),
         parameters=sum(param.numel() for param in params),
         trainable=sum(param.numel() for param in params if param.requires_grad),
     )
+
+
+def _added(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    return dict(sum(map(Counter, counts), Counter[str]()))
 
 
 def _check_fake(model: nn.Module) -> None:

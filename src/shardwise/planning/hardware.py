@@ -82,12 +82,16 @@ class Hardware:
         """The GPUs of each node."""
         return NodeShape(self.nodes, self.gpus // self.nodes)
 
-    def zero_shape(self, tp: int) -> NodeShape:
-        """The nodes of ZeRO's ranks, where each `tp` neighbouring GPUs hold one copy of the model together."""
+    def zero_shape(self, tp: int = 1, pp: int = 1) -> NodeShape:
+        """The nodes of ZeRO's ranks. Each `tp` neighbouring GPUs hold one part of the model together; the `pp` ranks of
+        a pipeline are the farthest apart, so that those of one stage share nodes where they can."""
         if tp < 1 or self.gpus % tp:
             raise ConfigError(f"--tp {tp} does not divide {self.gpus} GPUs: take one that does")
-        per_node = max(1, self.gpus // self.nodes // tp)
-        return NodeShape(self.gpus // tp // per_node, per_node)
+        if pp < 1 or self.gpus // tp % pp:
+            raise ConfigError(f"--pp {pp} does not divide {self.gpus // tp} GPUs: take one that does")
+        copies = self.gpus // tp // pp
+        per_node = min(copies, max(1, self.gpus // self.nodes // tp))
+        return NodeShape(copies // per_node, per_node)
 
     @property
     def context_bytes(self) -> int:

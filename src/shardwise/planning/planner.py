@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from multiprocessing import get_context
 
 import torch
@@ -30,6 +31,7 @@ from shardwise.planning.arithmetic import sent_by_axis, tp_bytes, wire_share
 from shardwise.planning.dry_run import Foreseen, can_dry_run, foresee_workload
 from shardwise.planning.estimate import estimate
 from shardwise.planning.hardware import Hardware
+from shardwise.planning.pipelines import foresee_stages, pipeline_notes
 from shardwise.planning.report import Advice, Fit, Plan, PlanRow
 from shardwise.planning.workload import DEFAULT_TARGETS, ModelSpec, Workload, find_model, from_dimensions
 from shardwise.sizes import format_bytes
@@ -63,7 +65,7 @@ def plan(
     'zero1'
     """
     hardware, workload = hardware or Hardware(), workload or Workload()
-    shape = hardware.zero_shape(workload.tp)
+    shape = hardware.zero_shape(workload.tp, workload.pp)
     presets = presets_for(shape) if presets is None else presets
     unknown = [name for name in presets if name not in PRESETS]
     if unknown:
@@ -72,21 +74,37 @@ def plan(
     if detailed and known.dimensions is None and known.build is None:
         raise ConfigError("a detailed plan needs a model: name one instead of --params")
     known.part(workload.tp)  # raises if there is none
+    if workload.pp > 1:
+        if workload.accumulation < workload.pp:
+            raise ConfigError(
+                f"--pp {workload.pp} needs at least as many micro-batches: take --accumulate {2 * workload.pp}"
+            )
+        if known.dimensions is None or workload.lora or detailed is False:
+            raise ConfigError(
+                f"--pp {workload.pp} needs a dry run of a model whose dimensions are known, without adapters: name one "
+                "of the catalog or a config.json, and leave out --params, --lora and --no-detailed"
+            )
+        detailed = True
     return _plan(known, workload, hardware, presets, known.build is not None if detailed is None else detailed)
 
 
 def _plan(model: ModelSpec, workload: Workload, hardware: Hardware, presets: Sequence[str], detailed: bool) -> Plan:
     notes = []
     foreseen: dict[str, Foreseen] = {}
-    shape = hardware.zero_shape(workload.tp)
+    shape = hardware.zero_shape(workload.tp, workload.pp)
     if detailed:
         configs = {preset: workload.config(preset) for preset in presets}
         possible = [name for name, config in configs.items() if can_dry_run(config) and not refusal(config)]
         foreseen, failure = _dry_runs(model, workload, shape, possible)
+        if failure and workload.pp > 1:
+            raise ConfigError(f"--pp {workload.pp}: no dry run: {failure}")
         if failure:
             notes.append(f"no dry run: {failure}; the figures come from arithmetic")
+    if workload.pp > 1:
+        presets = list(foreseen)
+        notes += pipeline_notes(workload, foreseen)
     if workload.tp > 1:
-        notes.append(_tp_note(workload.tp, shape.world_size, tp_bytes(model.part(workload.tp), workload)))
+        notes.append(_tp_note(workload.tp, shape.world_size, _tp_sent_bytes(model, workload, foreseen)))
     rows = [_row(preset, model, workload, hardware, foreseen.get(preset)) for preset in presets]
     notes += _notes(model, workload, rows)
     mode = "detailed" if foreseen else "analytic"
@@ -98,8 +116,11 @@ def _plan(model: ModelSpec, workload: Workload, hardware: Hardware, presets: Seq
 
 def _row(preset: str, model: ModelSpec, workload: Workload, hardware: Hardware, foreseen: Foreseen | None) -> PlanRow:
     config, model = workload.config(preset), model.part(workload.tp)
-    shape = hardware.zero_shape(workload.tp)
+    shape = hardware.zero_shape(workload.tp, workload.pp)
     found = foreseen or estimate(model, workload, config, shape)
+    if foreseen is not None and workload.pp > 1:  # of a stage
+        held = foreseen.parameters // workload.tp
+        model = replace(model, parameters=held, trainable=held)
     sent = sent_by_axis(preset, model, workload, shape)
     reserved = hardware.reserved_bytes
     peak = found.peak_bytes + reserved
@@ -127,6 +148,12 @@ def _reserved_note(preset: str, foreseen: Foreseen, on: Hardware) -> str:
     if shown > on.gpu_bytes:
         note += ": more than a GPU has, so that it will return pages to the driver in every step, which takes time"
     return note
+
+
+def _tp_sent_bytes(model: ModelSpec, workload: Workload, foreseen: Mapping[str, Foreseen]) -> int:
+    if workload.pp > 1:  # of the stage that sends the most
+        return max((each.sent_bytes.get("tp", 0) for each in foreseen.values()), default=0)
+    return tp_bytes(model.part(workload.tp), workload)
 
 
 def _tp_note(tp: int, copies: int, sent: int) -> str:
@@ -174,16 +201,17 @@ def _dry_runs(
     model: ModelSpec, workload: Workload, shape: NodeShape, presets: Sequence[str]
 ) -> tuple[dict[str, Foreseen], str | None]:
     """The dry run of each preset, in parallel if there are cores for it; and why one failed, if one did."""
+    foresee = foresee_stages if workload.pp > 1 else foresee_workload
     # A process that has started CUDA cannot fork: its children find CUDA uninitialized and fail.
     if cores() < 2 or len(presets) < 2 or torch.cuda.is_initialized():
-        found = [foresee_workload(model, workload, preset, shape.world_size, shape.nodes) for preset in presets]
+        found = [foresee(model, workload, preset, shape.world_size, shape.nodes) for preset in presets]
     else:
         # Forked: a fresh interpreter would import torch again, which takes as long as a dry run.
         with ProcessPoolExecutor(min(cores(), len(presets)), get_context("fork")) as pool:
             # Offloading presets take longest, so they start first.
             order = sorted(presets, key=lambda preset: PRESETS[preset].optim.tier != "device", reverse=True)
             ranks = shape.world_size, shape.nodes
-            begun = {preset: pool.submit(foresee_workload, model, workload, preset, *ranks) for preset in order}
+            begun = {preset: pool.submit(foresee, model, workload, preset, *ranks) for preset in order}
             found = [begun[preset].result() for preset in presets]
     failure = next((each for each in found if isinstance(each, str)), None)
     foreseen = {preset: each for preset, each in zip(presets, found, strict=True) if not isinstance(each, str)}
@@ -244,7 +272,7 @@ def judge(config: Config, peak_bytes: int, tiers: Mapping[str, int], on: Hardwar
 def advise(rows: Sequence[PlanRow], model: ModelSpec, workload: Workload, hardware: Hardware) -> Advice:
     """The first preset in the order of their cost that fits."""
     by_name = {row.preset: row for row in rows}
-    shape = hardware.zero_shape(workload.tp)
+    shape = hardware.zero_shape(workload.tp, workload.pp)
     order = [name for name in order_for(shape, workload.accumulation) if name in by_name] or [
         row.preset for row in rows
     ]
@@ -297,7 +325,7 @@ def _shortage(row: PlanRow, hardware: Hardware) -> str:
 
 def _lora_hint(model: ModelSpec, workload: Workload, hardware: Hardware) -> str:
     """Says if adapters would fit without offload."""
-    if model.dimensions is None or workload.lora is not None or workload.tp > 1:
+    if model.dimensions is None or workload.lora is not None or workload.tp * workload.pp > 1:
         return ""
     targets = tuple(name for name in DEFAULT_TARGETS if name in model.dimensions.linears())
     adapted = from_dimensions(model.dimensions, (LORA_RANK, targets))

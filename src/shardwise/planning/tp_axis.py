@@ -1,4 +1,4 @@
-"""The tensor-parallel axis in a dry run: one rank of it, in a process group that sends nothing."""
+"""The axes of a model in a dry run: one rank of them, in a process group that sends nothing; what tp sends."""
 
 from __future__ import annotations
 
@@ -27,22 +27,21 @@ class DryModelGroup(ModelGroup):
 
 
 @contextlib.contextmanager
-def tp_axis(size: int) -> Iterator[Any]:
-    """A mesh of `size` ranks, of which this process is the first; None for one rank."""
+def fake_group(size: int, rank: int = 0) -> Iterator[bool]:
+    """Within it, this process is one of `size` ranks of a group that sends nothing; not for one rank, then False."""
     if size == 1:
-        yield None
+        yield False
         return
     if dist.is_initialized():
         raise ConfigError(
-            f"a dry run of tensor parallelism over {size} ranks needs a process group of its own: run it before "
+            f"a dry run of a model on {size} ranks needs a process group of its own: run it before "
             "torch.distributed.init_process_group, or in another process"
         )
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
-        yield init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
+        yield True
     finally:
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 

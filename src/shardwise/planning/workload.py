@@ -57,7 +57,7 @@ class Workload:
     """A training step: tokens of a micro-batch, micro-batches, precision, recomputation and adapters.
 
     `lora` is the rank of the adapters and the names of the matrices that have one; `tp` is how many GPUs hold one copy
-    of the model together.
+    of the model, or of a stage, together; `pp` is how many the layers are spread over, by a `schedule` of torch's.
     """
 
     sequence: int = 2048
@@ -68,6 +68,8 @@ class Workload:
     checkpointing: bool = True
     lora: tuple[int, tuple[str, ...]] | None = None
     tp: int = 1
+    pp: int = 1
+    schedule: str = "1F1B"
 
     def __post_init__(self) -> None:
         if self.precision not in PRECISIONS:

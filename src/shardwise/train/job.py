@@ -98,7 +98,7 @@ def shape_of(size: str, vocabulary: int, **given: int | None) -> Shape:
 
 @dataclass(frozen=True)
 class TrainJob:
-    """A run for `world_size` data-parallel ranks, each of which is `tp` processes."""
+    """A run for `world_size` data-parallel ranks, each of which is `tp` x `pp` processes."""
 
     options: TrainOptions
     world_size: int
@@ -111,11 +111,16 @@ class TrainJob:
         return self.options.placing.tp
 
     @property
+    def pp(self) -> int:
+        return self.options.placing.pp
+
+    @property
     def ranks(self) -> str:
         """How many ranks there are, in words."""
-        count = self.world_size * self.tp
-        axes = f" (tp {self.tp} x dp {self.world_size})" if self.tp > 1 else ""
-        return f"{count} rank{'s' * (count > 1)}{axes}"
+        axes = {name: size for name, size in (("pp", self.pp), ("tp", self.tp)) if size > 1}
+        count = self.world_size * self.tp * self.pp
+        listed = " x ".join(f"{name} {size}" for name, size in (axes | {"dp": self.world_size}).items())
+        return f"{count} rank{'s' * (count > 1)}{f' ({listed})' if axes else ''}"
 
     @property
     def steps(self) -> int:
@@ -170,14 +175,18 @@ class TrainJob:
 
 def prepare(options: TrainOptions, ranks: int) -> TrainJob:
     """Open the corpus and resolve model, batch and configuration for `ranks` processes."""
-    data, model, tp = options.data, options.model, options.placing.tp
-    if ranks % tp:
-        raise ConfigError(f"--tp {tp} does not divide {ranks} rank(s): take --nproc {tp * max(1, ranks // tp)}")
-    world_size = ranks // tp
+    data, model, tp, pp = options.data, options.model, options.placing.tp, options.placing.pp
+    each = tp * pp
+    if ranks % each:
+        asked = " ".join(f"--{name} {size}" for name, size in (("tp", tp), ("pp", pp)) if size > 1)
+        does = "do not" if tp > 1 and pp > 1 else "does not"
+        raise ConfigError(f"{asked} {does} divide {ranks} rank(s): take --nproc {each * max(1, ranks // each)}")
+    world_size = ranks // each
     config = _config(options, world_size)
     corpus = open_corpus(data.paths, data.glob, data.vocab)
     shape = shape_of(model.size, corpus.vocabulary, **model.model_dump(exclude={"size"}))
     _check_tp(shape, tp)
+    _check_pp(shape, pp, config)
     job = TrainJob(options, world_size, corpus, shape, config)
     job.windows  # noqa: B018  # raises now if there is too little text
     return job
@@ -188,6 +197,15 @@ def _check_tp(shape: Shape, tp: int) -> None:
     for what, size in sizes.items():
         if size % tp:
             raise ConfigError(f"--tp {tp} does not divide {what} ({size}): take one that does, or another --size")
+
+
+def _check_pp(shape: Shape, pp: int, config: Config) -> None:
+    if pp > shape.layers:
+        raise ConfigError(f"--pp {pp} leaves a stage empty: the model has {shape.layers} layers, take at most as many")
+    if pp > 1 and config.batch.accumulation < pp:
+        raise ConfigError(
+            f"--accumulate {config.batch.accumulation}: a pipeline of {pp} stages needs at least {pp} micro-batches"
+        )
 
 
 def check_memory(job: TrainJob, on_cpu: bool, local_ranks: int) -> None:
@@ -202,7 +220,7 @@ def check_memory(job: TrainJob, on_cpu: bool, local_ranks: int) -> None:
     if on_cpu:
         batch_bytes += micro * shape.context * shape.vocabulary * costs.weight_bytes(config)
         kinds = [kind for kind in costs.resting(config) if kind.tier != "disk"]
-        state_bytes = local_ranks * costs.resting_bytes(kinds, shape.parameters // job.tp, job.world_size)
+        state_bytes = local_ranks * costs.resting_bytes(kinds, shape.parameters // (job.tp * job.pp), job.world_size)
         if state_bytes > has:
             raise ConfigError(
                 f"the states of {format_count(shape.parameters)} parameters need at least {format_bytes(state_bytes)} "
@@ -236,8 +254,10 @@ def _config(options: TrainOptions, world_size: int) -> Config:
 
 def _batch(options: TrainOptions, config: Config, world_size: int) -> Batch:
     """All three sizes: from the command line, else from the file, else a batch of at least 16 that the ranks divide."""
-    asked = options.updates
-    if asked.batch is None and asked.accumulate is None:
+    asked, pp = options.updates, options.placing.pp
+    if asked.accumulate is None and pp > 1 and config.batch.accumulation == 1:
+        sizes = Batch(accumulation=2 * pp)  # so that most of the time no stage waits for another
+    elif asked.batch is None and asked.accumulate is None:
         sizes = config.batch.resolve(world_size)
     else:
         sizes = Batch(accumulation=asked.accumulate or config.batch.accumulation)

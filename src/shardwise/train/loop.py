@@ -21,6 +21,7 @@ from shardwise.train.data import Indices, SampleLoader, validation_batches
 from shardwise.train.folder import MetricsFiles, RunFolder, StepMetrics, TrainPosition
 from shardwise.train.job import TrainJob
 from shardwise.train.screen import Screen
+from shardwise.train.trainers import EngineTrainer, Phase, Trainer
 
 WATCHED = 2
 """The memory of the last steps is measured; the report shows that of the very last one."""
@@ -111,7 +112,7 @@ class TrainLoop:
     job: TrainJob
     process: RankProcess
     comm: Comm
-    engine: Engine
+    trainer: Trainer
     loader: SampleLoader
     screen: Screen
     metrics: MetricsFiles | None
@@ -140,10 +141,11 @@ class TrainLoop:
             with contextlib.ExitStack() as stack:
                 watch: StepWatch | None = None
                 while self.step < self.job.steps and not self._agree_to_stop():
-                    if watch is None and self.step >= self.job.steps - WATCHED:
+                    is_near_end = self.step >= self.job.steps - WATCHED
+                    if watch is None and is_near_end and isinstance(self.trainer, EngineTrainer):
                         self._flush()  # measuring slows steps down: keep them out of the speed
-                        self.engine.finish_save()  # and keep the buffers of a save out of the measured memory
-                        watch = StepWatch(self.engine)
+                        self.trainer.model.finish_save()  # and keep the buffers of a save out of the measured memory
+                        watch = StepWatch(self.trainer.model)
                         stack.enter_context(watch)
                     self._train_step(watch)
                     self._after_step()
@@ -152,20 +154,16 @@ class TrainLoop:
         self._flush()
         if self.step > self._saved_step:
             self.save(blocking=True)
-        self.engine.finish_save()  # a save that started after this step
+        self.trainer.model.finish_save()  # a save that started after this step
         return self.step >= self.job.steps
 
     def evaluate(self) -> float:
         """The mean loss over the validation windows."""
-        self.engine.eval()
         total = torch.zeros(2, dtype=torch.float64)
         samples = self.job.options.intervals.eval_samples
-        with torch.no_grad():
-            for batch in validation_batches(self.job.windows[1], samples, self.loader.share):
-                inputs, targets = self._move(batch)
-                loss = self.engine(inputs, targets)
-                total += torch.tensor([loss.item() * len(batch), len(batch)], dtype=torch.float64)
-        self.engine.train()
+        for batch in validation_batches(self.job.windows[1], samples, self.loader.share):
+            loss = self.trainer.evaluate(*self._move(batch))
+            total += torch.tensor([loss.item() * len(batch), len(batch)], dtype=torch.float64)
         loss_sum, count = self.comm.share(total).sum(0).tolist()
         return float(loss_sum / count)
 
@@ -175,29 +173,21 @@ class TrainLoop:
         state = {**position, "identity": self.job.identity}
         outputs, tag = self.job.options.outputs, f"step-{self.step}"
         folder = RunFolder(outputs.out).checkpoints
-        self.engine.save(folder, tag=tag, blocking=blocking, state=state, keep=outputs.keep)
+        self.trainer.model.save(folder, tag=tag, blocking=blocking, state=state, keep=outputs.keep)
         self._saved_step = self.step
 
     def _train_step(self, watch: StepWatch | None) -> None:
-        assert self.engine.optimizer is not None
-        losses = torch.zeros((), device=self.process.device)
-        phase = watch.phase if watch is not None else contextlib.nullcontext
+        optimizer = self.trainer.engines[0].optimizer
+        assert optimizer is not None
+        phase: Phase = watch.phase if watch is not None else lambda name: contextlib.nullcontext()
         if watch is not None:
             watch.begin_step()
-        for batch in self.loader.step():
-            inputs, targets = self._move(batch)
-            with phase("forward"):
-                loss = self.engine(inputs, targets)
-            losses += loss.detach() / self.loader.share.accumulation
-            with phase("backward"):
-                self.engine.backward(loss)
-            del loss
-            rate = self.engine.optimizer.param_groups[0]["lr"]
-            with phase("update"):
-                self.engine.step()
+        rate = optimizer.param_groups[0]["lr"]
+        batches = (self._move(batch) for batch in self.loader.step())
+        losses = self.trainer.step(batches, self.loader.share.accumulation, phase)
         self.trace = watch.end_step() if watch is not None else None
-        assert self.engine.grad_norm is not None
-        self._pending.append((losses, self.engine.grad_norm, float(rate)))
+        assert self.trainer.model.grad_norm is not None
+        self._pending.append((losses, self.trainer.model.grad_norm, float(rate)))
         self.step += 1
         self.screen.advance(self.step)
 

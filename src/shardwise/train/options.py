@@ -68,6 +68,7 @@ class PlacingOptions(OptionSection, title="Where and how it runs"):
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto, cpu or cuda.")
     nproc: int | None = Field(default=None, ge=1, le=10**4, description="Local ranks (default: one per GPU, else 2).")
     tp: int = Field(default=1, ge=1, le=10**4, description="Ranks that hold one copy of the model (tensor parallel).")
+    pp: int = Field(default=1, ge=1, le=10**4, description="Stages that the layers are spread over (pipeline).")
     foresee: bool = Field(default=True, description="Predict the memory of a rank first.")
 
 

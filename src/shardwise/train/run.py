@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import shardwise
 from shardwise.comm import Comm
 from shardwise.config.auto import UserObjects
+from shardwise.config.sections import Batch
 from shardwise.config.shape import shape_on_nodes
 from shardwise.engine.engine import Engine
 from shardwise.engine.report import Report
@@ -33,6 +34,7 @@ from shardwise.train.loop import MemoryTrace, RankProcess, TrainLoop
 from shardwise.train.model import LanguageModel
 from shardwise.train.plot import draw
 from shardwise.train.screen import Screen, duration, make_screen
+from shardwise.train.trainers import EngineTrainer, PipelineTrainer, Trainer
 
 BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1
@@ -47,19 +49,19 @@ def run(job: TrainJob, process: RankProcess, comm: Comm) -> None:
     _open(folder, job, comm)
     screen = make_screen(comm.rank)
     _introduce(job, process, screen)
-    foresees = job.options.placing.foresee and comm.rank == 0 and job.tp == 1
+    foresees = job.options.placing.foresee and comm.rank == 0 and job.tp == job.pp == 1
     foreseen_bytes = _foresee(job, process, screen) if foresees else None
     with _warnings_on(screen):
-        engine = build_engine(job, process)
+        trainer = build_trainer(job, process)
     if foreseen_bytes is not None:
-        engine.expect(foreseen_bytes)
+        trainer.engines[0].expect(foreseen_bytes)
     with _warnings_on(screen):
-        state = _load(folder, job, engine)
+        state = _load(folder, job, trainer)
     metrics = None
     if comm.rank == 0:
         metrics = MetricsFiles(folder.root, state.step if state is not None else 0, job.options.outputs.tensorboard)
-    loader = SampleLoader(job.windows[0], job.share(comm.rank // job.tp), job.options.updates.seed)
-    loop = TrainLoop(job, process, comm, engine, loader, screen, metrics)
+    loader = SampleLoader(job.windows[0], job.share(comm.rank // job.tp % job.world_size), job.options.updates.seed)
+    loop = TrainLoop(job, process, comm, trainer, loader, screen, metrics)
     if state is not None:
         loop.resume(state)
         screen.say("resume", f"at step {loop.step} of {job.steps}, sample {loop.loader.taken}")
@@ -70,18 +72,29 @@ def run(job: TrainJob, process: RankProcess, comm: Comm) -> None:
     comm.share_object(None)  # exit together: rank 0 may still be writing
 
 
-def build_engine(job: TrainJob, process: RankProcess) -> Engine:
-    """An engine with the model, optimizer and schedule of the job."""
+def build_trainer(job: TrainJob, process: RankProcess) -> Trainer:
+    """An engine, or a pipeline, with the model, optimizer and schedule of the job."""
     torch.manual_seed(job.options.updates.seed)
+    sizes = {"pp": job.pp, "dp": job.world_size, "tp": job.tp}
+    axes = {name: size for name, size in sizes.items() if size > 1 or name == "dp"}
     mesh = None
+    if len(axes) > 1:
+        mesh = init_device_mesh(process.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
     with shardwise.deferred_init(device=process.device):
         model = LanguageModel(job.shape)
         if job.tp > 1:
-            shape = (job.world_size, job.tp)
-            mesh = init_device_mesh(process.device.type, shape, mesh_dim_names=("dp", "tp"))
+            assert mesh is not None
             tensor_parallel(model, mesh["tp"])
     optimizer = None if job.config.optimizer is not None else functools.partial(_optimizer, rate=job.rate)
-    return shardwise.initialize(model, optimizer, job.config, functools.partial(_scheduler, job), mesh)
+    scheduler = functools.partial(_scheduler, job)
+    if job.pp == 1:
+        return EngineTrainer(shardwise.initialize(model, optimizer, job.config, scheduler, mesh))
+    # A step of the pipeline is all micro-batches of a step.
+    config = job.config.with_sections(batch=Batch())
+    micro_batches = job.config.batch.accumulation
+    return PipelineTrainer(
+        shardwise.pipeline(model, mesh, optimizer, config, micro_batches=micro_batches, lr_scheduler=scheduler)
+    )
 
 
 def _optimizer(params: Iterable[Any], rate: float) -> torch.optim.Optimizer:
@@ -140,18 +153,18 @@ def _warnings_on(screen: Screen) -> Iterator[None]:
                 warnings.showwarning(each.message, each.category, each.filename, each.lineno)
 
 
-def _load(folder: RunFolder, job: TrainJob, engine: Engine) -> TrainPosition | None:
+def _load(folder: RunFolder, job: TrainJob, trainer: Trainer) -> TrainPosition | None:
     """Load the newest checkpoint and return its position; None if there is none."""
     source = folder.checkpoints if folder.has_checkpoint else job.options.outputs.resume
     if source is None:
         return None
-    bases = list(engine.lr_scheduler.base_lrs)
-    state = engine.load(source, fallback=folder.has_checkpoint)
-    scheduler = engine.lr_scheduler
-    if isinstance(scheduler, LambdaLR):  # the rate and schedule of this command, not those of the checkpoint
-        scheduler.base_lrs = bases
-        for group, base, shape in zip(scheduler.optimizer.param_groups, bases, scheduler.lr_lambdas, strict=True):
-            group["lr"] = base * shape(scheduler.last_epoch)
+    bases = list(trainer.engines[0].lr_scheduler.base_lrs)
+    state = trainer.model.load(source, fallback=folder.has_checkpoint)
+    for scheduler in [engine.lr_scheduler for engine in trainer.engines]:
+        if isinstance(scheduler, LambdaLR):  # the rate and schedule of this command, not those of the checkpoint
+            scheduler.base_lrs = bases
+            for group, base, shape in zip(scheduler.optimizer.param_groups, bases, scheduler.lr_lambdas, strict=True):
+                group["lr"] = base * shape(scheduler.last_epoch)
     if not isinstance(state, dict) or "identity" not in state:
         raise ConfigError(f"{source} was not made by `shardwise train`: it has no position in the data")
     position = validated(TrainPosition, state, f"the state in {source}", ConfigError, REMEDY)
@@ -195,12 +208,14 @@ def finish(loop: TrainLoop, folder: RunFolder, foreseen_bytes: int | None) -> No
     """Write sample, report, export and plot of a finished run. All ranks call it, since it gathers weights."""
     screen, job = loop.screen, loop.job
     # Before sampling, whose gathers would count in the report.
-    report = f"{_report(loop.engine.report(), loop.trace)}\n{_observed(loop.trace, foreseen_bytes)}".rstrip()
+    report = (
+        f"{_report(loop.trainer.engines[0].report(), loop.trace)}\n{_observed(loop.trace, foreseen_bytes)}".rstrip()
+    )
     text = _sample(loop)
     if loop.metrics is not None:
         shutil.rmtree(folder.export, ignore_errors=True)  # the export of an earlier, shorter run
     loop.comm.share_object(None)
-    loop.engine.export(folder.export)
+    loop.trainer.model.export(folder.export)
     if loop.metrics is None:
         return
     folder.write(folder.report, report + "\n")
@@ -233,8 +248,8 @@ def _summarise(loop: TrainLoop, rows: list[StepMetrics]) -> None:
 @torch.no_grad()
 def _sample(loop: TrainLoop) -> str:
     """The prompt and what the model makes of it, each token drawn from at most a context of tokens before it."""
-    outputs, corpus, engine = loop.job.options.outputs, loop.job.corpus, loop.engine
-    if not outputs.sample:
+    outputs, corpus, engine = loop.job.options.outputs, loop.job.corpus, loop.trainer.model
+    if not outputs.sample or not isinstance(engine, Engine):  # a pipeline computes losses alone
         return ""
     tokens = list(outputs.prompt.encode()) if corpus.is_text else corpus.read(0, 1).tolist()
     generator = torch.Generator().manual_seed(loop.job.options.updates.seed)

@@ -1,0 +1,137 @@
+"""What every rank of a pipeline will hold and send in a step, by dry runs, and how long it waits; what a plan says of
+it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from shardwise.config import Config
+from shardwise.config.shape import NodeShape
+from shardwise.errors import ConfigError
+from shardwise.models.built_in import Build
+from shardwise.planning.dry_run import Foreseen, Scenario, Untraceable, build_decoder, dry_run
+from shardwise.planning.kernels import CPU, cuda
+from shardwise.planning.pp_axis import SCHEDULES, PipelineRank, bubble
+from shardwise.planning.workload import ModelSpec, Workload
+from shardwise.sizes import format_bytes
+
+
+@dataclass(frozen=True)
+class ForeseenPipeline:
+    """One rank of each place in the pipeline, and the share of a step in which they wait for each other.
+
+    The bubble assumes stages that take equally long, and a backward that takes twice as long as a forward.
+    """
+
+    ranks: tuple[Foreseen, ...]
+    bubble: float
+
+    @property
+    def fullest(self) -> Foreseen:
+        """The rank with the highest peak."""
+        return max(self.ranks, key=lambda rank: rank.peak_bytes)
+
+
+def foresee_pipeline(
+    build: Build,
+    config: Any = "zero2",
+    world_size: int = 2,
+    *,
+    pp: int,
+    schedule: str = "1F1B",
+    micro_batches: int = 8,
+    tp: int = 1,
+    keep_gathered: bool = False,
+    device: str | None = None,
+) -> ForeseenPipeline:
+    """As `foresee`, for a pipeline of `pp` stages or pairs of stages, by one of torch's schedules.
+
+    `build` returns the model and `make_batch(rank, step)`, which returns one micro-batch. With `keep_gathered`, sharded
+    weights stay gathered for a whole step.
+
+    >>> import torch, shardwise
+    >>> class Model(torch.nn.Sequential):
+    ...     def forward(self, x):
+    ...         return super().forward(x).square().mean()
+    >>> def build():
+    ...     return Model(*(torch.nn.Linear(64, 64) for _ in range(4))), lambda rank, step: {"x": torch.ones(64, 64)}
+    >>> found = shardwise.foresee_pipeline(build, "zero2", 4, pp=2, micro_batches=4, device="cpu")
+    >>> found.ranks[0].peak_bytes > found.ranks[1].peak_bytes, found.bubble
+    (True, 0.2)
+    """
+    if pp < 2 or world_size % (pp * tp):
+        raise ConfigError(
+            f"{world_size} ranks with pp {pp} and tp {tp}: give a multiple of {pp * tp}, and pp from 2 on"
+        )
+    is_cuda = torch.cuda.is_available() if device is None else device.startswith("cuda")
+    copies = world_size // (pp * tp)
+    loaded = Config.load(config).for_shape(NodeShape(1, copies))
+
+    def run(rank: int) -> Foreseen:
+        at = PipelineRank(pp, rank, schedule, micro_batches, keep_gathered)
+        return dry_run(Scenario(build, loaded, copies, cuda() if is_cuda else CPU, tp=tp, pipeline=at))
+
+    with torch.random.fork_rng(devices=[]):
+        return ForeseenPipeline(tuple(map(run, range(pp))), round(bubble(schedule, pp, micro_batches), 4))
+
+
+def foresee_stages(model: ModelSpec, workload: Workload, preset: str, world_size: int, nodes: int) -> Foreseen | str:
+    """As `foresee_workload`, of all ranks of a pipeline: the fullest, and the peaks of all."""
+    shape, count = NodeShape(nodes, world_size // nodes), run_micro_batches(workload)
+    config = replace(workload, accumulation=1).config(preset).for_shape(shape)
+    build = model.build or partial(build_decoder, model, workload)
+    found = []
+    try:
+        for rank in range(workload.pp):
+            at = PipelineRank(workload.pp, rank, workload.schedule, count)
+            one = dry_run(Scenario(build, config, world_size, cuda(), shape, workload.tp, at))
+            found.append(with_micro_batches(one, count, workload.accumulation))
+    except Untraceable as failure:
+        return str(failure)
+    fullest = max(found, key=lambda each: each.peak_bytes)
+    return replace(fullest, places=tuple(each.peak_bytes for each in found))
+
+
+def run_micro_batches(workload: Workload) -> int:
+    """How many micro-batches a dry run runs: further ones hold nothing more, except where all forwards come first."""
+    name, pp = workload.schedule.lower(), workload.pp
+    most = {"gpipe": workload.accumulation, "loopedbfs": workload.accumulation, "1f1b": pp + 1}
+    return min(workload.accumulation, most.get(name, 2 * pp))
+
+
+def with_micro_batches(foreseen: Foreseen, seen: int, count: int) -> Foreseen:
+    """The same with `count` micro-batches instead of `seen`: torch has buffers to receive each of them in."""
+    each = foreseen.sent_bytes.get("pp", 0) // seen
+    more = {"in flight": foreseen.categories["in flight"] + (count - seen) * each}
+    sent = {**foreseen.sent_bytes, "pp": each * count}
+    return replace(foreseen, categories={**foreseen.categories, **more}, sent_bytes=sent)
+
+
+def pipeline_notes(workload: Workload, foreseen: Mapping[str, Foreseen]) -> list[str]:
+    """What a plan with a pipeline says beside its table."""
+    pp, count = workload.pp, workload.accumulation
+    notes = []
+    for preset, each in foreseen.items():
+        peaks = ", ".join(f"{size / 1e9:.1f}" for size in each.places)
+        notes.append(f"{preset}: peaks of the {pp} places in the pipeline, in GB: {peaks} (by {workload.schedule})")
+    sent = max((each.sent_bytes.get("pp", 0) for each in foreseen.values()), default=0)
+    shares = ", ".join(f"{name} {share:.0%}" for name in SCHEDULES if (share := bubble_of(name, pp, count)) is not None)
+    notes.append(
+        f"figures are of the fullest of {pp} places; a GPU sends {format_bytes(sent)} to its neighbours in the "
+        "pipeline in a step, beside what the table says"
+    )
+    notes.append(f"of a step of {count} micro-batches, ranks wait for each other: {shares}")
+    return notes
+
+
+def bubble_of(schedule: str, pp: int, count: int) -> float | None:
+    """As `bubble`; None where a schedule cannot run this many micro-batches."""
+    try:
+        return bubble(schedule, pp, count)
+    except ConfigError:
+        return None

@@ -1,0 +1,107 @@
+"""The dry runs of a pipeline's ranks, against four real ones; bubbles by hand."""
+
+import gc
+import statistics
+
+import pytest
+import torch
+
+import shardwise
+from shardwise.errors import ConfigError
+from shardwise.models.built_in import GPT, tokens
+from shardwise.observe import StorageObserver
+from shardwise.planning.pp_axis import SCHEDULES, bubble
+from support import run_ranks
+
+RUNS = (
+    ("GPipe", "zero2"),
+    ("1F1B", "zero1"),
+    ("1F1B", "zero3"),
+    ("Interleaved1F1B", "zero2"),
+    ("ZBVZeroBubble", "zero3"),
+)
+BATCH, LENGTH, HIDDEN, LAYERS, VOCABULARY, MICRO_BATCHES = 2, 64, 128, 8, 128, 4
+
+
+def build():
+    model = GPT(hidden=HIDDEN, layers=LAYERS, heads=4, vocabulary=VOCABULARY, length=LENGTH)
+    return model, tokens(BATCH, LENGTH, VOCABULARY)
+
+
+def foreseen(rank, world_size):
+    shape = {"pp": 2, "micro_batches": MICRO_BATCHES, "device": "cpu"}
+    found = [
+        shardwise.foresee_pipeline(build, preset, 4, schedule=schedule, keep_gathered=keeps, **shape)
+        for schedule, preset, keeps in RUNS
+    ]
+    with pytest.raises(ConfigError, match="give a multiple of 3"):
+        shardwise.foresee_pipeline(build, "zero2", 4, pp=3)
+    return [[(each.peak_bytes, each.sent_bytes) for each in pipeline.ranks] for pipeline in found]
+
+
+def measured(rank, world_size):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    return [observed(mesh, *run) for run in RUNS]
+
+
+def observed(mesh, schedule, preset, keeps):
+    """Peak and bytes sent of a step after the second: the middle one of three."""
+    torch.manual_seed(0)
+    model, make_batch = build()
+    adamw = lambda params: torch.optim.AdamW(params, lr=1e-3)  # noqa: E731
+    options = {"schedule": schedule, "micro_batches": MICRO_BATCHES, "keep_gathered": keeps}
+    pipe = shardwise.pipeline(model, mesh, adamw, preset, **options)
+    del model
+    (name,) = make_batch(0, 0)
+
+    def step(number):
+        pipe.train_step({name: torch.cat([make_batch(0, number)[name] for _ in range(MICRO_BATCHES)])})
+
+    step(0)
+    step(1)
+    peaks = []
+    for number in range(2, 5):
+        gc.collect()
+        for engine in pipe.engines.values():
+            engine.comm.sent_bytes.clear()
+        with StorageObserver() as memory:
+            step(number)
+        peaks.append(memory.peak_bytes)
+    kinds = ("gather", "reduce")
+    sent = {kind: sum(each.comm.sent_bytes[kind] for each in pipe.engines.values()) for kind in kinds}
+    pipe.destroy()
+    return statistics.median(peaks), sent
+
+
+def test_peaks_and_traffic_of_a_pipelines_ranks_are_the_measured_ones():
+    (predicted,) = run_ranks(foreseen, 1, fresh=True, init=False)
+    ranks = run_ranks(measured, 4)
+    hidden_bytes = BATCH * LENGTH * HIDDEN * 4
+    for number, run in enumerate(RUNS):
+        for place in range(2):
+            peak_bytes, sent = predicted[number][place]
+            peaks = [ranks[2 * place + replica][number][0] for replica in range(2)]
+            assert peak_bytes == pytest.approx(statistics.mean(peaks), rel=0.03), (run, place, peak_bytes, peaks)
+            real = ranks[2 * place][number][1]
+            assert {kind: sent[kind] for kind in real} == real, (run, place)
+            # A stage sends its outputs on and gradients back. A V turns on the last rank.
+            sends = {"Interleaved1F1B": 3, "ZBVZeroBubble": 2}.get(run[0], 1)
+            assert sent["pp"] == sends * MICRO_BATCHES * hidden_bytes
+    peak_of = {run: [place[0] for place in predicted[number]] for number, run in enumerate(RUNS)}
+    first, last = peak_of["1F1B", "zero1", False]
+    assert first > last  # the first stage of 1F1B holds the activations of the most micro-batches
+    assert min(peak_of["1F1B", "zero3", True]) > min(peak_of["1F1B", "zero3", False])
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_bubble_of_a_schedule(schedule):
+    """Of p = 4 ranks and m = 8 micro-batches: (p - 1) / (v m + p - 1) with v stages a rank; less for zero-bubble."""
+    share = bubble(schedule, 4, 8)
+    if schedule in ("GPipe", "1F1B"):
+        assert share == pytest.approx(3 / 11)
+    elif schedule in ("Interleaved1F1B", "LoopedBFS"):
+        assert share == pytest.approx(3 / 19)
+    else:
+        assert share < 3 / 19

@@ -14,12 +14,10 @@ from shardwise.planning.pp_axis import SCHEDULES, bubble
 from support import run_ranks
 
 RUNS = (
-    ("GPipe", "zero2"),
-    ("1F1B", "zero1"),
-    ("1F1B", "zero3"),
-    ("Interleaved1F1B", "zero2"),
-    ("ZBVZeroBubble", "zero3"),
+    *(("GPipe", "zero2", False), ("1F1B", "zero1", False), ("1F1B", "zero3", False), ("1F1B", "zero3", True)),
+    *(("Interleaved1F1B", "zero2", False), ("ZBVZeroBubble", "zero3", False)),
 )
+"""Schedule, preset, and whether sharded weights stay gathered."""
 BATCH, LENGTH, HIDDEN, LAYERS, VOCABULARY, MICRO_BATCHES = 2, 64, 128, 8, 128, 4
 
 

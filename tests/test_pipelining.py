@@ -1,6 +1,8 @@
 """Engines as stages of torch's pipeline schedules: every schedule trains as one plain process does."""
 
 import copy
+import doctest
+import importlib
 import re
 import runpy
 from collections import Counter
@@ -288,6 +290,11 @@ def test_stages_are_cut_evenly_by_parameters():
     nested = nn.Sequential(nn.Embedding(4, 8), nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))), nn.Linear(8, 4))
     assert cut(nested, 2).blocks == ("1.0", "1.1", "1.2", "1.3")
     assert cut(make_gpt(False), 2, ["blocks.1"]).starts == (0, 1)
+
+
+def test_examples_in_docstrings_run():
+    result = doctest.testmod(importlib.import_module("shardwise.pipelining.cut"))
+    assert (result.attempted, result.failed) == (2, 0)
 
 
 @pytest.mark.parametrize(

@@ -272,7 +272,7 @@ def test_a_model_that_cannot_be_traced_gets_arithmetic_and_a_note(run, tmp_path)
     assert "arithmetic" in out
 
 
-@pytest.mark.parametrize("name", ["arithmetic", "dry_run", "planner"])
+@pytest.mark.parametrize("name", ["arithmetic", "dry_run", "pipelines", "planner", "pp_axis"])
 def test_examples_in_docstrings_run(name):
     result = doctest.testmod(importlib.import_module(f"shardwise.planning.{name}"))
     assert result.attempted > 0

@@ -1,6 +1,7 @@
 """The dry runs of a pipeline's ranks, against four real ones; bubbles by hand."""
 
 import gc
+import re
 import statistics
 
 import pytest
@@ -10,16 +11,18 @@ import shardwise
 from shardwise.errors import ConfigError
 from shardwise.models.built_in import GPT, tokens
 from shardwise.observe import StorageObserver
+from shardwise.planning.hardware import Hardware, Rates
 from shardwise.planning.pp_axis import SCHEDULES, bubble
+from shardwise.planning.pp_search import about_pipelines
+from shardwise.planning.search import search
+from shardwise.planning.workload import Workload, find_model
 from support import run_ranks
 
 RUNS = (
-    ("GPipe", "zero2"),
-    ("1F1B", "zero1"),
-    ("1F1B", "zero3"),
-    ("Interleaved1F1B", "zero2"),
-    ("ZBVZeroBubble", "zero3"),
+    *(("GPipe", "zero2", False), ("1F1B", "zero1", False), ("1F1B", "zero3", False), ("1F1B", "zero3", True)),
+    *(("Interleaved1F1B", "zero2", False), ("ZBVZeroBubble", "zero3", False)),
 )
+"""Schedule, preset, and whether sharded weights stay gathered."""
 BATCH, LENGTH, HIDDEN, LAYERS, VOCABULARY, MICRO_BATCHES = 2, 64, 128, 8, 128, 4
 
 
@@ -36,7 +39,24 @@ def foreseen(rank, world_size):
     ]
     with pytest.raises(ConfigError, match="give a multiple of 3"):
         shardwise.foresee_pipeline(build, "zero2", 4, pp=3)
+    check_plan()
     return [[(each.peak_bytes, each.sent_bytes) for each in pipeline.ranks] for pipeline in found]
+
+
+def check_plan():
+    """`shardwise plan --pp`: the fullest place, the peaks of all, and what they wait."""
+    workload = Workload(pp=2, sequence=128, accumulation=4)
+    made = shardwise.plan("llama3.2-1b", hardware=Hardware(gpus=4), workload=workload, presets=["zero1"])
+    (row,), (places, sent, waits) = made.rows, made.notes[:3]
+    assert row.is_dry_run
+    peaks = [float(size) for size in re.findall(r"[\d.]+", places.partition("in GB:")[2].partition("(")[0])]
+    assert max(peaks) == pytest.approx((row.peak_bytes - made.hardware.reserved_bytes) / 1e9, abs=0.06)
+    assert "to its neighbours in the pipeline" in sent
+    assert "1F1B 20%" in waits
+    with pytest.raises(ConfigError, match="--pp 3 does not divide 4 GPUs"):
+        shardwise.plan("llama3.2-1b", hardware=Hardware(gpus=4), workload=Workload(pp=3, accumulation=4))
+    with pytest.raises(ConfigError, match="--pp 2 needs at least as many micro-batches"):
+        shardwise.plan("llama3.2-1b", hardware=Hardware(gpus=4), workload=Workload(pp=2))
 
 
 def measured(rank, world_size):
@@ -105,3 +125,14 @@ def test_the_bubble_of_a_schedule(schedule):
         assert share == pytest.approx(3 / 19)
     else:
         assert share < 3 / 19
+
+
+def test_a_search_says_whether_a_pipeline_would_be_faster():
+    workload = Workload(accumulation=8)
+    small, slow = Hardware(gpus=8), Hardware(gpus=64, nodes=8, rates=Rates(node_link=1e9))
+    for name, on, expected in (("llama3-8b", small, "No pipeline: the fastest"), ("llama3-70b", slow, "may be faster")):
+        model = find_model(name, None, workload)
+        best = search(model, workload, on, count=1)
+        assert expected in about_pipelines(model, workload, on, best[0].cost)
+    assert "Nothing fits without a pipeline" in about_pipelines(model, workload, slow, None)
+    assert "No pipeline was tried" in about_pipelines(find_model(None, 10**9, workload), workload, small, 1.0)

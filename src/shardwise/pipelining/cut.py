@@ -76,8 +76,8 @@ def cut(model: nn.Module, count: int, split: Sequence[str] | None = None) -> Sta
 def even_starts(sizes: Sequence[int], count: int) -> tuple[int, ...]:
     """Where to cut a list into `count` runs, none empty, so that the largest sum is smallest.
 
-    >>> even_starts([5, 1, 1, 1, 4], 3)
-    (0, 1, 4)
+    >>> even_starts([5, 1, 1, 1, 4], 2)
+    (0, 2)
     """
     sums = [0]
     for size in sizes:

@@ -27,11 +27,11 @@ def mesh_of(nodes, per_node, tp):
     return init_device_mesh("cpu", (nodes, per_node, tp), mesh_dim_names=names)
 
 
-def engine_on(mesh, preset, seed=0, clip=CLIP, **config):
+def engine_on(axes, preset, seed=0, **config):
     """A model whose norms work on a part of the sequence each: their gradients are Partial."""
-    model = parallelized(blocks(seed), mesh["tp"], sequence=True) if mesh["tp"].size() > 1 else blocks(seed)
-    config = {"preset": preset, "gradients": {"clip_norm": clip}, **config}
-    return shardwise.initialize(model, sgd(model.parameters()), config, mesh=None if "mesh" in config else mesh)
+    model = parallelized(blocks(seed), axes["tp"], sequence=True) if axes["tp"].size() > 1 else blocks(seed)
+    config = {"preset": preset, "gradients": {"clip_norm": CLIP}, **config}
+    return shardwise.initialize(model, sgd(model.parameters()), config, mesh=None if "mesh" in config else axes)
 
 
 def train(engine, mesh, steps, count=1):

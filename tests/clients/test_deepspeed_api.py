@@ -247,6 +247,20 @@ def test_small_calls_of_users_are_served_and_others_named(rank, world_size):
 
 
 @ranks(1, fresh=True, init=False)
+def test_an_optimizer_that_makes_states_for_parameters_in_shards(rank, world_size):
+    ds, losses = deepspeed(), []
+    ds.init_distributed()
+    for stage in (1, 3):
+        torch.manual_seed(0)
+        with ds.zero.Init(config_dict_or_path=settings(stage), enabled=stage == 3):
+            net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+        optimizer = torch.optim.Adagrad(net.parameters(), initial_accumulator_value=0.1)  # makes states at once
+        given = {key: value for key, value in settings(stage).items() if key not in ("optimizer", "scheduler")}
+        losses.append(steps(ds.initialize(model=net, optimizer=optimizer, config=given)[0], 6))
+    assert losses[0] == losses[1]
+
+
+@ranks(1, fresh=True, init=False)
 def test_parts_of_a_checkpoint_are_loaded(rank, world_size, tmp_path):
     ds = deepspeed()
 

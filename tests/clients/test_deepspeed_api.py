@@ -17,7 +17,7 @@ from torch import nn
 
 from clients.devices import DEVICES, share_gpu
 from shardwise.compat import activation
-from shardwise.errors import CompatibilityError
+from shardwise.errors import CheckpointError, CompatibilityError
 from support import ranks, run_ranks
 
 
@@ -211,6 +211,7 @@ def test_small_calls_of_users_are_served_and_others_named(rank, world_size):
     applied = []
     for _ in range(4):
         engine.backward(engine(next(rows)).mean())
+        assert engine.clip_grad_norm_(1e-3) > 0 if engine.is_gradient_accumulation_boundary() else True
         engine.step()
         applied.append(engine.was_step_applied())
     assert applied == [False, True, False, True]
@@ -280,6 +281,11 @@ def test_parts_of_a_checkpoint_are_loaded(rank, world_size, tmp_path):
         assert not any(engine.optimizer.state.values())
         for mine, other in zip(engine.module.parameters(), saved.module.parameters(), strict=True):
             assert torch.equal(mine, other)
+    foreign = tmp_path / "theirs" / "global_step7"
+    foreign.mkdir(parents=True)
+    (foreign / "mp_rank_00_model_states.pt").touch()
+    with pytest.raises(CheckpointError, match="was written by DeepSpeed: convert it with `shardwise import-deepspeed"):
+        engine.load_checkpoint(foreign.parent, tag="global_step7")
     read = ds.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint
     assert set(read(tmp_path)) == {"0.weight", "0.bias", "2.weight", "2.bias"}
     assert set(read(tmp_path, exclude_frozen_parameters=True)) == {"2.weight", "2.bias"}

@@ -195,7 +195,7 @@ def test_a_client_that_takes_every_process_for_the_only_one_is_told(monkeypatch)
     run_ranks(count_with_accelerate, 2, fresh=True, init=False, torchrun=True)
 
 
-@ranks(1, fresh=True, init=False)
+@ranks(1)
 def test_small_calls_of_users_are_served_and_others_named(rank, world_size):
     ds = deepspeed()
     net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
@@ -247,10 +247,9 @@ def test_small_calls_of_users_are_served_and_others_named(rank, world_size):
         ds.runtime.zero.stage3.estimate_zero3_model_states_mem_needs_all_live(net, num_gpus_per_node=8)
 
 
-@ranks(1, fresh=True, init=False)
+@ranks(1)
 def test_an_optimizer_that_makes_states_for_parameters_in_shards(rank, world_size):
     ds, losses = deepspeed(), []
-    ds.init_distributed()
     for stage in (1, 3):
         torch.manual_seed(0)
         with ds.zero.Init(config_dict_or_path=settings(stage), enabled=stage == 3):
@@ -261,7 +260,7 @@ def test_an_optimizer_that_makes_states_for_parameters_in_shards(rank, world_siz
     assert losses[0] == losses[1]
 
 
-@ranks(1, fresh=True, init=False)
+@ranks(1)
 def test_parts_of_a_checkpoint_are_loaded(rank, world_size, tmp_path):
     ds = deepspeed()
 

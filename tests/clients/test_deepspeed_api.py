@@ -177,10 +177,8 @@ def test_one_process_without_torchrun_needs_no_process_group(rank, world_size):
 
 
 def count_with_accelerate(rank, world_size):
-    pytest.importorskip("accelerate")
-    from accelerate import PartialState
-
-    import shardwise.as_deepspeed  # noqa: F401  # first, before accelerate
+    activation.activate()
+    from accelerate import PartialState  # after it
 
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     assert PartialState().num_processes == 1  # there is no GPU, and no backend was given

@@ -17,7 +17,7 @@ from torch import nn
 
 from clients.devices import DEVICES, share_gpu
 from shardwise.compat import activation
-from shardwise.errors import CompatibilityError
+from shardwise.errors import CheckpointError, CompatibilityError
 from support import ranks, run_ranks
 
 
@@ -177,10 +177,8 @@ def test_one_process_without_torchrun_needs_no_process_group(rank, world_size):
 
 
 def count_with_accelerate(rank, world_size):
-    pytest.importorskip("accelerate")
-    from accelerate import PartialState
-
-    import shardwise.as_deepspeed  # noqa: F401  # first, before accelerate
+    activation.activate()
+    from accelerate import PartialState  # after it
 
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     assert PartialState().num_processes == 1  # there is no GPU, and no backend was given
@@ -195,7 +193,7 @@ def test_a_client_that_takes_every_process_for_the_only_one_is_told(monkeypatch)
     run_ranks(count_with_accelerate, 2, fresh=True, init=False, torchrun=True)
 
 
-@ranks(1, fresh=True, init=False)
+@ranks(1)
 def test_small_calls_of_users_are_served_and_others_named(rank, world_size):
     ds = deepspeed()
     net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
@@ -211,6 +209,7 @@ def test_small_calls_of_users_are_served_and_others_named(rank, world_size):
     applied = []
     for _ in range(4):
         engine.backward(engine(next(rows)).mean())
+        assert engine.clip_grad_norm_(1e-3) > 0 if engine.is_gradient_accumulation_boundary() else True
         engine.step()
         applied.append(engine.was_step_applied())
     assert applied == [False, True, False, True]
@@ -246,7 +245,20 @@ def test_small_calls_of_users_are_served_and_others_named(rank, world_size):
         ds.runtime.zero.stage3.estimate_zero3_model_states_mem_needs_all_live(net, num_gpus_per_node=8)
 
 
-@ranks(1, fresh=True, init=False)
+@ranks(1)
+def test_an_optimizer_that_makes_states_for_parameters_in_shards(rank, world_size):
+    ds, losses = deepspeed(), []
+    for stage in (1, 3):
+        torch.manual_seed(0)
+        with ds.zero.Init(config_dict_or_path=settings(stage), enabled=stage == 3):
+            net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+        optimizer = torch.optim.Adagrad(net.parameters(), initial_accumulator_value=0.1)  # makes states at once
+        given = {key: value for key, value in settings(stage).items() if key not in ("optimizer", "scheduler")}
+        losses.append(steps(ds.initialize(model=net, optimizer=optimizer, config=given)[0], 6))
+    assert losses[0] == losses[1]
+
+
+@ranks(1)
 def test_parts_of_a_checkpoint_are_loaded(rank, world_size, tmp_path):
     ds = deepspeed()
 
@@ -266,6 +278,11 @@ def test_parts_of_a_checkpoint_are_loaded(rank, world_size, tmp_path):
         assert not any(engine.optimizer.state.values())
         for mine, other in zip(engine.module.parameters(), saved.module.parameters(), strict=True):
             assert torch.equal(mine, other)
+    foreign = tmp_path / "theirs" / "global_step7"
+    foreign.mkdir(parents=True)
+    (foreign / "mp_rank_00_model_states.pt").touch()
+    with pytest.raises(CheckpointError, match="was written by DeepSpeed: convert it with `shardwise import-deepspeed"):
+        engine.load_checkpoint(foreign.parent, tag="global_step7")
     read = ds.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint
     assert set(read(tmp_path)) == {"0.weight", "0.bias", "2.weight", "2.bias"}
     assert set(read(tmp_path, exclude_frozen_parameters=True)) == {"2.weight", "2.bias"}

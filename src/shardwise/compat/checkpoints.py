@@ -75,15 +75,19 @@ def load_weights(
 
 def _find(folder: str, tag: Any) -> str | None:
     """The tag to load; None, with a warning, if none is given and no file says which is the latest."""
-    if tag is not None:
-        return str(tag)
     latest = Path(folder) / _LATEST
-    if not latest.is_file():
+    if tag is None and not latest.is_file():
         logging.getLogger("DeepSpeed").warning(
             "there is no file %s: pass a tag to load_checkpoint, or nothing is loaded", latest
         )
         return None
-    return latest.read_text().strip()
+    found = str(tag) if tag is not None else latest.read_text().strip()
+    if any((Path(folder) / found).glob("*_model_states.pt")):
+        raise CheckpointError(
+            f"{Path(folder) / found} was written by DeepSpeed: convert it with `shardwise import-deepspeed "
+            f"{folder} OUT`, and load that"
+        )
+    return found
 
 
 class Content(NamedTuple):

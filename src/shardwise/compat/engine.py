@@ -91,6 +91,10 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
         self.shardwise_engine.step()
         self.micro_steps += 1
 
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Clip the gradients of the coming `step()`, beside `gradient_clipping`; returns their norm. A collective."""
+        return self.shardwise_engine.clip_grad_norm_(max_norm, norm_type)
+
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Let the caller say whether the next `step()` updates."""
         self.shardwise_engine.set_boundary(is_boundary)

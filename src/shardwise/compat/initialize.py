@@ -215,6 +215,7 @@ def _make_whole(model: nn.Module) -> None:
 
 def _optimizer(given: Any, groups: list[Any], config: Config) -> Any:
     if isinstance(given, torch.optim.Optimizer):
+        _drop_states_of_shards(given)
         return given
     if callable(given):
         return (lambda params: given(groups)) if groups else given
@@ -223,6 +224,15 @@ def _optimizer(given: Any, groups: list[Any], config: Config) -> Any:
     section = config.optimizer
     trainable = [group for group in groups if not isinstance(group, torch.Tensor) or group.requires_grad]
     return lambda params: section.build(trainable or params)
+
+
+def _drop_states_of_shards(optimizer: torch.optim.Optimizer) -> None:
+    """Remove what an optimizer made when it was built on empty parameters, under `zero.Init` (Adagrad's sums):
+    it makes them again at its first step. Kernels would read past the end of such tensors."""
+    for param, state in list(optimizer.state.items()):
+        sizes = [value.numel() for value in state.values() if isinstance(value, torch.Tensor)]
+        if param.numel() and 0 in sizes:
+            del optimizer.state[param]
 
 
 def _scheduler(given: Any, config: Config) -> Any:

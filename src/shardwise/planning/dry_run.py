@@ -12,7 +12,7 @@ import itertools
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from shardwise.comm import DONE, Comm, Handle, Hop
-from shardwise.comm.interface import EVERYWHERE
+from shardwise.comm.interface import EVERYWHERE, REDUCE
 from shardwise.config import Config
 from shardwise.config.auto import UserObjects
 from shardwise.config.shape import Axis, NodeShape, shape_of
@@ -34,15 +34,18 @@ from shardwise.models.loading import arguments, loss_of
 from shardwise.models.tensor_parallel import tensor_parallel
 from shardwise.observe import StorageObserver
 from shardwise.observe.labels import Labelling, by_kind
-from shardwise.offload.pinned import HostMemory
 from shardwise.partition.stored import stored_tensors
+from shardwise.planning.dry_streams import DryHostMemory
 from shardwise.planning.estimate import CATEGORIES, Estimate
 from shardwise.planning.fakes import Fakes
 from shardwise.planning.kernels import CPU, Kernels, cuda, replacing
 from shardwise.planning.tp_axis import DryModelGroup, tp_axis, tp_sent_bytes
 from shardwise.planning.workload import ModelSpec, Workload
 from shardwise.tensors import map_tensors
+from shardwise.timing.tape import Issued, Tape
 
+_MOST_ROWS = 8
+"""Of the rows that a reduction adds up, so many are added up in a dry run."""
 MOST_MICRO_BATCHES = 3
 """How many micro-batches of a step the dry run of a plan runs."""
 
@@ -82,6 +85,7 @@ class Foreseen(Estimate):
     startup_bytes  the peak while the whole model is built on the device, sharded, and takes its first steps
     axis_bytes     bytes sent in a step within the node (inner) and out of it (outer), without control messages
     moved_bytes    bytes of a step from and to `tiers`
+    issued         what the last two steps issue, in their order; the last begins at `last_step`
     """
 
     startup_bytes: int
@@ -90,6 +94,8 @@ class Foreseen(Estimate):
     moved_bytes: dict[str, int]
     parameters: int
     trainable: int
+    issued: list[Issued] = field(default_factory=list, repr=False, compare=False)
+    last_step: int = 0
 
 
 def foresee(
@@ -164,13 +170,13 @@ def can_dry_run(config: Config) -> bool:
     return all(kind.tier != "disk" for _, kind in config.placement)
 
 
-def dry_run(scenario: Scenario) -> Foreseen:
+def dry_run(scenario: Scenario, tape: Tape | None = None) -> Foreseen:
     """Run a few steps of one rank. Raises `Untraceable` for a model that needs values, and for states on a disk."""
     if not can_dry_run(scenario.config):
         raise Untraceable("states rest on the disk, which a dry run does not touch")
-    labelling, kernels = _LogitsLabelling(), scenario.kernels
+    labelling, kernels, tape = _LogitsLabelling(), scenario.kernels, tape or Tape()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    observer = _DryObserver(kernels, labelling.label_new, mode)
+    observer = _DryObserver(kernels, labelling.label_new, mode, tape)
     with warnings.catch_warnings(), _traced(), tp_axis(scenario.tp) as axis, mode:
         warnings.simplefilter("ignore")
         with observer, replacing(kernels.replaced):
@@ -180,13 +186,15 @@ def dry_run(scenario: Scenario) -> Foreseen:
                 tensor_parallel(model, axis)
                 observer.counts_tp = True
             scenario = scenario.with_dtype_of(model)
-            engine = _engine(model, scenario, observer.host)
+            engine = _engine(model, scenario, observer)
             labelling.attach_model(observer, engine)
             batches = _batches(make_batch, mode, scenario.rank)
             count = scenario.config.batch.accumulation
             # Later steps are all alike: the first creates the states, and with offload the pool of device buffers
             # reaches its full size in the second.
-            for _ in range(1 if scenario.config.placement.optim.tier == "device" else 2):
+            is_offloaded = scenario.config.placement.optim.tier != "device"
+            for is_last in (False, True) if is_offloaded else (True,):
+                tape.is_recording = is_last
                 _step(engine, batches, observer, count)
             startup_bytes = observer.peak_bytes
             observer.reset_peak()
@@ -194,14 +202,16 @@ def dry_run(scenario: Scenario) -> Foreseen:
             engine.comm.axis_bytes.clear()
             observer.tp_bytes = 0
             engine._offload.streams.moved_bytes.clear()
+            tape.begin_step()
             _step(engine, batches, observer, count)
+            tape.end()
         return _foreseen(observer, engine, kernels, max(startup_bytes, observer.peak_bytes))
 
 
 class DryComm(Comm):
     """One rank of `world_size`, alone: it counts what it would send, and leaves as it is what it would receive."""
 
-    def __init__(self, rank: int, ranks: int | NodeShape, kernels: str) -> None:
+    def __init__(self, rank: int, ranks: int | NodeShape, kernels: str, tape: Tape | None = None) -> None:
         self.device = torch.device("cpu")
         self.kernels = kernels
         self.rank = rank
@@ -211,13 +221,35 @@ class DryComm(Comm):
         self.axis_bytes = Counter()
         self.micro_step = 0
         self._sends_directly = kernels == "cpu"
+        self._tape = tape or Tape()
+        self._rows_each = 1.0
 
     def gather(self, full: torch.Tensor, kind: str, unit: str = "", axes: Sequence[Axis] = EVERYWHERE) -> Handle:
-        size_bytes = full.nbytes
+        size_bytes, sizes = full.nbytes, list[tuple[Hop, int]]()
         for hop in self.hops(axes):
             self._count(kind, size_bytes, hop)
+            sizes.insert(0, (hop, size_bytes))
             size_bytes //= hop.size
-        return DONE
+        handle = DONE
+        for hop, each in sizes if full.numel() else ():
+            handle = self._send("gather", "gather", each, hop)
+        return handle
+
+    def _send(self, stream: str, what: str, size_bytes: int, hop: Hop) -> Handle:
+        axis: Axis = "outer" if self.shape.per_node == 1 and self.shape.nodes > 1 else hop.axis
+        return self._tape.send(stream, what, size_bytes, hop.size, axis) or DONE
+
+    @contextlib.contextmanager
+    def following(self, handle: Handle, channel: str = REDUCE) -> Iterator[None]:
+        if self._sends_directly:
+            handle.wait()
+            yield
+            return
+        issued = self._tape.mark()
+        with self._tape.on(channel):
+            handle.wait()
+            issued.wait()
+            yield
 
     def rows_received(self, hop: Hop) -> int:
         return hop.size - self._sends_directly
@@ -225,22 +257,29 @@ class DryComm(Comm):
     def exchange(
         self, received: torch.Tensor, sent: torch.Tensor, kind: str, unit: str, hop: Hop
     ) -> tuple[Handle, list[torch.Tensor]]:
-        """Two rows represent those of all ranks; this rank's own row is among them where it decides how sums are made.
+        """Two rows are those of all ranks; this rank's own row is among them where it decides how sums are made.
 
         `test_the_peak_is_the_measured_one` with three ranks fails otherwise.
         """
         self._count(kind, sent.nbytes, hop)
-        if not self._sends_directly:
-            return DONE, list(received[:2])
-        return DONE, [*[received[0]] * min(hop.place, 2), sent[hop.place], received[-1]]
+        if self._sends_directly:
+            rows = [*[received[0]] * min(hop.place, 2), sent[hop.place], received[-1]]
+        else:
+            rows = [received[row % 2] for row in range(min(hop.size, _MOST_ROWS))]
+        self._rows_each = hop.size / len(rows)
+        return self._send("reduce", "reduce", sent.nbytes, hop), rows
 
     def blocks(self, tensor: torch.Tensor, block_numel: int) -> Sequence[torch.Tensor]:
         """One block represents all: they use the same memory, one after the other."""
-        return [tensor[:block_numel]] if tensor.numel() else ()
+        if not tensor.numel():
+            return ()
+        return _OneBlock(tensor[:block_numel], -(-tensor.numel() // block_numel) * self._rows_each, self._tape)
 
     def share(self, values: torch.Tensor, name: str = "", channel: str = "") -> torch.Tensor:
         if self.world_size == 1:
             return values.unsqueeze(0)
+        axis: Axis = "outer" if self.shape.nodes > 1 else "inner"
+        self._send("reduce", "share", values.nbytes * self.world_size, Hop(axis, self.world_size, self.rank)).wait()
         return values.new_empty(self.world_size, *values.shape)
 
     def share_object(self, value: Any, name: str = "") -> list[Any]:
@@ -263,27 +302,27 @@ class DryComm(Comm):
         pass
 
 
-class DryHostMemory(HostMemory):
-    """Host memory that says when it allocates: in a dry run host and device are both on the CPU, and the observer tells
-    them apart by it."""
+class _OneBlock(list[torch.Tensor]):
+    """A block that stands for `times`; the tape counts what is done with it so often."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_allocating = False
+    def __init__(self, block: torch.Tensor, times: float, tape: Tape) -> None:
+        super().__init__([block])
+        self._times, self._tape = times, tape
 
-    def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        self.is_allocating = True
-        try:
-            return super().zeros(numel, dtype)
-        finally:
-            self.is_allocating = False
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        self._tape.times = self._times
+        yield from super().__iter__()
+        self._tape.times = 1.0
 
 
 class _DryObserver(StorageObserver):
     """Sees what the allocator of the foreseen device would see."""
 
-    def __init__(self, kernels: Kernels, label: Callable[[torch.Tensor], str], mode: FakeTensorMode) -> None:
-        self.host = DryHostMemory()
+    def __init__(
+        self, kernels: Kernels, label: Callable[[torch.Tensor], str], mode: FakeTensorMode, tape: Tape
+    ) -> None:
+        self.tape = tape
+        self.host = DryHostMemory(tape if kernels.name != "cpu" else None)
         # If the foreseen device is the CPU, host memory is part of it, as in a measurement.
         is_away = None if kernels.name == "cpu" else lambda: self.host.is_allocating
         super().__init__("cpu", (), label, kernels.granularity_bytes, is_away)
@@ -302,14 +341,21 @@ class _DryObserver(StorageObserver):
         if func is torch.ops.aten._local_scalar_dense.default and self.is_updating:
             return 0  # the engine asks whether gradients overflowed: they did not
         if self.counts_tp and func.namespace == "_c10d_functional":
-            self.tp_bytes += tp_sent_bytes(func, args)
+            self._note_tp(tp_sent_bytes(func, args))
         if func.is_view and args[0].__class__ is FakeTensor:
             return self.run(func, args, kwargs or {})  # half of all operators; their storages are known
         result = super().__torch_dispatch__(func, types, args, kwargs)
         scratch = self._scratch.get(func)
         if scratch is not None:
             self.add_scratch(scratch(*args, **(kwargs or {})))
+        if func.namespace == "aten":
+            self.tape.add(func, args, kwargs or {}, result)
         return result
+
+    def _note_tp(self, sent_bytes: int) -> None:
+        self.tp_bytes += sent_bytes
+        if sent_bytes:  # two ranks send the half of what they have
+            (self.tape.send("tp", "tp", 2 * sent_bytes, 2, "inner") or DONE).wait()
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         return self._fakes.run(func, args, kwargs)
@@ -359,14 +405,14 @@ def _batches(make_batch: MakeBatch, mode: FakeTensorMode, rank: int) -> Iterator
     return (map_tensors(arguments(make_batch, rank, number), fake) for number in itertools.count())
 
 
-def _engine(model: nn.Module, scenario: Scenario, host: HostMemory) -> Engine:
+def _engine(model: nn.Module, scenario: Scenario, observer: _DryObserver) -> Engine:
     shape = scenario.shape or NodeShape(1, scenario.world_size)
     config = scenario.config.for_shape(shape)
     params = [param for param in model.parameters() if param.requires_grad]
     optimizer = config.optimizer.build(params) if config.optimizer else torch.optim.AdamW(params, lr=1e-3)
-    comm = DryComm(scenario.rank, shape, scenario.kernels.name)
+    comm = DryComm(scenario.rank, shape, scenario.kernels.name, observer.tape)
     comm.model_group = DryModelGroup(size=scenario.tp)
-    return Engine(model, optimizer, config, comm, host)
+    return Engine(model, optimizer, config, comm, observer.host)
 
 
 def _foreseen(observer: _DryObserver, engine: Engine, kernels: Kernels, startup_bytes: int) -> Foreseen:
@@ -384,6 +430,8 @@ def _foreseen(observer: _DryObserver, engine: Engine, kernels: Kernels, startup_
         moved_bytes=dict(engine._offload.streams.moved_bytes),
         parameters=sum(param.numel() for param in params),
         trainable=sum(param.numel() for param in params if param.requires_grad),
+        issued=observer.tape.entries,
+        last_step=observer.tape.start,
     )
 
 

@@ -42,7 +42,7 @@ from shardwise.planning.kernels import CPU, Kernels, cuda, replacing
 from shardwise.planning.tp_axis import DryModelGroup, tp_axis, tp_sent_bytes
 from shardwise.planning.workload import ModelSpec, Workload
 from shardwise.tensors import map_tensors
-from shardwise.timing.tape import Issued, Tape
+from shardwise.timing.tape import Issued, Mark, Tape
 
 _MOST_ROWS = 8
 """Of the rows that a reduction adds up, so many are added up in a dry run."""
@@ -230,14 +230,13 @@ class DryComm(Comm):
             self._count(kind, size_bytes, hop)
             sizes.insert(0, (hop, size_bytes))
             size_bytes //= hop.size
-        handle = DONE
+        mark: Mark | None = None
         for hop, each in sizes if full.numel() else ():
-            handle = self._send("gather", "gather", each, hop)
-        return handle
+            mark = self._send("gather", "gather", each, hop, mark)
+        return mark or DONE
 
-    def _send(self, stream: str, what: str, size_bytes: int, hop: Hop) -> Handle:
-        axis: Axis = "outer" if self.shape.per_node == 1 and self.shape.nodes > 1 else hop.axis
-        return self._tape.send(stream, what, size_bytes, hop.size, axis) or DONE
+    def _send(self, channel: str, what: str, size_bytes: int, hop: Hop, after: Mark | None = None) -> Mark | None:
+        return self._tape.send(channel, what, size_bytes, hop.size, hop.axis, after)
 
     @contextlib.contextmanager
     def following(self, handle: Handle, channel: str = REDUCE) -> Iterator[None]:
@@ -267,7 +266,7 @@ class DryComm(Comm):
         else:
             rows = [received[row % 2] for row in range(min(hop.size, _MOST_ROWS))]
         self._rows_each = hop.size / len(rows)
-        return self._send("reduce", "reduce", sent.nbytes, hop), rows
+        return self._send("reduce", "reduce", sent.nbytes, hop) or DONE, rows
 
     def blocks(self, tensor: torch.Tensor, block_numel: int) -> Sequence[torch.Tensor]:
         """One block represents all: they use the same memory, one after the other."""
@@ -279,7 +278,8 @@ class DryComm(Comm):
         if self.world_size == 1:
             return values.unsqueeze(0)
         axis: Axis = "outer" if self.shape.nodes > 1 else "inner"
-        self._send("reduce", "share", values.nbytes * self.world_size, Hop(axis, self.world_size, self.rank)).wait()
+        everyone = Hop(axis, self.world_size, self.rank)
+        (self._send(channel or REDUCE, "share", values.nbytes * self.world_size, everyone) or DONE).wait()
         return values.new_empty(self.world_size, *values.shape)
 
     def share_object(self, value: Any, name: str = "") -> list[Any]:

@@ -1,4 +1,4 @@
-"""The search: the fastest configurations that fit, ranked by the model of time in `arithmetic`.
+"""The search: the fastest configurations that fit, by the model of time in `seconds`.
 
 It varies the preset, the micro-batch and the accumulation, recomputation and, under offload, how many units keep their
 states on the device: as many as fit, by the solver that the engine itself uses.
@@ -13,12 +13,14 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.engine.residency import stay
-from shardwise.planning.arithmetic import cost_s, moved_bytes, sent_bytes
+from shardwise.planning.arithmetic import moved_bytes, sent_bytes
 from shardwise.planning.estimate import away_bytes, estimate
 from shardwise.planning.hardware import Hardware
 from shardwise.planning.planner import device_budget, judge, order_for
+from shardwise.planning.seconds import device_for, sketched
 from shardwise.planning.workload import ModelSpec, Workload
 from shardwise.sizes import format_bytes
+from shardwise.timing.device import DeviceTimes
 
 LARGEST_MICRO_BATCH = 64
 
@@ -29,7 +31,7 @@ class Candidate:
 
     resident       the fraction of the states that may be offloaded but stays on the device
     device_memory  the budget under which the engine keeps that fraction on the device
-    cost           for ranking only
+    cost           seconds of a step, by the model of time
     """
 
     preset: str
@@ -51,7 +53,9 @@ class Candidate:
         )
 
 
-def search(model: ModelSpec, workload: Workload, hardware: Hardware, count: int = 5) -> list[Candidate]:
+def search(
+    model: ModelSpec, workload: Workload, hardware: Hardware, count: int = 5, device: DeviceTimes | None = None
+) -> list[Candidate]:
     """The `count` fastest that fit, best first, with as many samples per step as `workload`."""
     samples = workload.micro_batch * workload.accumulation
     steps = [
@@ -60,12 +64,15 @@ def search(model: ModelSpec, workload: Workload, hardware: Hardware, count: int 
         for checkpointing in (False, True)
         if samples % size == 0
     ]
-    found = [_candidate(model, step, hardware, preset) for step in steps for preset in order_for(hardware, 1)]
+    times = device_for(hardware, device)
+    found = [_candidate(model, step, hardware, preset, times) for step in steps for preset in order_for(hardware, 1)]
     fitting = [candidate for candidate in found if candidate is not None]
     return sorted(fitting, key=lambda candidate: (candidate.cost, candidate.peak_bytes))[:count]
 
 
-def _candidate(model: ModelSpec, workload: Workload, on: Hardware, preset: str) -> Candidate | None:
+def _candidate(
+    model: ModelSpec, workload: Workload, on: Hardware, preset: str, device: DeviceTimes
+) -> Candidate | None:
     """None if it does not fit, or if all states could stay on the device, as under the preset without offload."""
     config = workload.config(preset)
     estimated = estimate(model, workload, config, on.shape)
@@ -96,7 +103,7 @@ def _candidate(model: ModelSpec, workload: Workload, on: Hardware, preset: str) 
         sent_bytes_per_sample=sent_bytes(preset, model, workload, on.shape) / samples,
         moved_bytes_per_sample=(moved.up + moved.down) / samples,
         condition=fit.condition,
-        cost=cost_s(preset, model, workload, on, moved),
+        cost=sketched(model, workload, config, on.shape, device, resident if estimated.tiers else 0.0).step_s,
     )
 
 
@@ -106,7 +113,7 @@ def render(candidates: list[Candidate]) -> RenderableType:
         return Text("\nNothing fits, with any preset, micro-batch or recomputation.", style="bold")
     moves = any(each.moved_bytes_per_sample for each in candidates)
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    columns = ["", "preset", "micro-batch", "K", "recompute", "peak GB", "sent GB"]
+    columns = ["", "preset", "micro-batch", "K", "recompute", "s/step", "peak GB", "sent GB"]
     for name in [*columns, *(["moved GB", "resident"] if moves else [])]:
         table.add_column(name, justify="left" if name == "preset" else "right", no_wrap=True)
     table.add_column("")  # the condition may wrap, so that figures need not be cut
@@ -117,6 +124,7 @@ def render(candidates: list[Candidate]) -> RenderableType:
             str(each.micro_batch),
             str(each.accumulation),
             "yes" if each.checkpointing else "no",
+            f"{each.cost:.3g}",
             f"{each.peak_bytes / 1e9:.1f}",
             f"{each.sent_bytes_per_sample / 1e9:.3g}",
         ]

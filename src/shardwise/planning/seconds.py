@@ -1,4 +1,4 @@
-"""Seconds of a step: the tape of a dry run, or a sketch of one, priced for a device and run through the model of time."""
+"""Seconds of a step: the tape of a dry run, or a sketch of one, priced for a device and run as a timeline."""
 
 from __future__ import annotations
 
@@ -9,20 +9,32 @@ from dataclasses import dataclass, replace
 from shardwise.config import Config
 from shardwise.config.costs import DTYPE_BYTES
 from shardwise.config.shape import NodeShape
+from shardwise.errors import ConfigError
 from shardwise.models.dimensions import Dimensions
 from shardwise.planning.arithmetic import operations
+from shardwise.planning.dry_run import MOST_MICRO_BATCHES, Foreseen
 from shardwise.planning.estimate import UNKNOWN_LAYERS, layer_activation_bytes
 from shardwise.planning.hardware import Hardware
 from shardwise.planning.sketch import Sketch, SketchUnit, plain
 from shardwise.planning.workload import ModelSpec, Workload
-from shardwise.timing.device import DeviceTimes, Link, published, reaching
+from shardwise.timing.device import DeviceTimes, published, reaching
 from shardwise.timing.forms import Form
 from shardwise.timing.tape import Issued, priced
 from shardwise.timing.timeline import MOVING, Timeline, run
 
 DEFAULT_DEVICE = "h100"
-_MOST_MICRO_BATCHES = 3
-"""Of a step, so many are run; further ones take as long as the last."""
+BOUNDS = {
+    "compute": "computation",
+    "link": "link in the node",
+    "network": "network",
+    "up": "PCIe, up",
+    "down": "PCIe, down",
+    "disk": "disk",
+    "host": "host (issues kernels)",
+    "update": "updates",
+}
+_MANY = (12, 16)
+"""Of models with more layers, so many are run; further ones add what the difference of these two does."""
 _PASSES_OVER_ACTIVATIONS = 2.4
 """How often a forward reads or writes what it keeps for the backward, apart from matrix products."""
 _LOGIT_BYTES_FORWARD, _LOGIT_BYTES_BACKWARD = 18, 26
@@ -32,7 +44,7 @@ _LOGIT_BYTES_FORWARD, _LOGIT_BYTES_BACKWARD = 18, 26
 class StepTime:
     """What a step takes.
 
-    tokens_per_s  of one GPU
+    tokens_per_s  of one GPU; None for a model whose tokens are not known
     mfu           the operations of the model, without what is computed twice, over what the device could do; None where
                   its peak is not known
     exposed_s     in which computation waits for communication
@@ -42,16 +54,16 @@ class StepTime:
     """
 
     step_s: float
-    tokens_per_s: float
+    tokens_per_s: float | None
     mfu: float | None
     exposed_s: float
     moving_s: float
     bound_by: str
     source: str
 
-    def dollars_per_billion_tokens(self, price: float) -> float:
+    def dollars_per_billion_tokens(self, price: float) -> float | None:
         """At `price` dollars an hour for a GPU."""
-        return price / 3600 / self.tokens_per_s * 1e9
+        return price / 3600 / self.tokens_per_s * 1e9 if self.tokens_per_s else None
 
 
 def device_for(on: Hardware, device: DeviceTimes | None = None) -> DeviceTimes:
@@ -66,7 +78,7 @@ def device_for(on: Hardware, device: DeviceTimes | None = None) -> DeviceTimes:
         found = replace(found, outer=found.outer._replace(rate=rates.node_link / each))
     if rates.host_link is not None:
         found = replace(found, up=rates.host_link, down=rates.host_link)
-    return replace(found, disk=(rates.disk or found.disk) / each)
+    return replace(found, disk=(rates.disk or found.disk) / each, ranks=on.gpus)
 
 
 def sketched(
@@ -78,18 +90,31 @@ def sketched(
     resident: float = 0.0,
 ) -> Timeline:
     """A step from sizes alone; `resident` of the states that may rest off the device stay on it."""
-    units = sketch_units(model, workload)
-    count = config.batch.accumulation
+    count, layers = config.batch.accumulation, model.dimensions.layers if model.dimensions else 0
 
-    def of(micro_batches: int) -> Timeline:
+    def of(micro_batches: int, fewer: int = layers) -> Timeline:
         batch = config.batch.model_copy(update={"accumulation": micro_batches})
-        short = config.model_copy(update={"batch": batch})
-        tape = Sketch(units, short, shape, workload.tp, resident).run()
-        return run(priced(tape.entries, tape.start, device))
+        units = sketch_units(model, workload, fewer)
+        tape = Sketch(units, config.model_copy(update={"batch": batch}), shape, workload.tp, resident).run()
+        return recorded(tape.entries, tape.start, device)
 
-    if count <= _MOST_MICRO_BATCHES:
-        return of(count)
-    return _further(of(_MOST_MICRO_BATCHES - 1), of(_MOST_MICRO_BATCHES), count - _MOST_MICRO_BATCHES)
+    def of_layers(micro_batches: int) -> Timeline:
+        if layers <= _MANY[1]:
+            return of(micro_batches)
+        few, more = (of(micro_batches, each) for each in _MANY)
+        return _further(few, more, (layers - _MANY[1]) / (_MANY[1] - _MANY[0]))
+
+    if count <= MOST_MICRO_BATCHES:
+        return of_layers(count)
+    before, last = of_layers(MOST_MICRO_BATCHES - 1), of_layers(MOST_MICRO_BATCHES)
+    return _further(before, last, count - MOST_MICRO_BATCHES)
+
+
+def computing_s(model: ModelSpec, workload: Workload, device: DeviceTimes) -> float:
+    """What the kernels of the model's passes take in a step, one after the other."""
+    units = sketch_units(model, workload)
+    each = [device.kernels_s(unit.forward) + device.kernels_s(unit.backward) for unit in units]
+    return workload.accumulation * sum(each)
 
 
 def recorded(issued: Sequence[Issued], last_step: int, device: DeviceTimes) -> Timeline:
@@ -97,18 +122,15 @@ def recorded(issued: Sequence[Issued], last_step: int, device: DeviceTimes) -> T
     return run(priced(issued, last_step, device))
 
 
-def step_time(
-    timeline: Timeline, model: ModelSpec, workload: Workload, device: DeviceTimes, missing: int = 0
-) -> StepTime:
-    """What there is to say of a step. A dry run may have run fewer micro-batches than it has: `missing`."""
-    per_gpu = workload.tokens * workload.accumulation / workload.tp
-    step_s = timeline.step_s * (1 + missing / max(1, workload.accumulation - missing))
+def step_time(timeline: Timeline, model: ModelSpec, workload: Workload, device: DeviceTimes) -> StepTime:
+    """What there is to say of a step."""
+    step_s, has_tokens = timeline.step_s, model.build is None
     useful = operations(model, replace(workload, checkpointing=False)) / workload.tp
-    peak = device.peak.get(workload.precision)
+    peak = device.peak.get(workload.precision) if has_tokens else None
     return StepTime(
         step_s=step_s,
-        tokens_per_s=per_gpu / step_s if step_s else math.inf,
-        mfu=useful / step_s / peak if peak and step_s else None,
+        tokens_per_s=workload.tokens * workload.accumulation / workload.tp / step_s if has_tokens else None,
+        mfu=useful / step_s / peak if peak else None,
         exposed_s=timeline.exposed_s,
         moving_s=sum(timeline.waits_s.get(what, 0.0) for what in (*MOVING, "update")),
         bound_by=timeline.bound_by,
@@ -116,8 +138,35 @@ def step_time(
     )
 
 
-def _further(before: Timeline, last: Timeline, times: int) -> Timeline:
-    """The last timeline, and so many more micro-batches."""
+def preset_time(
+    preset: str,
+    model: ModelSpec,
+    workload: Workload,
+    shape: NodeShape,
+    device: DeviceTimes,
+    foreseen: Foreseen | None = None,
+) -> StepTime | None:
+    """The step of one preset: by the tape of its dry run, or by a sketch; None where neither is to be had."""
+    config = workload.config(preset)
+    if foreseen is None and model.build is not None:
+        return None
+    if foreseen is None or not foreseen.issued:
+        return step_time(sketched(model, workload, config, shape, device), model, workload, device)
+    found = recorded(foreseen.issued, foreseen.last_step, device)
+    ran = min(workload.accumulation, MOST_MICRO_BATCHES)
+    if ran < workload.accumulation:
+        found = scaled(found, workload.accumulation / ran)
+    return step_time(found, model, workload, device)
+
+
+def scaled(timeline: Timeline, factor: float) -> Timeline:
+    """The same for more micro-batches than a dry run ran."""
+    busy, waits = ({key: factor * each for key, each in part.items()} for part in (timeline.busy_s, timeline.waits_s))
+    return Timeline(factor * timeline.step_s, busy, waits)
+
+
+def _further(before: Timeline, last: Timeline, times: float) -> Timeline:
+    """The last timeline, and so many times more what it has more than the one before."""
 
     def more(name: str) -> dict[str, float]:
         low, high = getattr(before, name), getattr(last, name)
@@ -144,15 +193,15 @@ def cut_by_tp(of: Dimensions, tp: int) -> Dimensions:
     )
 
 
-def sketch_units(model: ModelSpec, workload: Workload) -> list[SketchUnit]:
-    """The units of a model in forward order."""
+def sketch_units(model: ModelSpec, workload: Workload, layers: int | None = None) -> list[SketchUnit]:
+    """The units of a model in forward order; of its layers, only the last `layers`."""
     if model.dimensions is None:
         return _equal_units(model, workload)
     of = cut_by_tp(model.dimensions, workload.tp)
     item, tokens = DTYPE_BYTES[workload.precision], workload.tokens
     adapters = model.trainable / of.layers if model.frozen else 0.0
     units = [_embedding(of, tokens, item, bool(model.frozen))]
-    for index in range(of.layers):
+    for index in range(of.layers)[-layers if layers else None :]:
         numel = of.layer_numel(index) + int(adapters)
         units.append(_layer(of, index, numel, int(adapters) if model.frozen else numel, workload))
     units.append(_head(of, tokens, item, workload, bool(model.frozen)))
@@ -239,6 +288,13 @@ def product(dtype: str, rows: int, columns: int, depth: int) -> Form:
     return Form("product", dtype, 2 * rows * columns * depth, moved, (rows, columns, depth, 1))
 
 
-def free_links(device: DeviceTimes) -> DeviceTimes:
-    """The same with links that take no time: what a step would take without communication."""
-    return replace(device, inner=Link(math.inf), outer=Link(math.inf))
+def fitted(device: DeviceTimes, step_s: float, issued: Sequence[Issued], last_step: int, named: str) -> DeviceTimes:
+    """The device with all kernels slower, or faster, by the factor with which this step takes `step_s`: a calibration
+    on one measured step."""
+    factor = device.slowdown
+    for _ in range(12):
+        found = recorded(issued, last_step, replace(device, slowdown=factor)).step_s
+        if abs(found / step_s - 1) < 1e-4:
+            return replace(device, slowdown=factor, source=f"{device.name}, calibrated on {named}")
+        factor *= step_s / found
+    raise ConfigError(f"no speed of computation makes this step take {step_s:.4g} s: something else bounds it")

@@ -13,13 +13,14 @@ from shardwise.comm.interface import EVERYWHERE
 from shardwise.config import Config
 from shardwise.config.costs import gradient_bytes, offloaded_bytes_each, resting, weight_bytes
 from shardwise.config.shape import AXES, Axis, NodeShape, axes_between
+from shardwise.memory.reduce_plan import sum_block_numel
 from shardwise.timing.forms import Form
 from shardwise.timing.tape import Mark, Tape
 from shardwise.timing.timeline import COMPUTE
 
 _FP32 = 4
-_FORWARD, _BACKWARD, _UPDATE, _BLOCKS = 25, 45, 12, 16
-"""Operators of a unit's passes and of its update, about, and blocks in which gradients are added up: see `issue_s`."""
+_FORWARD, _BACKWARD, _UPDATE = 25, 45, 12
+"""Operators of a unit's passes and of its update, about, which the host issues."""
 _UPDATE_BYTES = 30
 """What an update of Adam reads and writes for an element: gradient, master and moments, and a 16-bit copy."""
 
@@ -129,24 +130,25 @@ class Sketch:
             arrived = self._carry(unit)
         elif self._weights.tier != "device":
             arrived = self._bring(unit, self._owned(unit.numel) * _FP32 * (1 - self._resident))
+        arrived = arrived or self._new.pop(index, None)
         self._cast(unit)
-        with self.tape.on("gather"):
-            _wait(arrived)
-        return self._spread(unit, AXES[self._weights.sharding])
+        return self._spread(unit, AXES[self._weights.sharding], after=arrived)
 
     def _cast(self, unit: SketchUnit) -> None:
         part = unit.numel // self._shape.parts(self._weights.sharding)
         self.tape.note({plain(part * (_FP32 + self._weight_bytes)): 1.0})
 
-    def _spread(self, unit: SketchUnit, axes: Sequence[Axis], divided: int = 1) -> Mark | None:
-        """A gather over axes, the outer one first."""
-        size_bytes, done = unit.numel * self._weight_bytes // divided, None
+    def _spread(
+        self, unit: SketchUnit, axes: Sequence[Axis], divided: int = 1, after: Mark | None = None
+    ) -> Mark | None:
+        """A gather over axes, the outer one first, after something else."""
+        size_bytes, done = unit.numel * self._weight_bytes // divided, after
         for axis in reversed(axes):
             inside = [other for other in EVERYWHERE[: EVERYWHERE.index(axis)] if other in axes]
             part = size_bytes
             for other in inside:
                 part //= self._shape.size(other)
-            done = self._send("gather", "gather", part, axis) or done
+            done = self._send("gather", "gather", part, axis, done) or done
         return done
 
     # Gradients
@@ -156,7 +158,7 @@ class Sketch:
         for axis in EVERYWHERE:
             if axis == "outer" and not is_last and "outer" not in AXES[self._grads.sharding]:
                 continue  # added up in the node until the last micro-batch
-            done = self._send("reduce", "reduce", size_bytes, axis) or done
+            done = self._send("reduce", "reduce", size_bytes, axis, done) or done
             size_bytes //= self._shape.size(axis)
         return done
 
@@ -165,10 +167,12 @@ class Sketch:
             return
         unit, sent = reducing
         _wait(sent)
-        owned = self._owned(unit.trained)
-        rows = self._shape.size("inner") if not self._shape.is_flat else self._shape.world_size
-        added = plain(owned * (rows * (self._wire_bytes + 2 * _FP32) + 14) / _BLOCKS)
-        self.tape.note({added: _BLOCKS}, _BLOCKS * (rows + 3))
+        owned, part = self._owned(unit.trained), unit.trained
+        for rows in (self._shape.size(axis) for axis in EVERYWHERE if self._shape.size(axis) > 1):
+            part //= rows
+            blocks = -(-part // sum_block_numel(part, "cuda")) or 1
+            added = plain(part * (rows * (self._wire_bytes + 2 * _FP32) + 14) / blocks)
+            self.tape.note({added: blocks}, blocks * (rows + 3))
         if self._grads.tier != "device" and self._away:
             self._down(owned * self._sum_bytes * (1 - self._resident))
 
@@ -195,9 +199,7 @@ class Sketch:
             self.tape.note({plain(self._owned(unit.trained) * _UPDATE_BYTES): 1.0}, _UPDATE)
         axes = axes_between(self._optim.sharding, self._weights.sharding)
         if axes:
-            with self.tape.on("gather"):
-                _wait(arrived)
-            self._new[index] = self._spread(unit, axes, self._shape.parts(self._weights.sharding))
+            self._new[index] = self._spread(unit, axes, self._shape.parts(self._weights.sharding), arrived)
         else:
             self._new[index] = arrived
 
@@ -247,14 +249,13 @@ class Sketch:
     def _owned(self, numel: int) -> int:
         return numel // self._shape.parts(self._optim.sharding)
 
-    def _send(self, stream: str, what: str, size_bytes: int, axis: Axis) -> Mark | None:
+    def _send(self, channel: str, what: str, size_bytes: int, axis: Axis, after: Mark | None) -> Mark | None:
         ranks = self._shape.size(axis)
         if ranks < 2:
             return None
-        return self.tape.send(stream, what, size_bytes, ranks, axis)
+        return self.tape.send(channel, what, size_bytes, ranks, axis, after)
 
 
 def _wait(mark: Mark | None) -> None:
     if mark is not None:
         mark.wait()
-

@@ -10,6 +10,8 @@ import bisect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from statistics import NormalDist
 from typing import NamedTuple
 
 from shardwise.errors import ConfigError
@@ -67,6 +69,8 @@ class DeviceTimes:
     issue_s    what the host takes for an operator
     is_ahead   whether the host issues operators ahead of the device; otherwise it computes them itself
     slowdown   of all kernels against these figures
+    spread     the standard deviation of the speed of such devices among each other
+    ranks      how many work together: the slowest of them sets the pace
     """
 
     name: str
@@ -84,6 +88,14 @@ class DeviceTimes:
     issue_s: float = 0.0
     is_ahead: bool = True
     slowdown: float = 1.0
+    spread: float = 0.0
+    ranks: int = 1
+
+    @cached_property
+    def pace(self) -> float:
+        """What the slowest of the ranks takes for what these figures say takes 1: the expected largest of so many
+        normally distributed values (Blom's approximation)."""
+        return 1.0 + self.spread * NormalDist().inv_cdf((self.ranks - 0.375) / (self.ranks + 0.25))
 
     def kernel_s(self, form: Form) -> float:
         """One kernel."""
@@ -119,7 +131,7 @@ class DeviceTimes:
         return math.exp(sum(w * math.log(rate) for w, rate in weights) / sum(w for w, _ in weights))
 
     def kernels_s(self, kernels: Mapping[Form, float]) -> float:
-        return self.slowdown * sum(count * self.kernel_s(form) for form, count in kernels.items())
+        return self.slowdown * self.pace * sum(count * self.kernel_s(form) for form, count in kernels.items())
 
     def operation(self, entry: Issued, after: tuple[int, ...]) -> Operation:
         """An entry of a tape with its seconds."""
@@ -174,6 +186,8 @@ _ISSUE_S = 10e-6
 """Of an operator of eager torch, the engine's part included; about what an H200's host took (results, gpu-host)."""
 _KERNEL_S = 3e-6
 """The shortest kernel."""
+_SPREAD = 0.01
+"""GPUs of one kind differ by a few percent under the same power limit; an assumption."""
 PUBLISHED = tuple(_SHEETS)
 
 
@@ -203,6 +217,7 @@ def published(name: str) -> DeviceTimes:
         disk=3e9,
         peak=peak,
         issue_s=_ISSUE_S,
+        spread=_SPREAD,
     )
 
 

@@ -123,11 +123,16 @@ class Tape:
             self.close(stream)
             self._after.setdefault(stream, set()).add(number)
 
-    def send(self, stream: str, what: str, size_bytes: int, ranks: int, axis: Axis) -> Mark | None:
-        """A collective, which starts after what was issued to the current stream; None if nothing is recorded."""
+    def send(
+        self, stream: str, what: str, size_bytes: int, ranks: int, axis: Axis, after: Mark | None = None
+    ) -> Mark | None:
+        """A collective, which starts after what was issued to the current stream, and after another one; None if
+        nothing is recorded. The axes of a channel are groups of their own, and so streams of their own."""
         if not self.is_recording:
             return None
+        stream = f"{stream}, {axis}"
         self.wait(stream, self.close(self.stream))
+        self.wait(stream, after.number if after else None)
         return Mark(self, self._append(stream, what, size_bytes=size_bytes, ranks=ranks, axis=axis))
 
     def copy(self, what: str, size_bytes: int) -> None:

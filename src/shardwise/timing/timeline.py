@@ -11,7 +11,8 @@ of new weights) runs under the next. The time of a step is the distance between 
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+import itertools
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -47,7 +48,7 @@ class Timeline:
     """A step in the middle of many.
 
     busy_s   seconds that each resource is in use
-    waits_s  seconds that the compute stream is idle, by what it waits for
+    waits_s  seconds that the compute stream is idle, by what runs meanwhile that it waits for
     """
 
     step_s: float
@@ -77,80 +78,89 @@ def run(step: Sequence[Operation]) -> Timeline:
     return _Run(step).timeline()
 
 
+_NOTHING = -1
+
+
 class _Run:
+    """One simulation. `causes` are the operations whose end let each one start, by which a wait is explained."""
+
     def __init__(self, step: Sequence[Operation]) -> None:
         self._step = step
-        self._ends: list[float | None] = [None] * (_STEPS * len(step))
-        self._issued = self._issue_times()
+        count = _STEPS * len(step)
+        self._starts = [0.0] * count
+        self._ends: list[float | None] = [None] * count
+        self._causes = [_NOTHING] * count
+        self._issued = list(itertools.accumulate(operation.issue_s for _ in range(_STEPS) for operation in step))
         self._queues: dict[str, deque[int]] = defaultdict(deque)
-        for index in range(len(self._ends)):
+        for index in range(count):
             self._queues[self._at(index).stream].append(index)
-        self._stream_free: Counter[str] = Counter()
-        self._free: Counter[str] = Counter()
-        self._waits: list[Counter[str]] = [Counter() for _ in range(_STEPS)]
+        self._stream_last: dict[str, int] = {}
+        self._free: dict[str, tuple[float, int]] = {}
+        self._waits: list[dict[str, float]] = [defaultdict(float) for _ in range(_STEPS)]
         self._last_end = [0.0] * _STEPS
 
     def timeline(self) -> Timeline:
         while any(self._queues.values()):
             self._start(*min(filter(None, map(self._candidate, self._queues.values()))))
-        step_s = self._last_end[-1] - self._last_end[-2]
-        busy: Counter[str] = Counter()
+        busy: dict[str, float] = defaultdict(float)
         for operation in self._step:
             busy[operation.resource] += operation.seconds
             if operation.resource != COMPUTE:
                 busy[COMPUTE] += operation.stolen_s
         if issue_s := sum(operation.issue_s for operation in self._step):
             busy["host"] = issue_s
-        return Timeline(step_s, dict(busy), dict(self._waits[-1]))
+        return Timeline(self._last_end[-1] - self._last_end[-2], dict(busy), dict(self._waits[-1]))
 
     def _at(self, index: int) -> Operation:
         return self._step[index % len(self._step)]
 
-    def _issue_times(self) -> list[float]:
-        clock, times = 0.0, []
-        for _ in range(_STEPS):
-            for operation in self._step:
-                clock += operation.issue_s
-                times.append(clock)
-        return times
-
-    def _candidate(self, queue: deque[int]) -> tuple[float, int] | None:
-        """When the first operation of a stream can start, and which it is; None while what it waits for has no end."""
+    def _candidate(self, queue: deque[int]) -> tuple[float, int, int] | None:
+        """When the first operation of a stream can start, which it is, and what let it start; None while something that
+        it waits for has no end."""
         if not queue:
             return None
         index = queue[0]
         operation = self._at(index)
-        ready = max(self._stream_free[operation.stream], self._issued[index], self._free[operation.resource])
-        for distance in operation.after:
-            if distance <= index:  # otherwise it was before the first step
-                end = self._ends[index - distance]
-                if end is None:
-                    return None
-                ready = max(ready, end)
-        return ready, index
+        ready, cause = self._issued[index], _NOTHING
+        before = [index - distance for distance in operation.after if distance <= index]
+        if operation.stream in self._stream_last:
+            before.append(self._stream_last[operation.stream])
+        for other in before:
+            end = self._ends[other]
+            if end is None:
+                return None
+            if end > ready:
+                ready, cause = end, other
+        free, other = self._free.get(operation.resource, (0.0, _NOTHING))
+        if free > ready:
+            ready, cause = free, other
+        return ready, index, cause
 
-    def _start(self, start: float, index: int) -> None:
-        operation, number = self._at(index), index // len(self._step)
+    def _start(self, start: float, index: int, cause: int) -> None:
+        operation = self._at(index)
         self._queues[operation.stream].popleft()
         if operation.stream == COMPUTE:
-            self._note_wait(start, index, operation)
+            self._explain_wait(start, index, cause)
         end = start + operation.seconds
-        self._ends[index] = self._stream_free[operation.stream] = self._free[operation.resource] = end
+        self._starts[index], self._ends[index], self._causes[index] = start, end, cause
+        self._stream_last[operation.stream] = index
+        self._free[operation.resource] = end, index
         if operation.stolen_s and operation.resource != COMPUTE:
-            self._free[COMPUTE] = max(self._free[COMPUTE], start) + operation.stolen_s
+            free, _ = self._free.get(COMPUTE, (0.0, _NOTHING))
+            self._free[COMPUTE] = max(free, start) + operation.stolen_s, index
         if operation.stream == COMPUTE:
-            self._last_end[number] = end
+            self._last_end[index // len(self._step)] = end
 
-    def _note_wait(self, start: float, index: int, operation: Operation) -> None:
-        idle = start - self._stream_free[COMPUTE]
-        if idle <= 0:
-            return
-        causes = [(self._issued[index], "host")]
-        causes += [
-            (self._ends[index - distance] or 0.0, self._at(index - distance).what)
-            for distance in operation.after
-            if distance <= index
-        ]
-        if self._free[operation.resource] >= start:
-            causes.append((start, "cores" if operation.resource == COMPUTE else operation.resource))
-        self._waits[index // len(self._step)][max(causes)[1]] += idle
+    def _explain_wait(self, start: float, index: int, cause: int) -> None:
+        """Follow the chain of what ran while the compute stream was idle, each waiting for the one before it."""
+        waits = self._waits[index // len(self._step)]
+        last = self._stream_last.get(COMPUTE)
+        since = (self._ends[last] or 0.0) if last is not None else 0.0
+        until = start
+        while until > since:
+            if cause == _NOTHING:
+                waits["host"] += until - since
+                return
+            began = max(self._starts[cause], since)
+            waits[self._at(cause).what] += until - began
+            until, cause = min(until, began), self._causes[cause]

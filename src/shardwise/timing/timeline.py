@@ -21,7 +21,7 @@ COMPUTE = "compute"
 SENDING = ("gather", "reduce", "share", "tp")
 MOVING = ("up", "down", "disk")
 _STEPS = 4
-"""So many steps are run; the last one counts. Two would do where nothing runs across more than one border."""
+"""So many steps are run. The last but one counts: it follows others, and another one follows it."""
 
 
 class Operation(NamedTuple):
@@ -109,7 +109,7 @@ class _Run:
                 busy[COMPUTE] += operation.stolen_s
         if issue_s := sum(operation.issue_s for operation in self._step):
             busy["host"] = issue_s
-        return Timeline(self._last_end[-1] - self._last_end[-2], dict(busy), dict(self._waits[-1]))
+        return Timeline(self._last_end[-2] - self._last_end[-3], dict(busy), dict(self._waits[-2]))
 
     def _at(self, index: int) -> Operation:
         return self._step[index % len(self._step)]

@@ -6,7 +6,6 @@ its cores and its memory; on CUDA one after the other behind a delay, so that th
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -36,12 +35,17 @@ def kernel_s(form: Form, device: torch.device) -> float:
     count = max(1, min(_MOST_COPIES, _COLD_BYTES // max(1, size)))
     copies = [(_real(args, device), _real(kwargs, device)) for _ in range(count)]
     number = 0
+    made: list[Any] = []
 
     def call() -> None:
         nonlocal number
         own, named = copies[number % count]
         number += 1
-        func(*own, **named)
+        # Results live for a while and are freed together, as in training: what is freed at once is allocated again
+        # without the page faults that take more time than many a kernel.
+        if len(made) == _MOST_COPIES:
+            made.clear()
+        made.append(func(*own, **named))
 
     with torch.no_grad():
         return call_s(call, device)
@@ -53,18 +57,18 @@ def call_s(call: Callable[[], object], device: torch.device) -> float:
 
 
 def _host_s(call: Callable[[], object]) -> float:
-    """The median of several runs of at least `_LEAST_S`."""
+    """The fastest of several runs, so that what else the machine does counts little."""
     started = time.perf_counter()
     call()
     once = time.perf_counter() - started
-    times = max(1, min(200, int(_LEAST_S / _REPEATS / max(once, 1e-7))))
+    times = max(_MOST_COPIES, min(200, int(_LEAST_S / _REPEATS / max(once, 1e-7))))
     found = []
-    for _ in range(_REPEATS if once < _LEAST_S else 2):
+    for _ in range(_REPEATS if once < _LEAST_S / _REPEATS else 2):
         started = time.perf_counter()
         for _ in range(times):
             call()
         found.append((time.perf_counter() - started) / times)
-    return statistics.median(found)
+    return min(found)
 
 
 def _device_s(call: Callable[[], object], times: int = 20) -> float:
@@ -126,14 +130,17 @@ def measure_issue_s(step: Callable[[], object], device: torch.device, times: int
         step()
     tape.end()
     kernels, issues = tape.entries[-1].kernels, tape.entries[-1].issues
-    started = time.perf_counter()
-    for _ in range(times):
-        step()
-    seconds = (time.perf_counter() - started) / times
+    seconds = min(_seconds(step) for _ in range(times))
     if device.type == "cuda":
-        return seconds / issues
+        return seconds / issues  # the kernels are shorter than that, so the host is what a step waits for
     known = measure_forms(kernels, device)
     return max(0.0, seconds - sum(count * known[form.key] for form, count in kernels.items())) / issues
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
 
 
 def grid(dtypes: Sequence[torch.dtype], sides: Sequence[int] = SIDES, sizes: Sequence[int] = SIZES) -> list[Form]:

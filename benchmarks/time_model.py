@@ -42,7 +42,7 @@ from shardwise.planning.kernels import CPU, cuda
 from shardwise.planning.seconds import fitted, recorded, sketch_units, sketched
 from shardwise.planning.sketch import Sketch
 from shardwise.planning.workload import Workload, from_dimensions
-from shardwise.timing.calibrate import measure_forms, measure_issue_s
+from shardwise.timing.calibrate import measure_forms, measure_fresh, measure_issue_s
 from shardwise.timing.device import FREE, DeviceTimes, Link, published
 from shardwise.timing.tape import Tape
 
@@ -75,7 +75,7 @@ def worker(part: str, links: dict[str, Any]) -> None:
         rows.append(row(f"{case[0]}, {case[1]}, W = {world_size}", seconds, foreseen.step_s, waits=foreseen.waits_s))
     if rank == 0:
         link = device.inner._asdict()
-        made = {"issue_s": device.issue_s, "link": link, "kernels": len(device.kernels)}
+        made = {"issue_s": device.issue_s, "fresh": device.fresh, "link": link, "kernels": len(device.kernels)}
         print(json.dumps({"calibration": made, "rows": rows}), flush=True)
     dist.destroy_process_group()
 
@@ -100,12 +100,12 @@ def calibrated(tapes: dict[Any, Tape], world_size: int, links: dict[str, Any]) -
     if world_size > 1:
         dist.barrier()
     passes = [measure_forms([forms[key] for key in sorted(forms)], cpu) for _ in range(PASSES)]
-    kernels = {key: min(each[key] for each in passes) for key in forms}
+    kernels = {key: min(each[key] for each in passes) for key in passes[0]}
     inner = outer = links_of(world_size) if "free" not in links else Link(**links["free"])
     if "rate" in links:  # ranks of a node share the link, which sends headers too
         outer = inner._replace(rate=links["rate"] * HEADERS / 8 / (world_size / links["nodes"]))
     nothing = ((1.0, 0.0), (1e9, 0.1))
-    kinds = {"kernels": kernels, "issue_s": issue_s, "is_ahead": False}
+    kinds = {"kernels": kernels, "issue_s": issue_s, "is_ahead": False, "fresh": measure_fresh(cpu)}
     return DeviceTimes("cpu", "calibrated", (), {}, nothing, inner, outer, **kinds)
 
 

@@ -20,7 +20,7 @@ from shardwise.planning.sketch import Sketch
 from shardwise.planning.workload import from_dimensions
 from shardwise.timing.calibrate import measure_forms
 from shardwise.timing.device import DeviceTimes, Link, Product, published
-from shardwise.timing.forms import Forms
+from shardwise.timing.forms import FRESH, Forms
 from shardwise.timing.kept import keep_calibration, load_calibration
 from shardwise.timing.timeline import Operation, run
 
@@ -123,6 +123,18 @@ def test_kernels_that_were_measured_count_and_others_are_interpolated(tmp_path):
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(shardwise.errors.ConfigError, match="make one with `shardwise env --calibrate`"):
         load_calibration(tmp_path / "other.json")
+
+
+def test_fresh_memory_of_the_engine_counts_where_it_faults():
+    """A unit's 16-bit weights are gathered into memory that was freed: on the CPU its pages are made anew."""
+    model, workload = from_dimensions(replace(FEW_LAYERS, layers=1), None), Workload(sequence=64)
+    foreseen = foresee_workload(model, workload, "zero3", 2)
+    step = foreseen.issued[foreseen.last_step :]
+    fresh = sum(form.size_bytes for entry in step for form in entry.kernels if form.key == FRESH)
+    assert fresh > 2 * model.parameters
+    device = replace(published("h100"), issue_s=0.0)
+    slower = recorded(foreseen.issued, foreseen.last_step, replace(device, fresh=1e9)).step_s
+    assert slower > recorded(foreseen.issued, foreseen.last_step, device).step_s + 0.5 * fresh / 1e9
 
 
 def test_plan_tells_seconds_and_dollars():

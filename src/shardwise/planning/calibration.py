@@ -17,7 +17,7 @@ from shardwise.models import loading
 from shardwise.models.built_in import GPT
 from shardwise.planning.dry_run import Scenario, dry_run
 from shardwise.planning.kernels import CPU, cuda
-from shardwise.timing.calibrate import SIDES, SIZES, call_s, grid, measure_forms, measure_issue_s
+from shardwise.timing.calibrate import SIDES, SIZES, call_s, grid, measure_forms, measure_fresh, measure_issue_s
 from shardwise.timing.device import FREE, PUBLISHED, DeviceTimes, Link, Product, published
 from shardwise.timing.forms import SHORT, Form
 from shardwise.timing.kept import device_name, keep_calibration
@@ -67,6 +67,7 @@ def calibrate(device: torch.device, models: Sequence[str] = (), disk: Path | Non
         kernels=kernels,
         issue_s=measure_issue_s(_tiny_step(device), device),
         is_ahead=is_cuda,
+        fresh=FREE if is_cuda else measure_fresh(device),
     )
 
 

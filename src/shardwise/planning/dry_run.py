@@ -321,7 +321,7 @@ class _DryObserver(StorageObserver):
     def __init__(
         self, kernels: Kernels, label: Callable[[torch.Tensor], str], mode: FakeTensorMode, tape: Tape
     ) -> None:
-        self.tape = tape
+        self.tape, self._is_new = tape, False
         self.host = DryHostMemory(tape if kernels.name != "cpu" else None)
         # If the foreseen device is the CPU, host memory is part of it, as in a measurement.
         is_away = None if kernels.name == "cpu" else lambda: self.host.is_allocating
@@ -351,6 +351,18 @@ class _DryObserver(StorageObserver):
         if func.namespace == "aten":
             self.tape.add(func, args, kwargs or {}, result)
         return result
+
+    def _add(self, storage: torch.UntypedStorage, label: str) -> Any:
+        self._is_new = True
+        try:
+            return super()._add(storage, label)
+        finally:
+            self._is_new = False
+
+    def _resized(self, entry: Any, nbytes: int) -> None:
+        if not self._is_new:  # a buffer of the engine's; results of operators count with their kernels
+            self.tape.allocate(nbytes - entry.nbytes)
+        super()._resized(entry, nbytes)
 
     def _note_tp(self, sent_bytes: int) -> None:
         self.tp_bytes += sent_bytes

@@ -143,7 +143,7 @@ def render(plan: Plan) -> RenderableType:
     ]
     advice = f"→ {plan.advice.preset}: {plan.advice.reason}" if plan.advice.preset else plan.advice.reason
     timed = next((row.time for row in plan.rows if row.time), None)
-    heading = f"\nA step, foreseen ({timed.source}); exposed: waits for links, PCIe or disk" if timed else ""
+    heading = f"\nA step, foreseen; exposed: waits for links, PCIe or disk\n({timed.source})" if timed else ""
     times: list[RenderableType] = [Text(heading), _time_table(plan)] if timed else []
     title = Text(_title(plan), style="bold")
     lines = [Text(f"note: {note}", style="dim") for note in notes]

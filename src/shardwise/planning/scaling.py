@@ -186,11 +186,12 @@ def render(found: Scaling) -> RenderableType:
         table.add_row(str(gpus), *cells, told)
     model, step = found.model, found.workload
     batch = f"{found.global_batch} samples a step" if found.global_batch else f"{step.micro_batch} a GPU"
-    title = f"{model.name}, {step.sequence} tokens, {batch}, {PER_NODE} GPUs a node ({found.points[0].time.source})"
+    title = f"{model.name}, {step.sequence} tokens, {batch}, {PER_NODE} GPUs a node"
     legend = (
-        "efficiency: the model's computation alone over the step; peak GB of a GPU, by arithmetic (! does not fit)\n"
+        "Efficiency: the kernels of the model alone over the step; peak GB of a GPU by arithmetic (!: does not fit)\n"
     )
-    return Group(Text(title, style="bold"), Text(legend), table, Text(), *map(Text, _endings(found)))
+    lines = [Text(title, style="bold"), Text(f"({found.points[0].time.source})"), Text(legend)]
+    return Group(*lines, table, Text(), *map(Text, _endings(found)))
 
 
 def _cell(point: ScalePoint | None, best: ScalePoint | None) -> str:

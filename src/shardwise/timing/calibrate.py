@@ -137,6 +137,20 @@ def measure_issue_s(step: Callable[[], object], device: torch.device, times: int
     return max(0.0, seconds - sum(count * known[form.key] for form, count in kernels.items())) / issues
 
 
+def measure_fresh(device: torch.device, size_bytes: int = 16 << 20) -> float:
+    """Bytes a second of memory that is touched for the first time, beside what touching it takes at any time."""
+    there = torch.zeros(size_bytes // 4, device=device)
+    made: list[torch.Tensor] = []
+
+    def touch() -> None:
+        if len(made) == _MOST_COPIES:
+            made.clear()
+        made.append(torch.empty_like(there).fill_(1.0))
+
+    more = _host_s(touch) - _host_s(lambda: there.fill_(1.0))
+    return size_bytes / max(more, 1e-9)
+
+
 def _seconds(call: Callable[[], object]) -> float:
     started = time.perf_counter()
     call()

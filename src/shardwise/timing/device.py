@@ -15,7 +15,7 @@ from statistics import NormalDist
 from typing import NamedTuple
 
 from shardwise.errors import ConfigError
-from shardwise.timing.forms import Form
+from shardwise.timing.forms import FRESH, Form
 from shardwise.timing.tape import Issued
 from shardwise.timing.timeline import COMPUTE, Operation
 
@@ -69,6 +69,7 @@ class DeviceTimes:
     issue_s    what the host takes for an operator
     is_ahead   whether the host issues operators ahead of the device; otherwise it computes them itself
     slowdown   of all kernels against these figures
+    fresh      bytes of memory a second that are touched for the first time: page faults on the CPU
     spread     the standard deviation of the speed of such devices among each other
     ranks      how many work together: the slowest of them sets the pace
     """
@@ -88,6 +89,7 @@ class DeviceTimes:
     issue_s: float = 0.0
     is_ahead: bool = True
     slowdown: float = 1.0
+    fresh: float = FREE
     spread: float = 0.0
     ranks: int = 1
 
@@ -101,6 +103,8 @@ class DeviceTimes:
         """One kernel."""
         if (measured := self.kernels.get(form.key)) is not None:
             return measured
+        if form.key == FRESH:
+            return form.size_bytes / self.fresh
         by_bytes = self.memory_s(form.size_bytes)
         if not form.flops:
             return by_bytes
@@ -188,6 +192,8 @@ _KERNEL_S = 3e-6
 """The shortest kernel."""
 _SPREAD = 0.01
 """GPUs of one kind differ by a few percent under the same power limit; an assumption."""
+_UNCALIBRATED = "real steps took 1.1 to 1.6 times as long"
+"""The factors that calibrations on single steps gave (benchmarks/time_model.py: torchtitan's rows, and an H200's)."""
 PUBLISHED = tuple(_SHEETS)
 
 
@@ -195,7 +201,7 @@ def published(name: str) -> DeviceTimes:
     """A GPU by the figures of its data sheet, and what is usually reached of them.
 
     >>> published("h100").source
-    'published figures of h100, not calibrated'
+    'published figures of h100, not calibrated: real steps took 1.1 to 1.6 times as long'
     """
     sheet = _SHEETS.get(name.lower())
     if sheet is None:
@@ -204,7 +210,7 @@ def published(name: str) -> DeviceTimes:
     large = 1e9
     return DeviceTimes(
         name=name.lower(),
-        source=f"published figures of {name.lower()}, not calibrated",
+        source=f"published figures of {name.lower()}, not calibrated: {_UNCALIBRATED}",
         products=tuple(Product(dtype, 4096, 4096, 4096, _PRODUCTS * rate) for dtype, rate in peak.items()),
         attention={
             (dtype, side): _ATTENTION * sheet.half for dtype in ("bf16", "fp16") for side in ("forward", "backward")

@@ -18,6 +18,8 @@ _FREE = re.compile(
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 _LOOKUPS = {"embedding", "index", "index_select", "gather"}
 """They read only as much of their first argument as they return."""
+FRESH = "fresh memory"
+"""The key of memory that is touched for the first time."""
 SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from shardwise.config.shape import Axis
-from shardwise.timing.forms import Form, Forms
+from shardwise.timing.forms import FRESH, Form, Forms
 from shardwise.timing.timeline import COMPUTE, Operation
 
 
@@ -104,6 +104,11 @@ class Tape:
         held = self._open.setdefault(self.stream, defaultdict(float))
         for form, count in kernels.items():
             held[form] += count
+
+    def allocate(self, size_bytes: int) -> None:
+        """The engine takes memory that is touched for the first time."""
+        if self.is_recording and size_bytes > 0:
+            self.note({Form(FRESH, "fp32", 0, size_bytes): 1.0}, 0.0)
 
     def close(self, stream: str) -> int | None:
         """The number of the last entry of a stream; what it has open becomes one."""

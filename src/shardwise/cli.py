@@ -115,7 +115,9 @@ def plan(
         str | None, typer.Argument(help="A known model (llama3-8b), config.json, model folder or file.py:function.")
     ] = None,
     params: Annotated[str | None, typer.Option(help="Number of parameters instead of a model: 8e9, 8B.")] = None,
-    gpus: Annotated[int | None, typer.Option(help="Number of GPUs in all (8).", callback=_within(None, 10**6))] = None,
+    gpus: Annotated[
+        str | None, typer.Option(help="Number of GPUs in all (8), or a range: 8..1024, doubling.", metavar="NUMBER")
+    ] = None,
     gpu_memory: Annotated[str | None, typer.Option(help="Memory of each GPU: 44GB (80GB).")] = None,
     host_memory: Annotated[str | None, typer.Option(help="Host memory of each node.")] = None,
     disk: Annotated[str | None, typer.Option(help="Disk space of each node, for NVMe offload.")] = None,
@@ -126,6 +128,10 @@ def plan(
         str, typer.Option(help="With --pp: torch's schedule, such as GPipe or ZBVZeroBubble.")
     ] = "1F1B",
     here: Annotated[bool, typer.Option("--here", help="Use the GPUs, memory, disk and links of this machine.")] = False,
+    device: Annotated[
+        str | None, typer.Option(help="GPU whose speed to assume: h100, a100, ..., or a calibration's JSON file.")
+    ] = None,
+    price: Annotated[float | None, typer.Option(help="Dollars an hour for a GPU.", callback=_within(0, 10**6))] = None,
     tflops: Annotated[
         float | None, typer.Option(help="TFLOP/s that a GPU reaches in training.", callback=_within(None, 1e9))
     ] = None,
@@ -180,12 +186,24 @@ def env(
         Path | None, typer.Option(help="Also measure the disk of this folder (writes 1 GiB).", **PATH)
     ] = None,
     measure: Annotated[bool, typer.Option(help="Measure bandwidths.")] = True,
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Measure kernels, copies and collectives, for `plan`, and keep them.")
+    ] = False,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(help="With --calibrate: also the kernels of this built-in model."),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     debug: Debug = False,
 ) -> None:
     """Show versions, devices, links and bandwidths of this machine, and what is missing."""
     from shardwise.machine.env import inspect
 
+    if calibrate:
+        from shardwise.planning.calibration import run as run_calibration
+
+        run_calibration(model or [], disk)
+        return
     found = inspect(disk, measure)
     typer.echo(found.to_json() if json else str(found))
 

@@ -9,7 +9,6 @@ from shardwise.memory import Ledger
 from shardwise.offload.buffer_pool import DeviceBufferPool
 from shardwise.offload.pinned import HostMemory
 from shardwise.offload.staging import Staging
-from shardwise.offload.streams import Streams
 from shardwise.offload.weight_files import WeightFiles
 
 _LEAST_BYTES, _MOST_BYTES = 4 << 20, 64 << 20
@@ -37,10 +36,10 @@ class OffloadContext:
         staging: Staging | None = None,
     ) -> None:
         """`numel` counts the elements of this rank whose states rest off the device."""
-        self.streams = Streams(device)
+        self.host = host or host_memory(settings, device)
+        self.streams = self.host.streams(device)
         self.pool = DeviceBufferPool(ledger, self.streams)
         self.ledger = ledger
-        self.host = host or host_memory(settings, device)
         self.staging = staging
         self.weight_files: WeightFiles | None = None
         """The files that weights on the disk rest in, where they are only read."""

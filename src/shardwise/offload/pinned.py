@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 
+from shardwise.offload.streams import Streams
+
 
 class HostMemory:
     """Allocates the host memory of one engine. A dry run passes in its own, to tell host memory from the device's.
@@ -34,6 +36,10 @@ class HostMemory:
         if self.pinned:
             return page_locked(size_bytes, torch.uint8)
         return torch.frombuffer(mmap.mmap(-1, size_bytes), dtype=torch.uint8)
+
+    def streams(self, device: torch.device) -> Streams:
+        """The streams that copy between this memory and a device."""
+        return Streams(device)
 
 
 def page_locked(numel: int, dtype: torch.dtype) -> torch.Tensor:

@@ -1,13 +1,8 @@
-"""The arithmetic of a plan: bytes of model states per rank, elements on the wire, and what a step takes.
+"""The arithmetic of a plan: bytes of model states per rank, elements on the wire, operations of a step.
 
 Ψ parameters, W ranks, K micro-batches per step. An accounting says how many bytes each kind takes per parameter; these
 are the textbook's states. The engine holds less under zero3: the 16-bit weights are cast from the fp32 master when
 they are gathered, so that 14Ψ/W rest instead of 16Ψ/W.
-
-A rank computes, sends, and moves states to and from the host and the disk, all at once. The longest of these is what a
-step takes at least; of the others, a little shows. This model of time ranks configurations. Seconds are not printed:
-they were compared with measured steps on one machine only, and a step's time depends on kernels and links that no
-option describes. The shares that are printed are those of the rates that were given.
 """
 
 from __future__ import annotations
@@ -27,8 +22,6 @@ from shardwise.planning.hardware import Hardware
 from shardwise.planning.workload import ModelSpec, Workload
 
 STAGES = ("zero0", "zero1", "zero2", "zero3")
-EXPOSED = 0.07
-"""What cannot hide under the longest: 3 to 7 % of the sending on an H200 (benchmarks/results, gpu-overlap)."""
 
 
 class Accounting(NamedTuple):
@@ -173,16 +166,3 @@ def wire_share(preset: str, model: ModelSpec, workload: Workload, on: Hardware) 
         return None
     sent = sent_by_axis(preset, model, workload, on.zero_shape(workload.tp, workload.pp))
     return wire_s(sent, on) / compute_s(model, workload, on)
-
-
-def cost_s(preset: str, model: ModelSpec, workload: Workload, on: Hardware, moved: Moved) -> float:
-    """A step, about: for ranking alone. `model` is what a rank holds of it (`ModelSpec.part`)."""
-    rates, each = on.rates.or_typical(), on.gpus // on.nodes
-    parts = [
-        # Layers wait for the activations of tensor parallelism.
-        compute_s(model, workload, on) + tp_bytes(model, workload) / rates["gpu_link"],
-        wire_s(sent_by_axis(preset, model, workload, on.zero_shape(workload.tp, workload.pp)), on),
-        max(moved.up, moved.down) / rates["host_link"],
-        (moved.up + moved.down) * each / rates["disk"] if "nvme" in preset else 0.0,
-    ]
-    return max(parts) + EXPOSED * (sum(parts) - max(parts))

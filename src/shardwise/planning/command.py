@@ -17,7 +17,7 @@ from shardwise.checks import check_output_file
 from shardwise.config import Config
 from shardwise.config.presets import PRESETS, STAGES, disk_folder, offloaded
 from shardwise.errors import ConfigError
-from shardwise.planning import arithmetic, report, search
+from shardwise.planning import arithmetic, report, scaling, search
 from shardwise.planning import hardware as machines
 from shardwise.planning.hardware import Hardware
 from shardwise.planning.inference import plan_inference
@@ -27,10 +27,13 @@ from shardwise.planning.report import Plan
 from shardwise.planning.workload import DEFAULT_TARGETS, ModelSpec, Workload, find_model
 from shardwise.plotting import check_path
 from shardwise.sizes import parse_bytes, parse_count
+from shardwise.timing.device import DeviceTimes, published
+from shardwise.timing.kept import kept_calibration, load_calibration
 
 _SIZES = {"gpu_memory": "gpu_bytes", "host_memory": "host_bytes", "disk": "disk_bytes"}
 _RATES = {"gpu_link": "gpu_link", "node_link": "node_link", "host_link": "host_link", "disk_rate": "disk"}
 _WORKLOAD = ("micro_batch", "precision", "optimizer", "checkpointing", "tp", "pp", "schedule")
+MOST_GPUS = 10**6
 _DEEPSPEED_TIERS = {"host": "cpu", "disk": "nvme"}
 
 
@@ -47,6 +50,17 @@ def _read(options: Mapping[str, Any], names: Mapping[str, str], read: Callable[[
             except ValueError as error:
                 raise ConfigError(f"--{option.replace('_', '-')} {given}: {error}") from None
     return values
+
+
+def _gpus(text: str) -> int:
+    """A number of GPUs; of a range, the first."""
+    try:
+        count = int(text.partition("..")[0])
+    except ValueError:
+        raise ValueError("expected a number, or a range such as 8..1024") from None
+    if count > MOST_GPUS:
+        raise ValueError(f"at most {MOST_GPUS:,} are possible")
+    return count
 
 
 def _operations(tflops: float) -> float:
@@ -68,7 +82,7 @@ def _rate(text: str) -> float:
 def _hardware(options: Mapping[str, Any]) -> Hardware:
     """The machine that the options describe. With `here` it is this machine, except for what the options replace."""
     rates = _read(options, {"tflops": "operations"}, _operations) | _read(options, _RATES, _rate)
-    sizes = _read(options, _SIZES, parse_bytes) | _read(options, {"gpus": "gpus"}, int)
+    sizes = _read(options, _SIZES, parse_bytes) | _read(options, {"gpus": "gpus"}, _gpus)
     base = machines.here() if options["here"] else Hardware()
     return replace(base, nodes=options["nodes"], rates=replace(base.rates, **rates), **sizes)
 
@@ -103,10 +117,15 @@ def run(options: Mapping[str, Any]) -> None:
     if options["plot"] is not None:
         check_path(options["plot"])
     on = _hardware(options)
-    workload = _workload(options, on)
+    is_range = ".." in (options["gpus"] or "")
+    workload = _workload(options if not is_range else {**options, "global_batch": None}, on)
     if workload.pp > 1 and options["search"]:
         raise ConfigError(f"--pp {workload.pp}: --search tries pipelines itself: leave out one of them")
+    device = _device(options)
     model, params = options["model"], _read(options, {"params": "params"}, parse_count).get("params")
+    if is_range:
+        _show_scaling(find_model(model, params, workload), on, options, device)
+        return
     if options["inference"]:
         if workload.tp > 1:
             raise ConfigError(f"--tp {workload.tp}: a stream does not cut models; leave it out of --inference")
@@ -119,22 +138,50 @@ def run(options: Mapping[str, Any]) -> None:
         return
     presets = [name.strip() for name in options["presets"].split(",")] if options["presets"] else None
     detailed = options["detailed"]
-    made = plan(model, params=params, hardware=on, workload=workload, presets=presets, detailed=detailed)
-    ranked = search.ranked(made.model, workload, on) if options["search"] else None
+    more = {"device": device, "price": options["price"]}
+    made = plan(model, params=params, hardware=on, workload=workload, presets=presets, detailed=detailed, **more)
+    ranked = search.ranked(made.model, workload, on, device) if options["search"] else None
     found = None if ranked is None else ranked[: search.COUNT]
     if options["json"]:
-        more = {} if found is None else {"search": [asdict(each) for each in found]}
-        typer.echo(json.dumps({**made.to_dict(), **more}, indent=1))
+        searched = {} if found is None else {"search": [asdict(each) for each in found]}
+        typer.echo(json.dumps({**made.to_dict(), **searched}, indent=1))
     else:
         _show(made, ranked, options["explain"])
         if found is not None:
-            typer.echo(about_pipelines(made.model, workload, on, found[0].cost if found else None))
+            typer.echo(about_pipelines(made.model, workload, on, found[0].cost if found else None, device))
     if (path := options["emit"]) is not None:
         for line in emit(made, path, found):
             typer.echo(f"{path}: {line}", err=True)
     if (path := options["plot"]) is not None:
         with _writing("--plot", path):
             report.draw(made, path)
+
+
+def _device(options: Mapping[str, Any]) -> DeviceTimes | None:
+    """The device that is named; with `here`, this machine's, if it was calibrated."""
+    name = options["device"]
+    if name is None:
+        return kept_calibration() if options["here"] else None
+    return load_calibration(Path(name)) if name.endswith(".json") else published(name)
+
+
+def _show_scaling(model: ModelSpec, on: Hardware, options: Mapping[str, Any], device: DeviceTimes | None) -> None:
+    """All numbers of GPUs of a range."""
+    counts, workload = scaling.gpu_counts(options["gpus"]), _workload({**options, "global_batch": None}, on)
+    refused = [name for name in ("search", "detailed", "emit", "inference", "accounting", "presets") if options[name]]
+    if refused or options["nodes"] != 1:
+        name = refused[0] if refused else "nodes"
+        raise ConfigError(f"--gpus {options['gpus']}: a range cannot be combined with --{name}: leave out one of them")
+    if model.dimensions is None:
+        raise ConfigError(f"--gpus {options['gpus']}: a range needs a model whose dimensions are known: name one")
+    found = scaling.scale(model, workload, counts, on, device, options["global_batch"])
+    if options["json"]:
+        typer.echo(json.dumps([asdict(point) for point in found.points], indent=1))
+    else:
+        (Console() if Console().is_terminal else Console(width=scaling.WIDTH)).print(scaling.render(found))
+    if (path := options["plot"]) is not None:
+        with _writing("--plot", path):
+            scaling.draw(found, path)
 
 
 def _console() -> Console:

@@ -12,7 +12,7 @@ import itertools
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from shardwise.comm import DONE, Comm, Handle, Hop
-from shardwise.comm.interface import EVERYWHERE
+from shardwise.comm.interface import EVERYWHERE, REDUCE
 from shardwise.comm.model_group import ModelGroup
 from shardwise.config import Config
 from shardwise.config.auto import UserObjects
@@ -35,10 +35,10 @@ from shardwise.models.loading import arguments, loss_of
 from shardwise.models.tensor_parallel import tensor_parallel
 from shardwise.observe import StorageObserver
 from shardwise.observe.labels import Labelling, by_kind
-from shardwise.offload.pinned import HostMemory
 from shardwise.partition.policy import DTYPES
 from shardwise.partition.stored import stored_tensors
 from shardwise.planning.allocator import CachingAllocator
+from shardwise.planning.dry_streams import DryHostMemory
 from shardwise.planning.estimate import CATEGORIES, Estimate
 from shardwise.planning.fakes import Fakes
 from shardwise.planning.kernels import CPU, Kernels, cuda, replacing
@@ -46,8 +46,11 @@ from shardwise.planning.pp_axis import DryPipeline, PipelineRank, model_axes
 from shardwise.planning.tp_axis import DryModelGroup, tp_sent_bytes
 from shardwise.planning.workload import ModelSpec, Workload
 from shardwise.tensors import map_tensors
+from shardwise.timing.tape import Issued, Mark, Tape
 
 _SCRATCH, _WORKSPACE = -1, -2
+_MOST_ROWS = 8
+"""Of the rows that a reduction adds up, so many are added up in a dry run."""
 MOST_MICRO_BATCHES = 3
 """How many micro-batches of a step the dry run of a plan runs."""
 
@@ -90,6 +93,7 @@ class Foreseen(Estimate):
     axis_bytes     bytes sent in a step within the node (inner) and out of it (outer), without control messages
     moved_bytes    bytes of a step from and to `tiers`
     places         the peaks of all ranks of the pipeline that this is the fullest of, in their order
+    issued         what the last two steps issue, in their order; the last begins at `last_step`
     """
 
     startup_bytes: int
@@ -100,6 +104,8 @@ class Foreseen(Estimate):
     parameters: int
     trainable: int
     places: tuple[int, ...] = ()
+    issued: list[Issued] = field(default_factory=list, repr=False, compare=False)
+    last_step: int = 0
 
 
 def foresee(
@@ -174,13 +180,13 @@ def can_dry_run(config: Config) -> bool:
     return all(kind.tier != "disk" for _, kind in config.placement)
 
 
-def dry_run(scenario: Scenario) -> Foreseen:
+def dry_run(scenario: Scenario, tape: Tape | None = None) -> Foreseen:
     """Run a few steps of one rank. Raises `Untraceable` for a model that needs values, and for states on a disk."""
     if not can_dry_run(scenario.config):
         raise Untraceable("states rest on the disk, which a dry run does not touch")
-    labelling, kernels = _LogitsLabelling(), scenario.kernels
+    labelling, kernels, tape = _LogitsLabelling(), scenario.kernels, tape or Tape()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    observer = _DryObserver(kernels, labelling.label_new, mode)
+    observer = _DryObserver(kernels, labelling.label_new, mode, tape)
     with warnings.catch_warnings(), _traced(), model_axes(scenario.tp, scenario.pipeline) as (axis, pp), mode:
         warnings.simplefilter("ignore")
         with observer, replacing(kernels.replaced):
@@ -198,7 +204,9 @@ def dry_run(scenario: Scenario) -> Foreseen:
             observer.allocator.empty_cache()  # as `initialize` does
             # Later steps are all alike: the first creates the states, and with offload the pool of device buffers
             # reaches its full size in the second.
-            for _ in range(1 if scenario.config.placement.optim.tier == "device" else 2):
+            is_offloaded = scenario.config.placement.optim.tier != "device"
+            for is_last in (False, True) if is_offloaded else (True,):
+                tape.is_recording = is_last
                 subject.step()
             startup_bytes = observer.peak_bytes
             observer.reset_peak()
@@ -207,7 +215,9 @@ def dry_run(scenario: Scenario) -> Foreseen:
                 engine.comm.sent_bytes.clear()
                 engine.comm.axis_bytes.clear()
                 engine._offload.streams.moved_bytes.clear()
+            tape.begin_step()
             subject.step()
+            tape.end()
         return _foreseen(observer, subject, kernels, max(startup_bytes, observer.peak_bytes))
 
 
@@ -227,13 +237,13 @@ class _Subject:
         self._pipeline: DryPipeline | None = None
         if scenario.pipeline is None:
             self._count = scenario.config.batch.accumulation
-            self.engines = [_engine(model, scenario, observer.host)]
+            self.engines = [_engine(model, scenario, observer)]
             return
         self._count = scenario.pipeline.micro_batches
         computed = DTYPES[scenario.config.precision.weights_dtype]
 
         def make_engine(part: nn.Module) -> Engine:
-            return _engine(part, scenario, observer.host)
+            return _engine(part, scenario, observer)
 
         self._pipeline = DryPipeline(model, scenario.pipeline, pp, make_engine, (next(batches), computed))
         self.engines = self._pipeline.engines
@@ -253,7 +263,7 @@ class _Subject:
 class DryComm(Comm):
     """One rank of `world_size`, alone: it counts what it would send, and leaves as it is what it would receive."""
 
-    def __init__(self, rank: int, ranks: int | NodeShape, kernels: str) -> None:
+    def __init__(self, rank: int, ranks: int | NodeShape, kernels: str, tape: Tape | None = None) -> None:
         self.device = torch.device("cpu")
         self.kernels = kernels
         self.rank = rank
@@ -263,13 +273,34 @@ class DryComm(Comm):
         self.axis_bytes = Counter()
         self.micro_step = 0
         self._sends_directly = kernels == "cpu"
+        self._tape = tape or Tape()
+        self._rows_each = 1.0
 
     def gather(self, full: torch.Tensor, kind: str, unit: str = "", axes: Sequence[Axis] = EVERYWHERE) -> Handle:
-        size_bytes = full.nbytes
+        size_bytes, sizes = full.nbytes, list[tuple[Hop, int]]()
         for hop in self.hops(axes):
             self._count(kind, size_bytes, hop)
+            sizes.insert(0, (hop, size_bytes))
             size_bytes //= hop.size
-        return DONE
+        mark: Mark | None = None
+        for hop, each in sizes if full.numel() else ():
+            mark = self._send("gather", "gather", each, hop, mark)
+        return mark or DONE
+
+    def _send(self, channel: str, what: str, size_bytes: int, hop: Hop, after: Mark | None = None) -> Mark | None:
+        return self._tape.send(channel, what, size_bytes, hop.size, hop.axis, after)
+
+    @contextlib.contextmanager
+    def following(self, handle: Handle, channel: str = REDUCE) -> Iterator[None]:
+        if self._sends_directly:
+            handle.wait()
+            yield
+            return
+        issued = self._tape.mark()
+        with self._tape.on(channel):
+            handle.wait()
+            issued.wait()
+            yield
 
     def rows_received(self, hop: Hop) -> int:
         return hop.size - self._sends_directly
@@ -277,22 +308,30 @@ class DryComm(Comm):
     def exchange(
         self, received: torch.Tensor, sent: torch.Tensor, kind: str, unit: str, hop: Hop
     ) -> tuple[Handle, list[torch.Tensor]]:
-        """Two rows represent those of all ranks; this rank's own row is among them where it decides how sums are made.
+        """Two rows are those of all ranks; this rank's own row is among them where it decides how sums are made.
 
         `test_the_peak_is_the_measured_one` with three ranks fails otherwise.
         """
         self._count(kind, sent.nbytes, hop)
-        if not self._sends_directly:
-            return DONE, list(received[:2])
-        return DONE, [*[received[0]] * min(hop.place, 2), sent[hop.place], received[-1]]
+        if self._sends_directly:
+            rows = [*[received[0]] * min(hop.place, 2), sent[hop.place], received[-1]]
+        else:
+            rows = [received[row % 2] for row in range(min(hop.size, _MOST_ROWS))]
+        self._rows_each = hop.size / len(rows)
+        return self._send("reduce", "reduce", sent.nbytes, hop) or DONE, rows
 
     def blocks(self, tensor: torch.Tensor, block_numel: int) -> Sequence[torch.Tensor]:
         """One block represents all: they use the same memory, one after the other."""
-        return [tensor[:block_numel]] if tensor.numel() else ()
+        if not tensor.numel():
+            return ()
+        return _OneBlock(tensor[:block_numel], -(-tensor.numel() // block_numel) * self._rows_each, self._tape)
 
     def share(self, values: torch.Tensor, name: str = "", channel: str = "") -> torch.Tensor:
         if self.world_size == 1:
             return values.unsqueeze(0)
+        axis: Axis = "outer" if self.shape.nodes > 1 else "inner"
+        everyone = Hop(axis, self.world_size, self.rank)
+        (self._send(channel or REDUCE, "share", values.nbytes * self.world_size, everyone) or DONE).wait()
         return values.new_empty(self.world_size, *values.shape)
 
     def share_object(self, value: Any, name: str = "") -> list[Any]:
@@ -315,27 +354,27 @@ class DryComm(Comm):
         pass
 
 
-class DryHostMemory(HostMemory):
-    """Host memory that says when it allocates: in a dry run host and device are both on the CPU, and the observer tells
-    them apart by it."""
+class _OneBlock(list[torch.Tensor]):
+    """A block that stands for `times`; the tape counts what is done with it so often."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_allocating = False
+    def __init__(self, block: torch.Tensor, times: float, tape: Tape) -> None:
+        super().__init__([block])
+        self._times, self._tape = times, tape
 
-    def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        self.is_allocating = True
-        try:
-            return super().zeros(numel, dtype)
-        finally:
-            self.is_allocating = False
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        self._tape.times = self._times
+        yield from super().__iter__()
+        self._tape.times = 1.0
 
 
 class _DryObserver(StorageObserver):
     """Sees what the allocator of the foreseen device would see."""
 
-    def __init__(self, kernels: Kernels, label: Callable[[torch.Tensor], str], mode: FakeTensorMode) -> None:
-        self.host = DryHostMemory()
+    def __init__(
+        self, kernels: Kernels, label: Callable[[torch.Tensor], str], mode: FakeTensorMode, tape: Tape
+    ) -> None:
+        self.tape, self._is_new = tape, False
+        self.host = DryHostMemory(tape if kernels.name != "cpu" else None)
         # If the foreseen device is the CPU, host memory is part of it, as in a measurement.
         is_away = None if kernels.name == "cpu" else lambda: self.host.is_allocating
         super().__init__("cpu", (), label, kernels.granularity_bytes, is_away)
@@ -344,13 +383,6 @@ class _DryObserver(StorageObserver):
         self._fakes = Fakes(mode, self.device)
         self.is_updating = False
         self.counts_tp, self.tp_bytes = False, 0
-
-    def _resized(self, entry: Any, nbytes: int) -> None:
-        if entry.nbytes != nbytes and entry.nbytes:
-            self.allocator.free(id(entry))
-        if entry.nbytes != nbytes and nbytes:
-            self.allocator.allocate(id(entry), nbytes)
-        super()._resized(entry, nbytes)
 
     def add_scratch(self, size_bytes: int) -> None:
         self.allocator.allocate(_SCRATCH, size_bytes)
@@ -371,14 +403,37 @@ class _DryObserver(StorageObserver):
         if func is torch.ops.aten._local_scalar_dense.default and self.is_updating:
             return 0  # the engine asks whether gradients overflowed: they did not
         if self.counts_tp and func.namespace == "_c10d_functional":
-            self.tp_bytes += tp_sent_bytes(func, args)
+            self._note_tp(tp_sent_bytes(func, args))
         if func.is_view and args[0].__class__ is FakeTensor:
             return self.run(func, args, kwargs or {})  # half of all operators; their storages are known
         result = super().__torch_dispatch__(func, types, args, kwargs)
         scratch = self._scratch.get(func)
         if scratch is not None:
             self.add_scratch(scratch(*args, **(kwargs or {})))
+        if func.namespace == "aten":
+            self.tape.add(func, args, kwargs or {}, result)
         return result
+
+    def _add(self, storage: torch.UntypedStorage, label: str) -> Any:
+        self._is_new = True
+        try:
+            return super()._add(storage, label)
+        finally:
+            self._is_new = False
+
+    def _resized(self, entry: Any, nbytes: int) -> None:
+        if not self._is_new:  # a buffer of the engine's; results of operators count with their kernels
+            self.tape.allocate(nbytes - entry.nbytes)
+        if entry.nbytes != nbytes and entry.nbytes:
+            self.allocator.free(id(entry))
+        if entry.nbytes != nbytes and nbytes:
+            self.allocator.allocate(id(entry), nbytes)
+        super()._resized(entry, nbytes)
+
+    def _note_tp(self, sent_bytes: int) -> None:
+        self.tp_bytes += sent_bytes
+        if sent_bytes:  # two ranks send the half of what they have
+            (self.tape.send("tp", "tp", 2 * sent_bytes, 2, "inner") or DONE).wait()
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         return self._fakes.run(func, args, kwargs)
@@ -431,14 +486,14 @@ def _batches(make_batch: MakeBatch, mode: FakeTensorMode, rank: int) -> Iterator
     return (map_tensors(arguments(make_batch, rank, number), fake) for number in itertools.count())
 
 
-def _engine(model: nn.Module, scenario: Scenario, host: HostMemory) -> Engine:
+def _engine(model: nn.Module, scenario: Scenario, observer: _DryObserver) -> Engine:
     shape = scenario.shape or NodeShape(1, scenario.world_size)
     config = scenario.config.for_shape(shape)
     params = [param for param in model.parameters() if param.requires_grad]
     optimizer = config.optimizer.build(params) if config.optimizer else torch.optim.AdamW(params, lr=1e-3)
-    comm = DryComm(scenario.rank, shape, scenario.kernels.name)
+    comm = DryComm(scenario.rank, shape, scenario.kernels.name, observer.tape)
     comm.model_group = DryModelGroup(size=scenario.tp)
-    return Engine(model, optimizer, config, comm, host)
+    return Engine(model, optimizer, config, comm, observer.host)
 
 
 def _foreseen(observer: _DryObserver, subject: _Subject, kernels: Kernels, startup_bytes: int) -> Foreseen:
@@ -459,6 +514,8 @@ def _foreseen(observer: _DryObserver, subject: _Subject, kernels: Kernels, start
         moved_bytes=_added([engine._offload.streams.moved_bytes for engine in engines]),
         parameters=sum(param.numel() for param in params),
         trainable=sum(param.numel() for param in params if param.requires_grad),
+        issued=observer.tape.entries,
+        last_step=observer.tape.start,
     )
 
 

@@ -1,6 +1,7 @@
 """`shardwise.plan`: the peak of every preset, whether it fits, and the preset to take: the fastest that fits.
 
-Presets are tried in the order of their cost:
+The fastest is that of the model of time (`seconds`). Of presets that it cannot tell apart, the first in this order is
+taken, that of what they send:
 
 zero1     sends no more than plain data parallelism, for any number of micro-batches
 zero2     sends the same with one micro-batch, and one more reduction for each further one
@@ -33,11 +34,15 @@ from shardwise.planning.estimate import estimate
 from shardwise.planning.hardware import Hardware
 from shardwise.planning.pipelines import foresee_stages, pipeline_notes
 from shardwise.planning.report import Advice, Fit, Plan, PlanRow
+from shardwise.planning.seconds import device_for, preset_time
 from shardwise.planning.workload import DEFAULT_TARGETS, ModelSpec, Workload, find_model, from_dimensions
 from shardwise.sizes import format_bytes
+from shardwise.timing.device import DeviceTimes
 
 ORDER = ("zero1", "zero2", "zero3_hybrid", "zero3", "zero1_offload", "zero2_offload", "zero3_offload", "zero3_nvme")
 LORA_RANK = 16
+TELLS_APART = 0.02
+"""Steps whose times differ by less count as equal."""
 DRY_RUN_HEADROOM = 0.03
 """The fraction of a GPU that must stay free: the error that a dry run may have (`benchmarks/plan_accuracy.py`)."""
 ARITHMETIC_HEADROOM = 0.15
@@ -52,12 +57,15 @@ def plan(
     workload: Workload | None = None,
     presets: Sequence[str] | None = None,
     detailed: bool | None = None,
+    device: DeviceTimes | None = None,
+    price: float | None = None,
 ) -> Plan:
     """What every rank holds at its peak under each preset, before anything is launched.
 
     `model` is a name that `shardwise.models.catalog` knows, a Hugging Face `config.json` or model folder, or
     `file.py:function`; alternatively `params` is the number of parameters. `detailed` runs the engine's own code on
     fake tensors, which takes seconds. It is the default for `file.py:function`, of which nothing else is known.
+    Seconds are those of `device` (an H100 by default); `price` is dollars an hour for a GPU.
 
     >>> import shardwise
     >>> foreseen = shardwise.plan("llama3-8b")
@@ -85,10 +93,18 @@ def plan(
                 "of the catalog or a config.json, and leave out --params, --lora and --no-detailed"
             )
         detailed = True
-    return _plan(known, workload, hardware, presets, known.build is not None if detailed is None else detailed)
+    detailed = known.build is not None if detailed is None else detailed
+    return replace(_plan(known, workload, hardware, presets, detailed, device_for(hardware, device)), price=price)
 
 
-def _plan(model: ModelSpec, workload: Workload, hardware: Hardware, presets: Sequence[str], detailed: bool) -> Plan:
+def _plan(
+    model: ModelSpec,
+    workload: Workload,
+    hardware: Hardware,
+    presets: Sequence[str],
+    detailed: bool,
+    device: DeviceTimes,
+) -> Plan:
     notes = []
     foreseen: dict[str, Foreseen] = {}
     shape = hardware.zero_shape(workload.tp, workload.pp)
@@ -105,7 +121,13 @@ def _plan(model: ModelSpec, workload: Workload, hardware: Hardware, presets: Seq
         notes += pipeline_notes(workload, foreseen)
     if workload.tp > 1:
         notes.append(_tp_note(workload.tp, shape.world_size, _tp_sent_bytes(model, workload, foreseen)))
-    rows = [_row(preset, model, workload, hardware, foreseen.get(preset)) for preset in presets]
+    rows = [
+        replace(
+            _row(preset, model, workload, hardware, foreseen.get(preset)),
+            time=preset_time(preset, model, workload, shape, device, foreseen.get(preset)),
+        )
+        for preset in presets
+    ]
     notes += _notes(model, workload, rows)
     mode = "detailed" if foreseen else "analytic"
     advice = advise(rows, model, workload, hardware)
@@ -225,7 +247,7 @@ def presets_for(shape: NodeShape) -> tuple[str, ...]:
 
 
 def order_for(shape: NodeShape, accumulation: int) -> list[str]:
-    """The presets to try, fastest first."""
+    """The presets to try, those that send the least first."""
     order = [name for name in ORDER if name in presets_for(shape)]
     if accumulation > 1 and "zero3_hybrid" in order:
         # zero2 would send each micro-batch's gradients out of the node.
@@ -270,22 +292,30 @@ def judge(config: Config, peak_bytes: int, tiers: Mapping[str, int], on: Hardwar
 
 
 def advise(rows: Sequence[PlanRow], model: ModelSpec, workload: Workload, hardware: Hardware) -> Advice:
-    """The first preset in the order of their cost that fits."""
+    """The fastest preset that fits."""
     by_name = {row.preset: row for row in rows}
     shape = hardware.zero_shape(workload.tp, workload.pp)
     order = [name for name in order_for(shape, workload.accumulation) if name in by_name] or [
         row.preset for row in rows
     ]
-    chosen = next((name for name in order if by_name[name].fits), None)
+    chosen = _fastest([by_name[name] for name in order])
     if chosen is None:
         least = min(rows, key=lambda row: (not row.is_supported, row.peak_bytes))
         shortage = least.note or _shortage(least, hardware)
         reason = f"nothing fits: {least.preset} needs the least, and {shortage}"
         return Advice(None, reason + _lora_hint(model, workload, hardware))
-    tried = [by_name[name] for name in order[: order.index(chosen)]]
+    tried = [by_name[name] for name in order[: order.index(chosen)] if not by_name[name].fits]
     reason = _reason(by_name[chosen], tried, by_name, hardware)
     offloads = "offload" in chosen or "nvme" in chosen
     return Advice(chosen, reason + (_lora_hint(model, workload, hardware) if offloads else ""))
+
+
+def _fastest(rows: Sequence[PlanRow]) -> str | None:
+    """The fastest that fits, by the model of time; of those that it cannot tell apart, the first in the order."""
+    fitting = [row for row in rows if row.fits]
+    least = min((row.time.step_s for row in fitting if row.time), default=0.0)
+    near = [row for row in fitting if row.time is None or row.time.step_s <= (1 + TELLS_APART) * least]
+    return near[0].preset if near else None
 
 
 def _reason(row: PlanRow, tried: Sequence[PlanRow], rows: Mapping[str, PlanRow], hardware: Hardware) -> str:

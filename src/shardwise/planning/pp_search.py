@@ -5,19 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-from shardwise.planning.arithmetic import cost_s, moved_bytes
 from shardwise.planning.estimate import estimate
 from shardwise.planning.hardware import Hardware
 from shardwise.planning.pipelines import bubble_of
 from shardwise.planning.planner import judge, order_for
+from shardwise.planning.seconds import device_for, sketched
 from shardwise.planning.workload import ModelSpec, Workload
+from shardwise.timing.device import DeviceTimes
 
 MOST_STAGES = 64
 _SCHEDULE = "1F1B"
 
 
 class PipelineCandidate(NamedTuple):
-    """The fastest preset that fits with `pp` stages; the cost is for ranking only."""
+    """The fastest preset that fits with `pp` stages; `cost` is the seconds of a step."""
 
     cost: float
     pp: int
@@ -30,13 +31,16 @@ class PipelineCandidate(NamedTuple):
         return f"pp {self.pp} under {self.preset} ({how}) waits {self.bubble:.0%} of a step"
 
 
-def about_pipelines(model: ModelSpec, workload: Workload, on: Hardware, cost: float | None) -> str:
-    """Whether a pipeline would be faster than the best found without one, of `cost`, which is None if nothing fits."""
+def about_pipelines(
+    model: ModelSpec, workload: Workload, on: Hardware, cost: float | None, device: DeviceTimes | None = None
+) -> str:
+    """Whether a pipeline would be faster than the best found without one of `cost` seconds; None if nothing fits."""
     if model.dimensions is None or workload.lora is not None:
         return "No pipeline was tried: stages are cut by layers, which are known of models by name, without adapters."
     most = min(on.gpus, model.dimensions.layers, MOST_STAGES)
     sizes = [pp for pp in range(2, most + 1) if on.gpus % pp == 0]
-    found = [made for pp in sizes if (made := _candidate(model, workload, on, pp)) is not None]
+    times = device_for(on, device)
+    found = [made for pp in sizes if (made := _candidate(model, workload, on, pp, times)) is not None]
     if not found:
         return "No pipeline: none fits these GPUs."
     best = min(found)
@@ -51,7 +55,9 @@ def about_pipelines(model: ModelSpec, workload: Workload, on: Hardware, cost: fl
     )
 
 
-def _candidate(model: ModelSpec, workload: Workload, on: Hardware, pp: int) -> PipelineCandidate | None:
+def _candidate(
+    model: ModelSpec, workload: Workload, on: Hardware, pp: int, device: DeviceTimes
+) -> PipelineCandidate | None:
     """By arithmetic, with as many samples per step as without a pipeline."""
     assert model.dimensions is not None
     count = workload.accumulation * pp
@@ -73,7 +79,8 @@ def _candidate(model: ModelSpec, workload: Workload, on: Hardware, pp: int) -> P
         made = estimate(stage, step, config, part.shape)
         kept = made.categories.get("activations", 0) * (pp - 1) + 2 * hidden_bytes * count
         if judge(config, made.peak_bytes + kept + on.reserved_bytes, made.tiers, part).fits:
-            moved = moved_bytes(config, stage.trainable, stage.frozen, part.gpus)
-            cost = (cost_s(preset, stage, step, part, moved) + link_s) / (1 - share)
+            # The ranks of a stage do one of `pp` equal parts of the work.
+            work_s = sketched(model, step, config, part.shape, device).step_s / pp
+            cost = (work_s + link_s) / (1 - share)
             return PipelineCandidate(cost, pp, preset, count, share)
     return None

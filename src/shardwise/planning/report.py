@@ -18,6 +18,7 @@ from shardwise.config.presets import PRESETS
 from shardwise.planning.arithmetic import ACCOUNTINGS, STAGES, Accounting, saving, state_bytes, total_bytes
 from shardwise.planning.estimate import CATEGORIES, Estimate
 from shardwise.planning.hardware import Hardware
+from shardwise.planning.seconds import BOUNDS, StepTime
 from shardwise.planning.workload import ModelSpec, Workload
 from shardwise.plotting import check_path, pyplot
 from shardwise.sizes import format_bytes, format_count
@@ -65,6 +66,7 @@ class PlanRow(Fit, Estimate):
     outside_bytes  what leaves a node in a step
     margin         the free fraction of a GPU's memory
     wire_share     the time of sending over that of computing, if the machine's rates are known
+    time           what a step takes, by the model of time
     """
 
     preset: str
@@ -73,6 +75,7 @@ class PlanRow(Fit, Estimate):
     margin: float
     wire_share: float | None
     startup_bytes: int | None
+    time: StepTime | None = None
 
     @property
     def is_close(self) -> bool:
@@ -104,6 +107,7 @@ class Plan:
     advice: Advice
     mode: str
     notes: list[str] = field(default_factory=list)
+    price: float | None = None
 
     def row(self, preset: str) -> PlanRow:
         """The row of one preset."""
@@ -138,9 +142,33 @@ def render(plan: Plan) -> RenderableType:
         f"<{each:.0%} spare: fits with less than {each:.0%} to spare; its figure may be off by that" for each in spares
     ]
     advice = f"→ {plan.advice.preset}: {plan.advice.reason}" if plan.advice.preset else plan.advice.reason
+    timed = next((row.time for row in plan.rows if row.time), None)
+    heading = f"\nA step, foreseen; exposed: waits for links, PCIe or disk\n({timed.source})" if timed else ""
+    times: list[RenderableType] = [Text(heading), _time_table(plan)] if timed else []
     title = Text(_title(plan), style="bold")
     lines = [Text(f"note: {note}", style="dim") for note in notes]
-    return Group(title, Text(legend + "\n"), _table(plan), Text(), Text(advice, style="bold"), *lines)
+    return Group(title, Text(legend + "\n"), _table(plan), Text(), Text(advice, style="bold"), *lines, *times)
+
+
+def _time_table(plan: Plan) -> Table:
+    """What a step of each preset takes, by the model of time."""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    has_tokens = any(row.time is not None and row.time.tokens_per_s for row in plan.rows)
+    columns = ["s a step", *["tokens/s a GPU", "MFU"] * has_tokens, "exposed", "bound by"]
+    for name in ["", *columns, *["$ per 1e9 tokens"] * (plan.price is not None)]:
+        table.add_column(name, justify="left" if name in ("", "bound by") else "right", no_wrap=True)
+    for row in plan.rows:
+        if (time := row.time) is not None:
+            dollars = None if plan.price is None else time.dollars_per_billion_tokens(plan.price)
+            table.add_row(
+                f"{'→ ' if row.preset == plan.advice.preset else '  '}{escape(row.preset)}",
+                _seconds(time.step_s),
+                *[f"{time.tokens_per_s or 0:,.0f}", "" if time.mfu is None else f"{time.mfu:.0%}"] * has_tokens,
+                f"{(time.exposed_s + time.moving_s) / time.step_s:.0%}",
+                BOUNDS[time.bound_by],
+                *([] if dollars is None else [f"{dollars:,.0f}"]),
+            )
+    return table
 
 
 def _title(plan: Plan) -> str:
@@ -186,6 +214,10 @@ def _has_shares(plan: Plan) -> bool:
 
 def _share(share: float | None) -> str:
     return "" if share is None else f"{share:.0%}" if share < 10 else f"{share:.0f}x"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.0f}" if seconds >= 99.5 else f"{seconds:.3g}"
 
 
 def _is_mixed(plan: Plan) -> bool:

@@ -1,4 +1,4 @@
-"""The search: the fastest configurations that fit, ranked by the model of time in `arithmetic`.
+"""The search: the fastest configurations that fit, by the model of time in `seconds`.
 
 It varies the preset, the micro-batch and the accumulation, recomputation, how many GPUs of a node hold one copy of the
 model together (tp) and, under offload, how many units keep their states on the device: as many as fit, by the solver
@@ -17,12 +17,14 @@ from rich.text import Text
 
 from shardwise.engine.residency import stay
 from shardwise.errors import ConfigError
-from shardwise.planning.arithmetic import cost_s, moved_bytes, sent_by_axis, tp_bytes
+from shardwise.planning.arithmetic import moved_bytes, sent_by_axis, tp_bytes
 from shardwise.planning.estimate import away_bytes, estimate
 from shardwise.planning.hardware import Hardware
 from shardwise.planning.planner import device_budget, judge, order_for
+from shardwise.planning.seconds import device_for, sketched
 from shardwise.planning.workload import ModelSpec, Workload
 from shardwise.sizes import format_bytes
+from shardwise.timing.device import DeviceTimes
 
 LARGEST_MICRO_BATCH = 64
 COUNT = 5
@@ -37,7 +39,7 @@ class Candidate:
     tp_bytes       what a GPU sends in a step to the others of its copy of the model
     resident       the fraction of the states that may be offloaded but stays on the device
     device_memory  the budget under which the engine keeps that fraction on the device
-    cost           for ranking only
+    cost           seconds of a step, by the model of time
     """
 
     preset: str
@@ -65,15 +67,20 @@ class Candidate:
         return f"{self.preset} with tp {self.tp}" if self.tp > 1 else self.preset
 
 
-def search(model: ModelSpec, workload: Workload, hardware: Hardware, count: int = COUNT) -> list[Candidate]:
+def search(
+    model: ModelSpec, workload: Workload, hardware: Hardware, count: int = COUNT, device: DeviceTimes | None = None
+) -> list[Candidate]:
     """The `count` fastest that fit, best first, with as many samples per step as `workload`."""
-    return ranked(model, workload, hardware)[:count]
+    return ranked(model, workload, hardware, device)[:count]
 
 
-def ranked(model: ModelSpec, workload: Workload, hardware: Hardware) -> list[Candidate]:
+def ranked(
+    model: ModelSpec, workload: Workload, hardware: Hardware, device: DeviceTimes | None = None
+) -> list[Candidate]:
     """All that fit, the fastest first."""
+    times = device_for(hardware, device)
     found = [
-        _candidate(part, step, hardware, preset)
+        _candidate(model, part, step, hardware, preset, times)
         for tp, part in _parts(model, workload, hardware).items()
         for step in _steps(workload, tp)
         for preset in order_for(hardware.zero_shape(tp), 1)
@@ -104,10 +111,12 @@ def _steps(workload: Workload, tp: int) -> list[Workload]:
     ]
 
 
-def _candidate(model: ModelSpec, workload: Workload, on: Hardware, preset: str) -> Candidate | None:
+def _candidate(
+    whole: ModelSpec, model: ModelSpec, workload: Workload, on: Hardware, preset: str, device: DeviceTimes
+) -> Candidate | None:
     """None if it does not fit, or if all of it could stay on the device, as under the preset without offload.
 
-    What is frozen does not: it rests where the preset has the weights. `model` is what a GPU holds of it.
+    What is frozen does not: it rests where the preset has the weights. `model` is what a GPU holds of the whole.
     """
     config, shape = workload.config(preset), on.zero_shape(workload.tp)
     estimated = estimate(model, workload, config, shape)
@@ -143,7 +152,7 @@ def _candidate(model: ModelSpec, workload: Workload, on: Hardware, preset: str) 
         outside_bytes=sent["outer"] * on.shape.per_node,
         tp_bytes=within,
         condition=fit.condition,
-        cost=cost_s(preset, model, workload, on, moved),
+        cost=sketched(whole, workload, config, shape, device, resident if estimated.tiers else 0.0).step_s,
     )
 
 
@@ -187,6 +196,7 @@ def render(ranked: Sequence[Candidate], given: Workload) -> RenderableType:
         "micro-batch",
         "K",
         "recompute",
+        "s/step",
         "peak GB",
         "sent GB",
         *["out GB"] * leaves,
@@ -202,6 +212,7 @@ def render(ranked: Sequence[Candidate], given: Workload) -> RenderableType:
             str(each.micro_batch),
             str(each.accumulation),
             "yes" if each.checkpointing else "no",
+            f"{each.cost:.3g}",
             f"{each.peak_bytes / 1e9:.1f}",
             f"{each.sent_bytes_per_sample / 1e9:.3g}",
             *[f"{each.outside_bytes / 1e9:.3g}"] * leaves,

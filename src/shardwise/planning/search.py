@@ -197,11 +197,11 @@ def render(ranked: Sequence[Candidate], given: Workload) -> RenderableType:
         "K",
         "recompute",
         "s/step",
-        "peak GB",
-        "sent GB",
-        *["out GB"] * leaves,
+        "peak",
+        "sent",
+        *["out"] * leaves,
     ]
-    for name in [*columns, *(["moved GB", "resident"] if moves else [])]:
+    for name in [*columns, *(["moved", "resident"] if moves else [])]:
         table.add_column(name, justify="left" if name == "preset" else "right", no_wrap=True)
     table.add_column("")  # the condition may wrap, so that figures need not be cut
     for number, each in enumerate(candidates, start=1):
@@ -220,7 +220,7 @@ def render(ranked: Sequence[Candidate], given: Workload) -> RenderableType:
         if moves:
             cells += [f"{each.moved_bytes_per_sample / 1e9:.3g}", f"{each.resident:.0%}"]
         table.add_row(*cells, each.condition)
-    legend = "sent and moved are per rank and sample" + "; out is what leaves a node in a step" * leaves
+    legend = "GB; sent and moved are per rank and sample" + "; out is what leaves a node in a step" * leaves
     title = Text(f"\nThe fastest that fit, best first; {legend}")
     budgets = {each.device_memory for each in candidates if each.device_memory is not None}
     notes = [Text(f"states stay resident under offload.device_memory: {format_bytes(size)}") for size in budgets]

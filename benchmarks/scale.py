@@ -5,6 +5,7 @@
 writes results/DATE-scale.json and .md: every point, and beside them what the model of time was checked against.
 """
 
+import io
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -38,8 +39,8 @@ def main() -> None:
             found = scale(model, step, gpu_counts(COUNTS), Hardware(), None, batch)
             how = f"{batch} samples a step" if batch else "1 sample a GPU"
             tables[f"{name}, {how}"] = [asdict(point) for point in found.points]
-            with Console(width=WIDTH, record=True, quiet=True) as console:
-                console.print(render(found))
+            console = Console(width=WIDTH, record=True, file=io.StringIO())
+            console.print(render(found))
             texts.append("```\n" + "\n".join(line.rstrip() for line in console.export_text().splitlines()) + "\n```")
     path = RESULTS / f"{made['date']}-scale.json"
     path.write_text(json.dumps({**made, "checks": checks(), "tables": tables}, indent=1) + "\n")

@@ -48,6 +48,17 @@ def _within(least: float | None, most: float) -> Callable[[typer.CallbackParam, 
     return check
 
 
+def _number_or_range(param: typer.CallbackParam, value: str | None) -> str | None:
+    """A callback of an option that takes 8, or 8..1024."""
+    try:
+        counts = [int(part) for part in (value or "0").split("..")]
+    except ValueError:
+        raise typer.BadParameter(f"{value!r} is neither a number nor a range such as 8..1024") from None
+    for count in counts:
+        check_range(param.opts[-1], count, None, 10**6)
+    return value
+
+
 COUNT = {"callback": _within(1, MOST_SAMPLES)}
 
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
@@ -116,7 +127,12 @@ def plan(
     ] = None,
     params: Annotated[str | None, typer.Option(help="Number of parameters instead of a model: 8e9, 8B.")] = None,
     gpus: Annotated[
-        str | None, typer.Option(help="Number of GPUs in all (8), or a range: 8..1024, doubling.", metavar="NUMBER")
+        str | None,
+        typer.Option(
+            help="Number of GPUs in all (8), or a range: 8..1024, doubling.",
+            metavar="NUMBER",
+            callback=_number_or_range,
+        ),
     ] = None,
     gpu_memory: Annotated[str | None, typer.Option(help="Memory of each GPU: 44GB (80GB).")] = None,
     host_memory: Annotated[str | None, typer.Option(help="Host memory of each node.")] = None,

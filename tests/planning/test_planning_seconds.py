@@ -146,7 +146,7 @@ def test_plan_tells_seconds_and_dollars():
     assert 0.2 < zero1.mfu < 0.6
     text = str(found)
     assert "published figures of h100, not calibrated" in text
-    assert re.search(r"→ zero1 +0\.\d+ +\d,\d{3} +\d\d% +\d+% +computation +\d+", text)
+    assert re.search(r"zero1: +0\.\d+ +\d,\d{3} +\d\d% +\d+% +computation +\d+", text)
     given = shardwise.plan("llama3-8b", hardware=Hardware(8, rates=Rates(operations=100e12)), presets=["zero1"])
     assert given.row("zero1").time.step_s > 8 * 8e9 * 2048 / 100e12
 

@@ -161,7 +161,7 @@ def _time_table(plan: Plan) -> Table:
         if (time := row.time) is not None:
             dollars = None if plan.price is None else time.dollars_per_billion_tokens(plan.price)
             table.add_row(
-                f"{'→ ' if row.preset == plan.advice.preset else '  '}{escape(row.preset)}",
+                f"  {escape(row.preset)}:",
                 _seconds(time.step_s),
                 *[f"{time.tokens_per_s or 0:,.0f}", "" if time.mfu is None else f"{time.mfu:.0%}"] * has_tokens,
                 f"{(time.exposed_s + time.moving_s) / time.step_s:.0%}",

@@ -192,7 +192,7 @@ _KERNEL_S = 3e-6
 """The shortest kernel."""
 _SPREAD = 0.01
 """GPUs of one kind differ by a few percent under the same power limit; an assumption."""
-_UNCALIBRATED = "real steps took 1.1 to 1.6 times as long"
+_UNCALIBRATED = "two published steps took 1.4 and 1.6 times as long"
 """The factors that calibrations on single steps gave (benchmarks/time_model.py: torchtitan's rows, and an H200's)."""
 PUBLISHED = tuple(_SHEETS)
 
@@ -201,7 +201,7 @@ def published(name: str) -> DeviceTimes:
     """A GPU by the figures of its data sheet, and what is usually reached of them.
 
     >>> published("h100").source
-    'published figures of h100, not calibrated: real steps took 1.1 to 1.6 times as long'
+    'published figures of h100, not calibrated: two published steps took 1.4 and 1.6 times as long'
     """
     sheet = _SHEETS.get(name.lower())
     if sheet is None:

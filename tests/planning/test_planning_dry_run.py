@@ -19,7 +19,8 @@ from shardwise.config import Config
 from shardwise.engine.engine import Engine
 from shardwise.models.built_in import BUILT_IN, GPT
 from shardwise.models.dimensions import Dimensions
-from shardwise.planning.dry_run import DryComm, Scenario, Untraceable, dry_run, foresee, foresee_workload
+from shardwise.planning.dry_comm import DryComm
+from shardwise.planning.dry_run import Scenario, Untraceable, dry_run, foresee, foresee_workload
 from shardwise.planning.workload import Workload, from_dimensions
 from support import ranks
 

@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -21,36 +21,30 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from shardwise.comm import DONE, Comm, Handle, Hop
-from shardwise.comm.interface import EVERYWHERE, REDUCE
 from shardwise.comm.model_group import ModelGroup
 from shardwise.config import Config
 from shardwise.config.auto import UserObjects
-from shardwise.config.shape import Axis, NodeShape, shape_of
+from shardwise.config.shape import NodeShape
 from shardwise.engine.engine import Engine
 from shardwise.errors import ConfigError
 from shardwise.models.built_in import Batch, Build, MakeBatch, ModelAndData
 from shardwise.models.decoder import CausalDecoder, adapt
 from shardwise.models.loading import arguments, loss_of
 from shardwise.models.tensor_parallel import tensor_parallel
-from shardwise.observe import StorageObserver
-from shardwise.observe.labels import Labelling, by_kind
+from shardwise.observe.labels import by_kind
 from shardwise.partition.policy import DTYPES
 from shardwise.partition.stored import stored_tensors
-from shardwise.planning.allocator import CachingAllocator
-from shardwise.planning.dry_streams import DryHostMemory
+from shardwise.planning.dry_comm import DryComm
+from shardwise.planning.dry_observer import DryObserver, LogitsLabelling
 from shardwise.planning.estimate import CATEGORIES, Estimate
-from shardwise.planning.fakes import Fakes
 from shardwise.planning.kernels import CPU, Kernels, cuda, replacing
 from shardwise.planning.pp_axis import DryPipeline, PipelineRank, model_axes
-from shardwise.planning.tp_axis import DryModelGroup, tp_sent_bytes
+from shardwise.planning.tp_axis import DryModelGroup
 from shardwise.planning.workload import ModelSpec, Workload
 from shardwise.tensors import map_tensors
-from shardwise.timing.tape import Issued, Mark, Tape
+from shardwise.timing.tape import Issued, Tape
 
-_SCRATCH, _WORKSPACE = -1, -2
-_MOST_ROWS = 8
-"""Of the rows that a reduction adds up, so many are added up in a dry run."""
+_WORKSPACE = -2
 MOST_MICRO_BATCHES = 3
 """How many micro-batches of a step the dry run of a plan runs."""
 
@@ -184,9 +178,9 @@ def dry_run(scenario: Scenario, tape: Tape | None = None) -> Foreseen:
     """Run a few steps of one rank. Raises `Untraceable` for a model that needs values, and for states on a disk."""
     if not can_dry_run(scenario.config):
         raise Untraceable("states rest on the disk, which a dry run does not touch")
-    labelling, kernels, tape = _LogitsLabelling(), scenario.kernels, tape or Tape()
+    labelling, kernels, tape = LogitsLabelling(), scenario.kernels, tape or Tape()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    observer = _DryObserver(kernels, labelling.label_new, mode, tape)
+    observer = DryObserver(kernels, labelling.label_new, mode, tape)
     with warnings.catch_warnings(), _traced(), model_axes(scenario.tp, scenario.pipeline) as (axis, pp), mode:
         warnings.simplefilter("ignore")
         with observer, replacing(kernels.replaced):
@@ -228,7 +222,7 @@ class _Subject:
         self,
         model: nn.Module,
         scenario: Scenario,
-        observer: _DryObserver,
+        observer: DryObserver,
         batches: Iterator[dict[str, Any]],
         pp: ModelGroup,
     ) -> None:
@@ -260,213 +254,7 @@ class _Subject:
             self._pipeline.step([next(self._batches) for _ in range(self._count)])
 
 
-class DryComm(Comm):
-    """One rank of `world_size`, alone: it counts what it would send, and leaves as it is what it would receive."""
-
-    def __init__(self, rank: int, ranks: int | NodeShape, kernels: str, tape: Tape | None = None) -> None:
-        self.device = torch.device("cpu")
-        self.kernels = kernels
-        self.rank = rank
-        self.shape = shape_of(ranks)
-        self.world_size = self.shape.world_size
-        self.sent_bytes = Counter()
-        self.axis_bytes = Counter()
-        self.micro_step = 0
-        self._sends_directly = kernels == "cpu"
-        self._tape = tape or Tape()
-        self._rows_each = 1.0
-
-    def gather(self, full: torch.Tensor, kind: str, unit: str = "", axes: Sequence[Axis] = EVERYWHERE) -> Handle:
-        size_bytes, sizes = full.nbytes, list[tuple[Hop, int]]()
-        for hop in self.hops(axes):
-            self._count(kind, size_bytes, hop)
-            sizes.insert(0, (hop, size_bytes))
-            size_bytes //= hop.size
-        mark: Mark | None = None
-        for hop, each in sizes if full.numel() else ():
-            mark = self._send("gather", "gather", each, hop, mark)
-        return mark or DONE
-
-    def _send(self, channel: str, what: str, size_bytes: int, hop: Hop, after: Mark | None = None) -> Mark | None:
-        return self._tape.send(channel, what, size_bytes, hop.size, hop.axis, after)
-
-    @contextlib.contextmanager
-    def following(self, handle: Handle, channel: str = REDUCE) -> Iterator[None]:
-        if self._sends_directly:
-            handle.wait()
-            yield
-            return
-        issued = self._tape.mark()
-        with self._tape.on(channel):
-            handle.wait()
-            issued.wait()
-            yield
-
-    def rows_received(self, hop: Hop) -> int:
-        return hop.size - self._sends_directly
-
-    def exchange(
-        self, received: torch.Tensor, sent: torch.Tensor, kind: str, unit: str, hop: Hop
-    ) -> tuple[Handle, list[torch.Tensor]]:
-        """Two rows are those of all ranks; this rank's own row is among them where it decides how sums are made.
-
-        `test_the_peak_is_the_measured_one` with three ranks fails otherwise.
-        """
-        self._count(kind, sent.nbytes, hop)
-        if self._sends_directly:
-            rows = [*[received[0]] * min(hop.place, 2), sent[hop.place], received[-1]]
-        else:
-            rows = [received[row % 2] for row in range(min(hop.size, _MOST_ROWS))]
-        self._rows_each = hop.size / len(rows)
-        return self._send("reduce", "reduce", sent.nbytes, hop) or DONE, rows
-
-    def blocks(self, tensor: torch.Tensor, block_numel: int) -> Sequence[torch.Tensor]:
-        """One block represents all: they use the same memory, one after the other."""
-        if not tensor.numel():
-            return ()
-        return _OneBlock(tensor[:block_numel], -(-tensor.numel() // block_numel) * self._rows_each, self._tape)
-
-    def share(self, values: torch.Tensor, name: str = "", channel: str = "") -> torch.Tensor:
-        if self.world_size == 1:
-            return values.unsqueeze(0)
-        axis: Axis = "outer" if self.shape.nodes > 1 else "inner"
-        everyone = Hop(axis, self.world_size, self.rank)
-        (self._send(channel or REDUCE, "share", values.nbytes * self.world_size, everyone) or DONE).wait()
-        return values.new_empty(self.world_size, *values.shape)
-
-    def share_object(self, value: Any, name: str = "") -> list[Any]:
-        return [value] * self.world_size
-
-    def broadcast(self, tensor: torch.Tensor, source: int = 0, unit: str = "") -> None:
-        pass
-
-    def note(self, what: str) -> None:
-        pass
-
-    @property
-    def is_checked(self) -> bool:
-        return False
-
-    def begin_close(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-class _OneBlock(list[torch.Tensor]):
-    """A block that stands for `times`; the tape counts what is done with it so often."""
-
-    def __init__(self, block: torch.Tensor, times: float, tape: Tape) -> None:
-        super().__init__([block])
-        self._times, self._tape = times, tape
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        self._tape.times = self._times
-        yield from super().__iter__()
-        self._tape.times = 1.0
-
-
-class _DryObserver(StorageObserver):
-    """Sees what the allocator of the foreseen device would see."""
-
-    def __init__(
-        self, kernels: Kernels, label: Callable[[torch.Tensor], str], mode: FakeTensorMode, tape: Tape
-    ) -> None:
-        self.tape, self._is_new = tape, False
-        self.host = DryHostMemory(tape if kernels.name != "cpu" else None)
-        # If the foreseen device is the CPU, host memory is part of it, as in a measurement.
-        is_away = None if kernels.name == "cpu" else lambda: self.host.is_allocating
-        super().__init__("cpu", (), label, kernels.granularity_bytes, is_away)
-        self.allocator = CachingAllocator()
-        self._scratch = kernels.scratch
-        self._fakes = Fakes(mode, self.device)
-        self.is_updating = False
-        self.counts_tp, self.tp_bytes = False, 0
-
-    def add_scratch(self, size_bytes: int) -> None:
-        self.allocator.allocate(_SCRATCH, size_bytes)
-        self.allocator.free(_SCRATCH)
-        super().add_scratch(size_bytes)
-
-    def reset_peak(self) -> None:
-        super().reset_peak()
-        self.allocator.reset_peak()
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and skipping takes longer than the frequent answers below
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.prim.device.default:
-            return self.device  # fake tensors ask for every operator, and the answer is always the same
-        if func is torch.ops.aten._local_scalar_dense.default and self.is_updating:
-            return 0  # the engine asks whether gradients overflowed: they did not
-        if self.counts_tp and func.namespace == "_c10d_functional":
-            self._note_tp(tp_sent_bytes(func, args))
-        if func.is_view and args[0].__class__ is FakeTensor:
-            return self.run(func, args, kwargs or {})  # half of all operators; their storages are known
-        result = super().__torch_dispatch__(func, types, args, kwargs)
-        scratch = self._scratch.get(func)
-        if scratch is not None:
-            self.add_scratch(scratch(*args, **(kwargs or {})))
-        if func.namespace == "aten":
-            self.tape.add(func, args, kwargs or {}, result)
-        return result
-
-    def _add(self, storage: torch.UntypedStorage, label: str) -> Any:
-        self._is_new = True
-        try:
-            return super()._add(storage, label)
-        finally:
-            self._is_new = False
-
-    def _resized(self, entry: Any, nbytes: int) -> None:
-        if not self._is_new:  # a buffer of the engine's; results of operators count with their kernels
-            self.tape.allocate(nbytes - entry.nbytes)
-        if entry.nbytes != nbytes and entry.nbytes:
-            self.allocator.free(id(entry))
-        if entry.nbytes != nbytes and nbytes:
-            self.allocator.allocate(id(entry), nbytes)
-        super()._resized(entry, nbytes)
-
-    def _note_tp(self, sent_bytes: int) -> None:
-        self.tp_bytes += sent_bytes
-        if sent_bytes:  # two ranks send the half of what they have
-            (self.tape.send("tp", "tp", 2 * sent_bytes, 2, "inner") or DONE).wait()
-
-    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        return self._fakes.run(func, args, kwargs)
-
-    def _lies_here(self, tensor: torch.Tensor) -> bool:
-        return True  # all tensors are fake ones on the CPU; to ask each for its device would take long
-
-
-class _LogitsLabelling(Labelling):
-    """Labels tensors as wide as the vocabulary as logits instead of activations."""
-
-    def __init__(self) -> None:
-        super().__init__(names=False)
-        self._vocabulary: int | None = None
-
-    def attach_model(self, observer: StorageObserver, engine: Engine) -> None:
-        """Label what the engine's model and optimizer hold from here on."""
-        model, config = engine.module, engine.config
-        self._vocabulary = max((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), default=None)
-        self.attach(observer, model, engine.optimizer, master=config.precision.weights_dtype != "fp32")
-        for unit in engine.units:
-            if (part := unit.weights.resting_part) is not None:
-                self.label(observer, "weights", unit.name, part)
-        if config.placement.grads.tier == "device":  # a hook would bring others back to the device
-            engine.register_grad_hook(lambda name, shard: self.label(observer, "grads", name, shard))
-
-    def label_new(self, tensor: torch.Tensor) -> str:
-        kind = super().label_new(tensor)
-        is_wide = self._vocabulary is not None and tensor.ndim > 1 and tensor.shape[-1] == self._vocabulary
-        return "logits" if is_wide and kind in ("activations", "in flight") else kind
-
-
-def _step(engine: Engine, batches: Iterator[dict[str, Any]], observer: _DryObserver, count: int) -> None:
+def _step(engine: Engine, batches: Iterator[dict[str, Any]], observer: DryObserver, count: int) -> None:
     """A step of `count` micro-batches, in the training loop that `shardwise compare` measures."""
     total = torch.zeros(())
     for _ in range(count):
@@ -486,7 +274,7 @@ def _batches(make_batch: MakeBatch, mode: FakeTensorMode, rank: int) -> Iterator
     return (map_tensors(arguments(make_batch, rank, number), fake) for number in itertools.count())
 
 
-def _engine(model: nn.Module, scenario: Scenario, observer: _DryObserver) -> Engine:
+def _engine(model: nn.Module, scenario: Scenario, observer: DryObserver) -> Engine:
     shape = scenario.shape or NodeShape(1, scenario.world_size)
     config = scenario.config.for_shape(shape)
     params = [param for param in model.parameters() if param.requires_grad]
@@ -496,7 +284,7 @@ def _engine(model: nn.Module, scenario: Scenario, observer: _DryObserver) -> Eng
     return Engine(model, optimizer, config, comm, observer.host)
 
 
-def _foreseen(observer: _DryObserver, subject: _Subject, kernels: Kernels, startup_bytes: int) -> Foreseen:
+def _foreseen(observer: DryObserver, subject: _Subject, kernels: Kernels, startup_bytes: int) -> Foreseen:
     split = by_kind(observer.breakdown_at_peak)
     split["in flight"] += split.pop("other")
     split["overhead"] = kernels.overhead_bytes

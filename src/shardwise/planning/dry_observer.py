@@ -1,0 +1,122 @@
+"""What a dry run sees: the fake storages, what the allocator would reserve for them, and the operators on the tape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from shardwise.comm import DONE
+from shardwise.engine.engine import Engine
+from shardwise.observe import StorageObserver
+from shardwise.observe.labels import Labelling
+from shardwise.planning.allocator import CachingAllocator
+from shardwise.planning.dry_streams import DryHostMemory
+from shardwise.planning.fakes import Fakes
+from shardwise.planning.kernels import Kernels
+from shardwise.planning.tp_axis import tp_sent_bytes
+from shardwise.timing.tape import Tape
+
+_SCRATCH = -1
+
+
+class DryObserver(StorageObserver):
+    """Sees what the allocator of the foreseen device would see."""
+
+    def __init__(
+        self, kernels: Kernels, label: Callable[[torch.Tensor], str], mode: FakeTensorMode, tape: Tape
+    ) -> None:
+        self.tape, self._is_new = tape, False
+        self.host = DryHostMemory(tape if kernels.name != "cpu" else None)
+        # If the foreseen device is the CPU, host memory is part of it, as in a measurement.
+        is_away = None if kernels.name == "cpu" else lambda: self.host.is_allocating
+        super().__init__("cpu", (), label, kernels.granularity_bytes, is_away)
+        self.allocator = CachingAllocator()
+        self._scratch = kernels.scratch
+        self._fakes = Fakes(mode, self.device)
+        self.is_updating = False
+        self.counts_tp, self.tp_bytes = False, 0
+
+    def add_scratch(self, size_bytes: int) -> None:
+        self.allocator.allocate(_SCRATCH, size_bytes)
+        self.allocator.free(_SCRATCH)
+        super().add_scratch(size_bytes)
+
+    def reset_peak(self) -> None:
+        super().reset_peak()
+        self.allocator.reset_peak()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and skipping takes longer than the frequent answers below
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:
+            return self.device  # fake tensors ask for every operator, and the answer is always the same
+        if func is torch.ops.aten._local_scalar_dense.default and self.is_updating:
+            return 0  # the engine asks whether gradients overflowed: they did not
+        if self.counts_tp and func.namespace == "_c10d_functional":
+            self._note_tp(tp_sent_bytes(func, args))
+        if func.is_view and args[0].__class__ is FakeTensor:
+            return self.run(func, args, kwargs or {})  # half of all operators; their storages are known
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        scratch = self._scratch.get(func)
+        if scratch is not None:
+            self.add_scratch(scratch(*args, **(kwargs or {})))
+        if func.namespace == "aten":
+            self.tape.add(func, args, kwargs or {}, result)
+        return result
+
+    def _add(self, storage: torch.UntypedStorage, label: str) -> Any:
+        self._is_new = True
+        try:
+            return super()._add(storage, label)
+        finally:
+            self._is_new = False
+
+    def _resized(self, entry: Any, nbytes: int) -> None:
+        if not self._is_new:  # a buffer of the engine's; results of operators count with their kernels
+            self.tape.allocate(nbytes - entry.nbytes)
+        if entry.nbytes != nbytes and entry.nbytes:
+            self.allocator.free(id(entry))
+        if entry.nbytes != nbytes and nbytes:
+            self.allocator.allocate(id(entry), nbytes)
+        super()._resized(entry, nbytes)
+
+    def _note_tp(self, sent_bytes: int) -> None:
+        self.tp_bytes += sent_bytes
+        if sent_bytes:  # two ranks send the half of what they have
+            (self.tape.send("tp", "tp", 2 * sent_bytes, 2, "inner") or DONE).wait()
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return self._fakes.run(func, args, kwargs)
+
+    def _lies_here(self, tensor: torch.Tensor) -> bool:
+        return True  # all tensors are fake ones on the CPU; to ask each for its device would take long
+
+
+class LogitsLabelling(Labelling):
+    """Labels tensors as wide as the vocabulary as logits instead of activations."""
+
+    def __init__(self) -> None:
+        super().__init__(names=False)
+        self._vocabulary: int | None = None
+
+    def attach_model(self, observer: StorageObserver, engine: Engine) -> None:
+        """Label what the engine's model and optimizer hold from here on."""
+        model, config = engine.module, engine.config
+        self._vocabulary = max((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), default=None)
+        self.attach(observer, model, engine.optimizer, master=config.precision.weights_dtype != "fp32")
+        for unit in engine.units:
+            if (part := unit.weights.resting_part) is not None:
+                self.label(observer, "weights", unit.name, part)
+        if config.placement.grads.tier == "device":  # a hook would bring others back to the device
+            engine.register_grad_hook(lambda name, shard: self.label(observer, "grads", name, shard))
+
+    def label_new(self, tensor: torch.Tensor) -> str:
+        kind = super().label_new(tensor)
+        is_wide = self._vocabulary is not None and tensor.ndim > 1 and tensor.shape[-1] == self._vocabulary
+        return "logits" if is_wide and kind in ("activations", "in flight") else kind

@@ -108,7 +108,7 @@ def test_the_table_names_all_presets_and_one_recommendation(run):
     assert "…" not in out
     for preset in ("zero0", "zero1", "zero2", "zero3", "zero1_offload", "zero2_offload", "zero3_offload", "zero3_nvme"):
         assert preset in out
-    assert out.count("→ zero3") == 3  # in both tables, and with the reason
+    assert out.count("→ zero3") == 2
     assert "2Ψ + 2Ψ + 12Ψ" in out
 
 

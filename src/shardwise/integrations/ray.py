@@ -19,13 +19,14 @@ from shardwise.errors import ConfigError
 
 
 def resume(engine: Engine) -> Any:
-    """Continue from the checkpoint that Ray gives to this attempt, if there is one; the state that was saved with it.
+    """Continue from the newest checkpoint of the run, if there is one; the state that was saved with it.
 
-    A collective. Ray gives the one last reported, or that of `TorchTrainer(resume_from_checkpoint=...)`.
+    A collective. A run without checkpoints continues from that of `TorchTrainer(resume_from_checkpoint=...)`. Of its
+    own checkpoints, the newest that is complete counts: Ray may not have noted it yet when a worker died.
     """
-    checkpoint = ray.train.get_checkpoint()
-    if checkpoint is None:
-        return None
+    state, checkpoint = engine.load(_storage(), missing_ok=True), ray.train.get_checkpoint()
+    if engine.steps or checkpoint is None:
+        return state
     path = Path(checkpoint.path)
     return engine.load(path.parent, tag=path.name)
 

@@ -86,7 +86,12 @@ def ranked(
         for preset in order_for(hardware.zero_shape(tp), 1)
     ]
     fitting = [candidate for candidate in found if candidate is not None]
-    return sorted(fitting, key=lambda candidate: (candidate.cost, candidate.peak_bytes))
+    return sorted(fitting, key=_rank)
+
+
+def _rank(candidate: Candidate) -> tuple[float, bool, int]:
+    """The faster first; of those that the model of time cannot tell apart, without a disk, and with less memory."""
+    return float(f"{candidate.cost:.2e}"), "nvme" in candidate.preset, candidate.peak_bytes
 
 
 def _parts(model: ModelSpec, workload: Workload, on: Hardware) -> dict[int, ModelSpec]:
@@ -167,7 +172,9 @@ def why(ranked: Sequence[Candidate], given: Workload) -> str:
         else:
             sent = _times(other.sent_bytes_per_sample, best.sent_bytes_per_sample)
             outside = f", and {_times(other.outside_bytes, best.outside_bytes)} out of a node"
-            reasons.append(f"{other.name} would send {sent}{outside * bool(best.outside_bytes)}")
+            how = " with recomputation" if other.checkpointing and not best.checkpointing else ""
+            longer = f"take {other.cost / best.cost:.2f} times as long"
+            reasons.append(f"{other.name}{how} would {longer}, and send {sent}{outside * bool(best.outside_bytes)}")
     if larger := next((each for each in ranked if each.tp > best.tp), None):
         size = format_bytes(larger.tp_bytes)
         reasons.append(f"with tp {larger.tp}, the layers of each GPU would wait for {size} of activations in a step")

@@ -90,8 +90,8 @@ def ranked(
 
 
 def _rank(candidate: Candidate) -> tuple[float, bool, int]:
-    """The faster first; of those that the model of time cannot tell apart, without a disk, and with less memory."""
-    return float(f"{candidate.cost:.2e}"), "nvme" in candidate.preset, candidate.peak_bytes
+    """The faster first; of those that are equal, without a disk, and with less memory."""
+    return float(f"{candidate.cost:.6e}"), "nvme" in candidate.preset, candidate.peak_bytes
 
 
 def _parts(model: ModelSpec, workload: Workload, on: Hardware) -> dict[int, ModelSpec]:

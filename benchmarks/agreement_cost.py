@@ -11,6 +11,7 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -31,7 +32,10 @@ class Unchecked(watch.Agreement):
     def __init__(self, *_: object, **__: object) -> None:
         self._issued = 0
 
-    def issue(self, channel: str, text: str, has_tags: bool) -> Ticket:
+    def name_units(self, names: Sequence[str]) -> None:
+        pass
+
+    def issue(self, channel: str, text: str, has_tags: bool, unit: str = "") -> Ticket:
         self._issued += 1
         return Ticket(channel, self._issued, text, self._issued)
 
@@ -63,7 +67,7 @@ def seconds(engine: shardwise.Engine, name: str, index: int) -> float:
 
 
 def count(agreement: watch.Agreement) -> int:
-    return sum(agreement._log._counts.values())
+    return sum(issued[-1].number + 1 for issued in agreement._log._issued.values())
 
 
 def alone(agreement: watch.Agreement) -> tuple[float, float]:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import shardwise
 from shardwise.comm import ProcessGroupComm, agreement, judge, outstanding, sight
 from shardwise.comm.log import Ticket
-from shardwise.comm.posts import Post, RankState
+from shardwise.comm.posts import Answer, Post, RankState, digest
 from support import ranks, run_ranks
 from support.fork_server import Forked
 from support.training import make_batch, start, train_step
@@ -489,15 +489,20 @@ def test_a_device_that_does_not_answer_blocks_only_who_asked():
 
 
 def post(state, at=None, gather=(), reduce=(), first=0, **rest):
-    issued = {"gather": (first, list(gather)), "reduce": (0, list(reduce))}
-    return Post(state, at, issued, **rest)
+    issued = {"gather": (first, list(map(digest, gather))), "reduce": (0, list(map(digest, reduce)))}
+    waits_for = {"gather": gather, "reduce": reduce}[at[0]][at[1] - first * (at[0] == "gather")] if at else ""
+    return Post(state, at, issued, waits_for=waits_for, **rest)
 
 
 def test_different_operations_under_one_number_are_a_disagreement():
     posts = [post(RankState.WAITS, ("gather", 1), ["a", "b"]), post(RankState.RUNS, None, ["a", "c", "d"])]
     finding = judge.judge(posts)
     assert finding.is_final
-    assert "  rank 0: b\n  rank 1: c\n" in finding.text
+    assert (finding.at, finding.untold) == (("gather", 1), [1])
+    assert "  rank 0: b\n  rank 1: an operation that it has not described\n" in finding.text
+    told = judge.judge(posts, [None, Answer(1, "", "c")])
+    assert not told.untold
+    assert "  rank 0: b\n  rank 1: c\n" in told.text
 
 
 def test_the_words_of_an_exception_may_differ():
@@ -550,5 +555,5 @@ def test_ranks_that_wait_for_each_other_in_two_channels_are_at_a_standstill():
 
 
 def test_posts_survive_the_store():
-    told = post(RankState.OUTSIDE, ("gather", 3), ["a"], ["b"], detail="barrier", polls=4)
+    told = post(RankState.OUTSIDE, ("gather", 3), ["a"], ["b"], first=3, detail="barrier", polls=4)
     assert Post.load(told.dump().encode()) == told

@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 
 import shardwise
-from shardwise.comm import agreement, judge, sight
-from shardwise.comm.agreement import Agreement
+from shardwise.comm import agreement, inquiry, judge, sight
 from shardwise.comm.groups import set_timeout
 from shardwise.comm.hosts import RankHost, describe_hosts, this_host
-from shardwise.comm.posts import Answer, Post, RankState
+from shardwise.comm.jury import Jury
+from shardwise.comm.pace import Pace
+from shardwise.comm.posts import Answer, Post, RankState, digest
 from shardwise.comm.roll_call import Silence
 from shardwise.comm.store_link import StoreLink, StoreSilentError
 from shardwise.machine import process
@@ -260,7 +261,7 @@ def test_what_a_death_leaves_in_a_buffer_is_no_object(rank, world_size):
             rows[1 - rank] = 0
         return rows
 
-    at_once = mock.patch.object(agreement, "ANSWER_S", 0.2)
+    at_once = mock.patch.object(inquiry, "ANSWER_S", 0.2)
     fails = pytest.raises(shardwise.DisagreementError, match="broke")
     with mock.patch.object(engine.comm, "share", broken_off), at_once, fails:
         engine.comm.share_object({"wrote": True}, "checkpoint")
@@ -285,16 +286,20 @@ def test_a_forked_process_does_not_speak_for_its_rank(rank, world_size):
 # Judgements alone
 
 
-def waits(at=("gather", 1), gather=("a", "b"), **rest):
-    return Post(RankState.WAITS, at, {"gather": (0, list(gather))}, **rest)
+def waits(at=("gather", 1), texts=("a", "b"), state=RankState.WAITS, **rest):
+    return Post(state, at, issued(at[0], texts), waits_for=texts[at[1]], **rest)
 
 
 def runs(gather=("a",)):
-    return Post(RankState.RUNS, None, {"gather": (0, list(gather))})
+    return Post(RankState.RUNS, None, issued("gather", gather))
+
+
+def issued(channel, texts):
+    return {channel: (0, [digest(text) for text in texts])}
 
 
 def test_a_death_names_the_operation_and_not_the_loop():
-    lost = Post(RankState.LOST, ("gather", 1), {"gather": (0, ["a", "gather head"])})
+    lost = waits(("gather", 1), ["a", "gather head"], RankState.LOST)
     text = judge.died([lost, runs()], {1: "its process (7 on x) was ended by signal SIGSEGV; its output is in /log"})
     assert text.startswith("rank 1 died while others wait for gather head, so none of them can continue:\n")
     assert (
@@ -302,9 +307,9 @@ def test_a_death_names_the_operation_and_not_the_loop():
         in text
     )
     assert "loop that ends early" not in text
-    gone = Post(RankState.GONE, None, {"gather": (0, ["a"])}, "it ended with ValueError: x")
+    gone = Post(RankState.GONE, None, issued("gather", ["a"]), "it ended with ValueError: x")
     assert "Read the error of that rank" in judge.judge([waits(), gone]).text
-    gone = Post(RankState.GONE, None, {"gather": (0, ["a"])}, "its process ended")
+    gone = Post(RankState.GONE, None, issued("gather", ["a"]), "its process ended")
     assert "loop that ends early" in judge.judge([waits(), gone]).text
     assert judge.died([lost, lost], {}).startswith("connections between the ranks broke while others wait")
 
@@ -337,12 +342,17 @@ def test_the_exit_that_the_launcher_saw_is_told(monkeypatch, tmp_path):
     assert text == f"its process ({2**22 + 1} on here) was ended by signal SIGSEGV; its output is in /log"
 
 
-def test_silence_is_counted_only_while_a_call_is_not_answered():
-    silence = Silence(3)
-    assert silence.listen(1, [Answer(1, ""), Answer(0, ""), None], 5.0) == [0.0, 0.0, 0.0]
-    assert silence.listen(2, [Answer(2, ""), Answer(0, ""), None], 2.0) == [0.0, 2.0, 0.0]
-    assert silence.listen(2, [Answer(2, ""), Answer(1, ""), None], 2.0) == [0.0, 0.0, 0.0]
-    assert silence.listen(2, [Answer(2, ""), Answer(1, ""), None], 2.0) == [0.0, 2.0, 0.0]
+def test_silence_is_counted_from_the_first_call_without_an_answer():
+    silence, others = Silence(), [Answer(2, ""), None]
+    assert silence.listen([Answer(0, ""), None], 3.0) == [0.0, 0.0]
+    silence.hear(1, 5.0)
+    silence.hear(1, 6.0)
+    silence.hear(2, 7.0)
+    assert silence.listen([Answer(0, ""), *others], 9.0) == [4.0, 0.0, 0.0]
+    assert silence.listen([Answer(1, ""), *others], 9.0) == [2.0, 0.0, 0.0]
+    assert silence.listen([Answer(2, ""), *others], 9.0) == [0.0, 0.0, 0.0]
+    silence.hear(9, 10.0)  # those in between were made while this rank did not poll
+    assert silence.listen([Answer(2, ""), Answer(8, "")], 11.0) == [1.0, 1.0]
 
 
 class ReadBoard:
@@ -359,8 +369,7 @@ class ReadBoard:
 
 
 def standstill(first_polls, second_polls, second_at=("reduce", 0)):
-    other = Post(RankState.WAITS, second_at, {"reduce": (0, ["r", "s"])}, polls=second_polls)
-    return [waits(("gather", 0), ["a"], polls=first_polls), other]
+    return [waits(("gather", 0), ["a"], polls=first_polls), waits(second_at, ["r", "s"], polls=second_polls)]
 
 
 @pytest.mark.parametrize(
@@ -373,18 +382,15 @@ def standstill(first_polls, second_polls, second_at=("reduce", 0)):
     ],
 )
 def test_a_standstill_counts_only_if_a_second_reading_repeats_it(second, is_real):
-    judging = object.__new__(Agreement)
-    judging._suspicion = None
-    judging._polls = 0  # so that a final finding would wait for other posts
-    judging._board = ReadBoard(standstill(3, 3), second)
-    assert judging._judge() is None
-    assert (judging._judge() is not None) == is_real
+    jury = Jury(ReadBoard(standstill(3, 3), second), None, Pace.of(2, 0.5), 120.0)
+    # After no polls, a final finding would wait for other posts.
+    assert jury._judge(0, 0.0) is None
+    assert (jury._judge(0, 0.0) is not None) == is_real
 
 
 def test_a_rank_that_left_need_not_poll_again():
-    gone = Post(RankState.GONE, None, {"reduce": (0, ["r"])}, "its process ended")
-    judging = object.__new__(Agreement)
-    judging._suspicion = None
+    gone = Post(RankState.GONE, None, issued("reduce", ["r"]), "its process ended")
+    jury = Jury(ReadBoard(), None, Pace.of(2, 0.5), 120.0)
     first, second = [waits(("gather", 0), ["a"], polls=3), gone], [waits(("gather", 0), ["a"], polls=4), gone]
-    assert not judging._is_confirmed(first)
-    assert judging._is_confirmed(second)
+    assert not jury._is_confirmed(first)
+    assert jury._is_confirmed(second)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from shardwise import errors
 from shardwise.comm import judge
-from shardwise.comm.posts import FAILED, Post, RankState
+from shardwise.comm.posts import FAILED, Post, RankState, digest
 
 ROOT = Path(__file__).parent.parent.parent
 PAGE = ROOT / "docs" / "errors.md"
@@ -91,11 +91,14 @@ def texts(path: Path) -> Iterator[tuple[str, str]]:
 
 def verdicts() -> Iterator[Message]:
     """What the agreement of ranks says: its own functions on an example of each case."""
-    one, two = {"gather": (0, ["gather blocks.0"])}, {"gather": (0, ["gather blocks.0", "gather blocks.1"])}
-    waits, lost = (Post(state, ("gather", 1), two) for state in (RankState.WAITS, RankState.LOST))
+    first, second = digest("gather blocks.0"), digest("gather blocks.1")
+    one, two = {"gather": (0, [first])}, {"gather": (0, [first, second])}
+    waits, lost = (
+        Post(state, ("gather", 1), two, waits_for="gather blocks.1") for state in (RankState.WAITS, RankState.LOST)
+    )
     behind, left = Post(RankState.RUNS, None, one), Post(RankState.GONE, None, one, "its process ended")
     failed = Post(RankState.GONE, None, one, f"{FAILED} KeyError")
-    other = Post(RankState.WAITS, ("gather", 1), {"gather": (1, ["gather head"])})
+    other = Post(RankState.WAITS, ("gather", 1), {"gather": (1, [digest("gather head")])}, waits_for="gather head")
     examples = [
         judge.judge([waits, other]),
         judge.judge([waits, left]),
@@ -103,7 +106,7 @@ def verdicts() -> Iterator[Message]:
         judge.died([lost, behind], {1: ""}),
         judge.died([lost, lost], {}),
         judge.frozen([waits, behind], {1: ""}, 30),
-        judge.late([waits, behind], {}, 600),
+        judge.late([waits, behind], [], 600),
         judge.without_store(1, "gather blocks.1", "process 1234 on the first host", "does not answer", ""),
     ]
     for example in examples:

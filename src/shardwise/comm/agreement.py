@@ -39,30 +39,27 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch._C._distributed_c10d import Store
 
+from shardwise.comm import inquiry
 from shardwise.comm import judge as words
+from shardwise.comm.board import Board
 from shardwise.comm.hosts import RankHost, describe_holder, describe_hosts
-from shardwise.comm.judge import judge
+from shardwise.comm.jury import Jury
 from shardwise.comm.log import Log, Ticket
 from shardwise.comm.outstanding import Outstanding
-from shardwise.comm.posts import FAILED, Board, Post, RankState
-from shardwise.comm.roll_call import Silence
-from shardwise.comm.sight import main_place, outside_call, see_process
+from shardwise.comm.pace import Pace
+from shardwise.comm.posts import FAILED, Post, RankState
+from shardwise.comm.sight import outside_call
 from shardwise.comm.store_link import STORE_S, StoreSilentError
+from shardwise.comm.turns import Turns
 from shardwise.errors import DisagreementError
-from shardwise.machine.process import Condition, start_thread
+from shardwise.machine.process import start_thread
 
 POLL_S = 0.5
 POLL_VARIABLE = "SHARDWISE_AGREEMENT_POLL_S"
 """The environment variable that replaces `POLL_S`."""
-ANSWER_S = 4.0
-"""How long a rank whose connections broke waits for the other ranks to answer that they live; while a rank waits, the
-seconds between two roll calls."""
 FROZEN_VARIABLE = "SHARDWISE_FROZEN_S"
 """The environment variable for how long a rank may be silent while others wait for it, at most and by default the
 timeout of the process group. Its thread answers unless the process stands still, or a call holds Python's lock."""
-JUDGES = 8
-"""About how many ranks read the posts of all ranks in one poll, however many wait: the store serves one at a time."""
-_PATIENCE = 3  # polls
 _LOG = logging.getLogger("shardwise")
 
 
@@ -73,6 +70,15 @@ class Wire(NamedTuple):
     wake: Callable[[], None]
     error: Callable[[], str | None]
     timeout_s: float
+
+
+class Look(NamedTuple):
+    """The operation that a rank waits for, the call outside of the engine in which it waits, and whether it has moved
+    since the last poll."""
+
+    ticket: Ticket | None
+    outside: str
+    has_moved: bool
 
 
 class Agreement:
@@ -103,20 +109,21 @@ class Agreement:
         self._is_world = is_world
         self._waits_for: Ticket | None = None
         self._log = Log()
-        self._next: dict[tuple[str, ...], str] = {}  # without tags: the operation that followed the last two
-        self._last: dict[str, tuple[str, ...]] = {}
+        self._turns = Turns()  # without tags: the operation that followed the last two
         self._outstanding = Outstanding(poll_s)
-        self._board = Board(store, rank, world_size, min(STORE_S, self.frozen_s))
+        self._pace = Pace.of(world_size, poll_s)
+        self._board = Board(store, rank, world_size, min(STORE_S, self.frozen_s), self._log.text)
+        self._inquiry = inquiry.Inquiry(self._board, rank, self._pace, wire.timeout_s, lambda: self.failure)
         self._holder = describe_holder(store)
         self.hosts: Sequence[RankHost] = ()
-        self._silence = Silence(world_size)
-        self._listened = self._called = time.monotonic()
+        self._jury = Jury(self._board, self._inquiry, self._pace, self.frozen_s)
+        self._ran_s = 0.0  # how long this rank has polled: time in which its process stood still does not count
+        self._polled = self._asked = time.monotonic()
         self._reached = time.monotonic()  # when this rank last reached the store, or moved
         self._state = RankState.RUNS
         self._posting = threading.Lock()
         self._seen: tuple[Any, Any] = (None, None)
         self._polls = 0  # in how many polls in a row this rank did not move
-        self._suspicion: list[Post] | None = None
         self._is_closed = threading.Event()
         # The thread and the exit handler hold weak references: an engine that goes out of scope ends them.
         reference = weakref.ref(self)
@@ -126,17 +133,17 @@ class Agreement:
 
     # Called by the communicator
 
-    def issue(self, channel: str, text: str, has_tags: bool) -> Ticket:
-        """Number an operation that is about to be issued. Without tags, wait for all ranks if it is not the one that
-        followed the last two operations before."""
+    def name_units(self, names: Sequence[str]) -> None:
+        """The units in an order that is the same on all ranks."""
+        self._turns.name_units(names)
+
+    def issue(self, channel: str, text: str, has_tags: bool, unit: str = "") -> Ticket:
+        """Number an operation that is about to be issued, of a `unit` or of none. Without tags, wait for all ranks if
+        it is not the one that followed the last two operations before."""
         self._raise_failure()
         ticket = self._log.add(channel, text)
-        if not has_tags:
-            turn = self._last.get(channel, (channel,))
-            if self._next.get(turn) != text:
-                self._meet(ticket)
-                self._next[turn] = text
-            self._last[channel] = (channel, turn[-1], text)
+        if not has_tags and not self._turns.take(channel, text, unit):
+            self._meet(ticket)
         return ticket
 
     def note(self, channels: Sequence[str], text: str) -> None:
@@ -145,7 +152,7 @@ class Agreement:
             return
         for channel in channels:
             self._log.add(channel, text)
-            self._last[channel] = (channel, text)
+            self._turns.restart(channel, text)
         with contextlib.suppress(RuntimeError):  # the store is gone: the user's own error is the one to show
             self._post(RankState.RUNS)
 
@@ -213,116 +220,78 @@ class Agreement:
     # Called by the polling thread
 
     def poll(self) -> None:
-        """Post this rank's state, and stop it if the ranks cannot continue."""
+        """Look where this rank is; post it and read what others post if it is time to; stop it if the ranks cannot
+        continue."""
+        now = time.monotonic()
+        self._ran_s += min(now - self._polled, 1.0 + 2 * self.poll_s)
+        self._polled = now
+        look = self._look()
         try:
-            verdict = self._find_verdict()
-            self._reached = time.monotonic()
+            verdict = self._find_verdict(look)
         except RuntimeError as error:
-            verdict = self._judge_without_store(error)
+            verdict = self._judge_without_store(look, error)
         if verdict is not None and self.failure is None:
             self.failure = verdict
             self._wire.wake()
 
-    def _find_verdict(self) -> str | None:
-        verdict = self._board.verdict()
-        if verdict is None and self.failure is None and (error := self._wire.error()) is not None:
-            verdict = self._explain_loss(self._waits_for or self._outstanding.oldest(), error)
-        if verdict is None:
-            self._post_state()
-            if self._state in (RankState.WAITS, RankState.OUTSIDE) and self._is_judge():
-                verdict = self._judge() or self._listen()
+    def _find_verdict(self, look: Look) -> str | None:
+        # While this rank closes, connections that end are those of ranks that closed before it.
+        error = self._wire.error() if self.failure is None and not self.is_ending else None
+        waits = not look.has_moved and self.failure is None
+        is_judge = waits and (self._pace.is_judge(self._rank, self._polls) or self._inquiry.sees_death())
+        if not is_judge and error is None and not self._is_due(waits):
+            return None
+        self._asked = self._polled
+        verdict = self._jury.hear(self._ran_s)
+        if verdict is None and error is not None:
+            verdict = self._explain_loss(look.ticket, error)
+        if verdict is None and self.failure is None:
+            self._post_state(look)
+            if is_judge:
+                verdict = self._jury.judge(self._polls, self._ran_s)
+        self._reached = time.monotonic()
         return verdict
 
-    def _look(self) -> tuple[Ticket | None, str, bool]:
+    def _is_due(self, waits: bool) -> bool:
+        """Whether to ask the store in this poll. A rank that begins to wait says so soon."""
+        begins = waits and self._state is RankState.RUNS
+        return self._polled - self._asked > (0.25 if begins else 0.9) * self._pace.ask_s
+
+    def _look(self) -> Look:
         """What this rank waits for, in the engine or outside of it, and whether it has moved since the last poll."""
         ticket, outside = self._waits_for or self._outstanding.oldest(), outside_call() if self._is_world else None
         seen = (ticket, outside)
         has_moved = seen != self._seen or seen == (None, None)
         self._seen, self._polls = seen, 0 if has_moved else self._polls + 1
-        return ticket, outside[0] if outside and not ticket else "", has_moved
+        return Look(ticket, outside[0] if outside and not ticket else "", has_moved)
 
-    def _post_state(self) -> None:
-        ticket, outside, has_moved = self._look()
-        if not has_moved:
-            self._post(RankState.WAITS if ticket else RankState.OUTSIDE, ticket, outside)
+    def _post_state(self, look: Look) -> None:
+        if not look.has_moved:
+            self._post(RankState.WAITS if look.ticket else RankState.OUTSIDE, look.ticket, look.outside)
         elif self._state is not RankState.RUNS:
             self._post(RankState.RUNS)
-        if self._board.answer_call(main_place):
-            self._called = time.monotonic()
 
-    def _is_judge(self) -> bool:
-        return (self._polls + self._rank) % max(1, self._world_size // JUDGES) == 0
-
-    def _judge(self) -> str | None:
-        posts = self._board.read()
-        finding = judge(posts)
-        if finding is None:
-            self._suspicion = None
-            return None
-        if self._has_heard_all(posts) if finding.is_final else self._is_confirmed(posts):
-            return self._board.decide(finding.text)
-        return None
-
-    def _listen(self) -> str | None:
-        """Call the roll now and then, and name the ranks that have died, or that were silent for too long."""
-        now = time.monotonic()
-        # Time in which this process stood still itself does not count: others may have stood still with it.
-        elapsed_s = min(now - self._listened, 1.0 + 2 * self.poll_s * max(1, self._world_size // JUDGES))
-        self._listened = now
-        if now - self._called > min(ANSWER_S, self.frozen_s / 4):
-            self._board.call_roll()
-            self._called = now
-        silent_s = self._silence.listen(self._board.called, self._board.answers(), elapsed_s)
-        if max(silent_s) < min(ANSWER_S, self.frozen_s):
-            return None
-        posts = self._board.read()
-        absent = {rank: seen for rank, seen in self._absent(posts).items() if silent_s[rank]}
-        ended = {rank: text for rank, (condition, text) in absent.items() if condition is Condition.ENDED}
-        frozen = {rank: text for rank, (_, text) in absent.items() if silent_s[rank] >= self.frozen_s}
-        if ended:
-            return self._board.decide(words.died(posts, ended))
-        return self._board.decide(words.frozen(posts, frozen, self.frozen_s)) if frozen else None
-
-    def _judge_without_store(self, error: RuntimeError) -> str | None:
+    def _judge_without_store(self, look: Look, error: RuntimeError) -> str | None:
         """A verdict of this rank alone, if it waits and has not reached the store for a while."""
-        ticket, _, has_moved = self._look()
-        if ticket is None or has_moved:
+        if look.ticket is None or look.has_moved:
             self._reached = time.monotonic()
             return None
         is_silent, silent_s = isinstance(error, StoreSilentError), time.monotonic() - self._reached
-        if silent_s < (self.frozen_s if is_silent else ANSWER_S):
+        if silent_s < (self.frozen_s if is_silent else inquiry.ANSWER_S):
             return None
         why = f"has not answered for {silent_s:.0f} s" if is_silent else "is gone"
-        return self._describe_store_loss(ticket, why)
-
-    def _has_heard_all(self, posts: list[Post]) -> bool:
-        """Whether the other ranks have had the time to post where they are, so that the text can name all of them."""
-        return self._polls > _PATIENCE or all(post.state is not RankState.RUNS for post in posts)
-
-    def _is_confirmed(self, posts: list[Post]) -> bool:
-        """Whether a standstill is real: every rank has polled again since the first suspicion and has not moved.
-
-        Posts are not of one moment: while they are read, a rank may move on, so a single reading can show a standstill
-        that never was.
-        """
-        before = self._suspicion
-        if before is None or not all(new.is_like(old) for new, old in zip(posts, before, strict=True)):
-            self._suspicion = posts
-            return False
-        return all(
-            new.polls > old.polls or new.state in (RankState.GONE, RankState.LOST)
-            for new, old in zip(posts, before, strict=True)
-        )
+        return self._describe_store_loss(look.ticket, why)
 
     # Inside
 
     def _post(self, state: RankState, ticket: Ticket | None = None, detail: str = "") -> None:
-        at = (ticket.channel, ticket.number) if ticket is not None else None
+        at = ticket.place if ticket is not None else None
         with self._posting:
             if self._state is RankState.GONE or (self._state is RankState.LOST and state is not RankState.GONE):
                 return  # final: the polling thread may be inside a poll when the main thread closes or meets an error
             self._state = state
-            self._board.post(Post(state, at, self._log.recent(ticket), detail, self._polls))
+            issued, text = self._log.recent(ticket, self._pace.window), ticket.text if ticket is not None else ""
+            self._board.post(Post(state, at, issued, detail, self._polls, text))
 
     def _raise_failure(self) -> None:
         if self.failure is not None:
@@ -331,13 +300,15 @@ class Agreement:
     def _meet(self, ticket: Ticket) -> None:
         """Wait until every rank is about to issue this very operation."""
         self._waits_for = ticket
-        name, pause_s = f"{ticket.channel}/{ticket.number}/{ticket.text}", 1e-4
+        name = f"{ticket.channel}/{ticket.number}/{ticket.text}"
+        pause_s, longest_s = self._pace.meeting_s
         try:
-            self._board.arrive(name, self._raise_failure)
-            while not self._board.has_met(name, self._raise_failure):
-                self._raise_failure()
+            has_met = self._board.arrive(name, self._raise_failure)
+            while not has_met:
                 time.sleep(pause_s)
-                pause_s = min(2 * pause_s, 0.05)
+                self._raise_failure()
+                has_met = self._board.has_met(name, self._raise_failure)
+                pause_s = min(2 * pause_s, longest_s)
         except RuntimeError as error:
             if isinstance(error, DisagreementError):
                 raise
@@ -360,49 +331,12 @@ class Agreement:
 
     def _explain_loss(self, ticket: Ticket | None, error: str) -> str:
         """The verdict after an error of the connections: which ranks answer, which have died, which are late."""
-        is_late = "timed out" in error.lower() or "timeout" in error.lower()
         self._post(RankState.LOST, ticket)
-        self._board.call_roll()
-        called, deadline = self._board.called, time.monotonic() + ANSWER_S
-        while True:
-            verdict = self.failure or self._board.verdict()
-            if verdict is not None:
-                return verdict
-            self._board.answer_call(main_place)
-            posts, is_over = self._board.read(), time.monotonic() >= deadline
-            absent = self._absent(posts, called)
-            if is_over or all(condition is Condition.ENDED for condition, _ in absent.values()):
-                finding = judge(posts)
-                if finding is not None and finding.is_final:
-                    return self._board.decide(finding.text)
-                if is_over or absent or is_late:
-                    return self._board.decide(self._describe_loss(posts, absent, is_late))
-            time.sleep(0.1)
-
-    def _absent(self, posts: Sequence[Post], called: int | None = None) -> dict[int, tuple[Condition, str]]:
-        """The ranks that have not answered a roll call (any rank's last, unless said) and did not say that they leave;
-        what this process can see of theirs."""
-        called = self._board.called if called is None else called
-        absent = {}
-        ranks = zip(posts, self._board.answers(), self._board.identities(), strict=True)
-        for rank, (post, answer, identity) in enumerate(ranks):
-            if rank != self._rank and post.state is not RankState.GONE and (answer is None or answer.number < called):
-                absent[rank] = see_process(rank, identity)
-        return absent
+        return self._inquiry.explain(ticket.place if ticket is not None else None, error)
 
     def _describe_store_loss(self, ticket: Ticket | None, why: str) -> str:
         operation = ticket.text if ticket is not None else "the next operation"
         return words.without_store(self._rank, operation, self._holder, why, describe_hosts(self.hosts, self._rank))
-
-    def _describe_loss(self, posts: Sequence[Post], absent: dict[int, tuple[Condition, str]], is_late: bool) -> str:
-        texts = {rank: text for rank, (_, text) in absent.items()}
-        may_have_died = (Condition.ENDED, Condition.UNKNOWN) if not is_late else (Condition.ENDED,)
-        if any(condition not in may_have_died for condition, _ in absent.values()):
-            return words.frozen(posts, texts, self._wire.timeout_s if is_late else ANSWER_S)
-        if absent or not is_late:
-            return words.died(posts, texts)
-        places = {rank: answer.place for rank, answer in enumerate(self._board.answers()) if answer is not None}
-        return words.late(posts, places, self._wire.timeout_s)
 
 
 def poll_interval_s() -> float:

@@ -182,7 +182,7 @@ class ProcessGroupComm(Comm):
             self._count(kind, parts.nbytes, hop)
             steps.insert(0, (hop, parts))
             parts = parts[hop.place]
-        ticket = self._issue(GATHER, f"{'gather' if kind == 'gather' else f'gather ({kind})'} {unit}", full.numel())
+        ticket = self._issue(GATHER, "gather" if kind == "gather" else f"gather ({kind})", full.numel(), unit)
         ways = [self._ways_along(ticket.channel, hop) for hop, _ in steps]
         return self._gather(ticket, [(way, hop, parts) for way, (hop, parts) in zip(ways, steps, strict=True)])
 
@@ -222,7 +222,7 @@ class ProcessGroupComm(Comm):
     ) -> tuple[Handle, list[torch.Tensor]]:
         self._count(kind, sent.nbytes, hop)
         over = "" if self.shape.is_flat else f" {_OVER[hop.axis]}"
-        ticket = self._issue(REDUCE, f"{kind} {unit}{over}", sent.numel(), has_tags=not self._reduces_natively)
+        ticket = self._issue(REDUCE, kind, sent.numel(), f"{unit}{over}", has_tags=not self._reduces_natively)
         ways = self._ways_along(REDUCE, hop)
         if self._reduces_natively:
             return self._reduce_natively(ticket, received, sent, ways.up, hop), list(received)
@@ -302,12 +302,12 @@ class ProcessGroupComm(Comm):
             return
         if self._sends_directly:
             # Gloo's broadcast takes no tag, so a gather checks first that all ranks are about to issue it.
-            ticket = self._issue(REDUCE, f"broadcast {unit}", tensor.numel())
+            ticket = self._issue(REDUCE, "broadcast", tensor.numel(), unit)
             everyone = torch.zeros(self.world_size)
             self._count("control", everyone.nbytes)
             self._gather_rows(ticket, everyone).wait()
         else:
-            ticket = self._issue(GATHER, f"broadcast {unit}", tensor.numel())
+            ticket = self._issue(GATHER, "broadcast", tensor.numel(), unit)
         if tensor.ndim:
             tensor = _on_wire(tensor)
         with self._issuing(ticket):
@@ -319,6 +319,10 @@ class ProcessGroupComm(Comm):
     def note(self, what: str) -> None:
         if self._agreement is not None:
             self._agreement.note(_CHANNELS, what)
+
+    def name_units(self, names: Sequence[str]) -> None:
+        if self._agreement is not None:
+            self._agreement.name_units(names)
 
     @property
     def is_checked(self) -> bool:
@@ -370,12 +374,12 @@ class ProcessGroupComm(Comm):
             self._break_groups()
             process_groups.abort([dist.group.WORLD])
 
-    def _issue(self, channel: str, text: str, numel: int, has_tags: bool = True) -> Ticket:
+    def _issue(self, channel: str, what: str, numel: int, unit: str = "", has_tags: bool = True) -> Ticket:
         place = f" of micro-batch {self.micro_step}" if self.micro_step and channel == REDUCE else ""
-        channel = self._channels[channel]
+        text, channel = f"{f'{what} {unit}'.rstrip()}{place}, {numel} elements", self._channels[channel]
         if self._agreement is None:
             return Ticket(channel, 0, text, 0)
-        return self._agreement.issue(channel, f"{text}{place}, {numel} elements", self._sends_directly and has_tags)
+        return self._agreement.issue(channel, text, self._sends_directly and has_tags, unit)
 
     def _checked(self, ticket: Ticket, works: list[Any], sends: Sequence[Any] = ()) -> Handle:
         if self._agreement is None:

@@ -139,6 +139,9 @@ class Comm(ABC):
     def note(self, what: str) -> None:
         """Record an event that sends nothing but must happen on all ranks or on none, such as an interrupted pass."""
 
+    def name_units(self, names: Sequence[str]) -> None:
+        """Tell the units of the model, in an order that is the same on all ranks: passes go from one to the next."""
+
     @property
     @abstractmethod
     def is_checked(self) -> bool:

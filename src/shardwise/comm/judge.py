@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from shardwise.comm.posts import FAILED, Post, RankState
+from shardwise.comm.posts import FAILED, Answer, Place, Post, RankState, descriptions
 
 _STUCK = (RankState.WAITS, RankState.OUTSIDE, RankState.GONE, RankState.LOST)
 _ADVICE = (
@@ -27,60 +27,65 @@ _RAISE_TIMEOUT = (
     "The rank lives. If it is to take that long, pass a longer timeout to torch.distributed.init_process_group; "
     "otherwise find out what it waits for (a mount, a download, a lock)."
 )
+_UNTOLD = "an operation that it has not described"
 _FIND_STORE = f"End the ranks that are left, find out why that process ended or stands still, {_RESTART}"
 
-Place = tuple[str, int]
-"""A channel, and the number of an operation in it."""
+_Answers = Sequence[Answer | None]
 
 
 class Finding(NamedTuple):
-    """Why the ranks cannot continue. A final finding stays true; another counts only if a later reading repeats it."""
+    """Why the ranks cannot continue: for the operation `at`. A final finding stays true; another counts only if a
+    later reading repeats it. `untold` are the living ranks that issued an operation there and have not described it."""
 
     text: str
     is_final: bool
+    at: Place
+    untold: list[int]
 
 
-def judge(posts: Sequence[Post]) -> Finding | None:
-    """Why the ranks cannot continue, or None if they can."""
+def judge(posts: Sequence[Post], answers: _Answers = ()) -> Finding | None:
+    """Why the ranks cannot continue, or None if they can. The answers to a roll call may describe operations."""
     differing = _first_difference(posts)
     if differing is not None:
-        return Finding(_disagreement("the ranks disagree on the next operation", posts, differing), True)
-    for post in posts:
-        missing = _missing(posts, post.at) if post.state in (RankState.WAITS, RankState.LOST) and post.at else []
-        gone = [rank for rank in missing if posts[rank].state is RankState.GONE]
-        if gone:
+        text = _disagreement("the ranks disagree on the next operation", posts, differing, answers)
+        return Finding(text, True, differing, _untold(posts, differing, answers))
+    for at in dict.fromkeys(post.at for post in posts if post.state in (RankState.WAITS, RankState.LOST)):
+        gone = [rank for rank in _missing(posts, at) if posts[rank].state is RankState.GONE] if at else []
+        if at and gone:
             has_failed = any(posts[rank].detail.startswith(FAILED) for rank in gone)
-            text = _absence(f"{name_ranks(gone)} left", posts, post.at, {}, _READ_ERROR if has_failed else _ADVICE)
-            return Finding(text, True)
-    return _standstill(posts)
+            advice = _READ_ERROR if has_failed else _ADVICE
+            text = _absence(f"{name_ranks(gone)} left", posts, at, {}, advice, answers)
+            return Finding(text, True, at, _untold(posts, at, answers))
+    return _standstill(posts, answers)
 
 
-def died(posts: Sequence[Post], words: Mapping[int, str]) -> str:
+def died(posts: Sequence[Post], words: Mapping[int, str], answers: _Answers = ()) -> str:
     """The text for connections that broke. `words` has the ranks that died or do not answer, and what is known."""
     gone = [rank for rank, post in enumerate(posts) if post.state is RankState.GONE]
     if not words and not gone:
         what = "connections between the ranks broke"
-        return _absence(what, posts, _awaited(posts), {}, f"Look for errors of the network, {_RESTART}")
+        return _absence(what, posts, _awaited(posts), {}, f"Look for errors of the network, {_RESTART}", answers)
     what = " and ".join(
         f"{name_ranks(ranks)} {verb}" for ranks, verb in ((gone, "left"), (sorted(words), "died")) if ranks
     )
-    return _absence(what, posts, _awaited(posts), words, _READ_OUTPUT if words else _READ_ERROR)
+    return _absence(what, posts, _awaited(posts), words, _READ_OUTPUT if words else _READ_ERROR, answers)
 
 
-def frozen(posts: Sequence[Post], words: Mapping[int, str], silent_s: float) -> str:
+def frozen(posts: Sequence[Post], words: Mapping[int, str], silent_s: float, answers: _Answers = ()) -> str:
     """The text for ranks that have not answered a roll call for `silent_s` seconds."""
     what = f"{name_ranks(sorted(words))} did not answer for {silent_s:.0f} s"
-    return _absence(what, posts, _awaited(posts), words, _FIND_FROZEN)
+    return _absence(what, posts, _awaited(posts), words, _FIND_FROZEN, answers)
 
 
-def late(posts: Sequence[Post], places: Mapping[int, str], timeout_s: float) -> str:
+def late(posts: Sequence[Post], answers: _Answers, timeout_s: float) -> str:
     """The text for a wait that took longer than the process group allows, although every rank answers."""
     at = _awaited(posts)
     missing = _missing(posts, at) if at else []
+    places = {rank: answer.place for rank, answer in enumerate(answers) if answer is not None}
     words = {rank: f"in its own code, {place}" for rank, place in places.items() if rank in missing and place}
     who = name_ranks(missing) if missing else "a rank"
     what = f"{who} did not come within the process group's timeout of {timeout_s:g} s"
-    return _absence(what, posts, at, words, _RAISE_TIMEOUT)
+    return _absence(what, posts, at, words, _RAISE_TIMEOUT, answers)
 
 
 def without_store(rank: int, operation: str, holder: str, why: str, hosts: str) -> str:
@@ -93,38 +98,48 @@ def without_store(rank: int, operation: str, holder: str, why: str, hosts: str) 
     )
 
 
-def _first_difference(posts: Sequence[Post]) -> tuple[str, int] | None:
+def _first_difference(posts: Sequence[Post]) -> Place | None:
     """The channel and the first number with which two ranks issued different operations."""
     for channel in sorted({channel for post in posts for channel in post.issued}):
-        spans = [post.issued[channel] for post in posts if channel in post.issued]
-        start = min(first for first, _ in spans)
-        stop = max(first + len(texts) for first, texts in spans)
-        for number in range(start, stop):
-            texts = {_kind(text) for post in posts if (text := post.text(channel, number)) is not None}
-            if len(texts) > 1:
-                return channel, number
+        spans = {(first, tuple(digests)) for post in posts for first, digests in [post.issued.get(channel, (0, []))]}
+        found: dict[int, str] = {}
+        differing = [
+            number
+            for first, digests in spans
+            for number, each in enumerate(digests, first)
+            if found.setdefault(number, each) != each
+        ]
+        if differing:
+            return channel, min(differing)
     return None
 
 
-def _kind(text: str) -> str:
-    """An operation without the message of an exception, which may differ from rank to rank (a device, a sample)."""
-    return text.partition(": ")[0]
+def _untold(posts: Sequence[Post], at: Place, answers: _Answers) -> list[int]:
+    """The living ranks that issued the operation `at`, of which no rank has told the description."""
+    told = descriptions(posts, answers)
+    return [
+        rank
+        for rank, post in enumerate(posts)
+        if post.state is not RankState.GONE and (each := post.digest(*at)) is not None and each not in told
+    ]
 
 
-def _missing(posts: Sequence[Post], at: tuple[str, int]) -> list[int]:
+def _missing(posts: Sequence[Post], at: Place) -> list[int]:
     """The ranks that have not issued an operation yet."""
     channel, number = at
     return [rank for rank, post in enumerate(posts) if post.count(channel) <= number]
 
 
-def _standstill(posts: Sequence[Post]) -> Finding | None:
+def _standstill(posts: Sequence[Post], answers: _Answers) -> Finding | None:
     """A finding if every rank waits, and none for an operation that all have issued and that may still be running."""
     waited = [post.at for post in posts if post.at is not None]
     if not waited or any(post.state not in _STUCK for post in posts):
         return None
-    if not all(_missing(posts, at) for at in waited):
+    if not all(_missing(posts, at) for at in set(waited)):
         return None
-    return Finding(_disagreement("every rank waits for another one", posts, min(waited, key=lambda at: at[1])), False)
+    at = min(waited, key=lambda at: at[1])
+    text = _disagreement("every rank waits for another one", posts, at, answers)
+    return Finding(text, False, at, _untold(posts, at, answers))
 
 
 def _awaited(posts: Sequence[Post]) -> Place | None:
@@ -136,36 +151,39 @@ def _awaited(posts: Sequence[Post]) -> Place | None:
     return None
 
 
-def _disagreement(what: str, posts: Sequence[Post], at: Place) -> str:
+def _disagreement(what: str, posts: Sequence[Post], at: Place, answers: _Answers) -> str:
     channel, number = at
     place = f"(operation {number} of channel {channel})"
-    return f"{what}, so none of them can continue {place}:\n{_table(posts, at, {})}\n{_ADVICE}"
+    return f"{what}, so none of them can continue {place}:\n{_table(posts, at, {}, answers)}\n{_ADVICE}"
 
 
-def _absence(what: str, posts: Sequence[Post], at: Place | None, words: Mapping[int, str], advice: str) -> str:
-    operation = next((text for post in posts if at and (text := post.text(*at)) is not None), "the next operation")
-    return (
-        f"{what} while others wait for {operation}, so none of them can continue:\n{_table(posts, at, words)}\n{advice}"
-    )
+def _absence(
+    what: str, posts: Sequence[Post], at: Place | None, words: Mapping[int, str], advice: str, answers: _Answers
+) -> str:
+    told = descriptions(posts, answers)
+    issued = [post.digest(*at) for post in posts] if at else []
+    operation = next((told.get(each, _UNTOLD) for each in issued if each is not None), "the next operation")
+    table = _table(posts, at, words, answers)
+    return f"{what} while others wait for {operation}, so none of them can continue:\n{table}\n{advice}"
 
 
-def _table(posts: Sequence[Post], at: Place | None, words: Mapping[int, str]) -> str:
-    lines: dict[str, list[int]] = {}
+def _table(posts: Sequence[Post], at: Place | None, words: Mapping[int, str], answers: _Answers) -> str:
+    told, lines = descriptions(posts, answers), dict[str, list[int]]()
     for rank, post in enumerate(posts):
-        lines.setdefault(words.get(rank) or _situation(post, at), []).append(rank)
+        lines.setdefault(words.get(rank) or _situation(post, at, told), []).append(rank)
     return "\n".join(f"  {name_ranks(ranks)}: {line}" for line, ranks in lines.items())
 
 
-def _situation(post: Post, at: Place | None) -> str:
+def _situation(post: Post, at: Place | None, told: Mapping[str, str]) -> str:
     if post.state is RankState.GONE:
         return f"gone: {post.detail}"
-    text = post.text(*at) if at else None
-    if text is not None:
-        return text
+    issued = post.digest(*at) if at else None
+    if issued is not None:
+        return told.get(issued, _UNTOLD)
     if post.state is RankState.OUTSIDE:
         return f"waits outside the engine, in torch.distributed.{post.detail}"
     if post.at is not None:
-        return f"waits for {post.text(*post.at)}"
+        return f"waits for {post.waits_for}"
     return "in its own code"
 
 

@@ -48,6 +48,7 @@ def build_units(
 ) -> list[Unit]:
     """The units of a model, with rank 0's values. A collective."""
     prepare_quantized(model)
+    comm.name_units([plan.name for plan in plans])
     for tensor in (*model.buffers(), *loose_tensors(model)):
         comm.model_group.broadcast(tensor)
         comm.broadcast(tensor)

@@ -1,0 +1,175 @@
+"""The board in the store on which ranks post what they do.
+
+Whatever is new for all ranks, a roll call or a verdict, is announced under the next number. So a rank that has nothing
+to say asks the store one question a poll: whether the next number is there.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from shardwise.comm.posts import Answer, Place, Post, RankState
+from shardwise.comm.store_link import StoreLink
+from shardwise.machine.process import Identity
+
+WITNESSES = 2
+"""How many ranks of a host look after the processes of the others there."""
+
+
+class Board:
+    """Keys in the store: each rank's identity, post and answer, the news, the verdict, and the meetings.
+
+    `describe` says of a place what operation this rank issued there, for roll calls that ask.
+    """
+
+    def __init__(
+        self, store: Any, rank: int, world_size: int, limit_s: float, describe: Callable[[Place], str] = lambda _: ""
+    ) -> None:
+        # A connection of its own: a connection serves one call at a time, and a call of the user's may block in it.
+        self._link = StoreLink(store.clone(), limit_s)
+        self._rank = rank
+        self._world_size = world_size
+        self._describe = describe
+        self._calling = threading.Lock()
+        self._has_unread = False
+        self._started: dict[str, set[str]] = {}
+        self._identities: list[Identity | None] = []
+        self.called = 0
+        """The number of the last news that this rank knows of. It has answered it."""
+        self.identity = Identity.of_this_process()
+        text = json.dumps(asdict(self.identity))
+        self._link.run(lambda store: store.set(f"identity/{rank}", text))
+        self._host = f"hosts/{self.identity.view}/{self.identity.host}"
+        number = self._link.run(lambda store: store.add(self._host, 1))
+        self._link.run(lambda store: store.set(f"{self._host}/{number}", f"{rank} {text}"))
+        self.is_witness = number <= WITNESSES
+        self.post(Post(RankState.RUNS))
+        self.hear(lambda: "")  # a rank that starts late has not been silent before
+        self._answer("")
+
+    def post(self, post: Post) -> None:
+        self._link.run(lambda store: store.set(f"post/{self._rank}", post.dump()))
+
+    def read(self) -> list[Post]:
+        """The posts of all ranks. A rank that has not started yet counts as one that runs."""
+        return [Post.load(text) if text is not None else Post(RankState.RUNS) for text in self._read("post")]
+
+    def identities(self) -> list[Identity | None]:
+        """The processes of all ranks; None for a rank that has not started yet."""
+        if None in self._identities or not self._identities:
+            found = self._read("identity")
+            self._identities = [Identity(**json.loads(text)) if text is not None else None for text in found]
+        return self._identities
+
+    def neighbours(self) -> dict[int, Identity]:
+        """The processes of the other ranks on this host that have started."""
+
+        def read(store: Any) -> list[bytes]:
+            keys = [f"{self._host}/{number}" for number in range(1, store.add(self._host, 0) + 1)]
+            return list(store.multi_get(_present(store, keys)))
+
+        found = (text.decode().partition(" ") for text in self._link.run(read))
+        identities = {int(rank): Identity(**json.loads(text)) for rank, _, text in found}
+        return {rank: each for rank, each in identities.items() if rank != self._rank}
+
+    # News
+
+    def hear(self, place: Callable[[], str]) -> bool:
+        """Whether there was news since the last time. If so, answer it: `place` says where the main thread is."""
+        with self._calling:
+            asked, has_news = "", self._has_unread
+            while self._link.run(lambda store: store.check([f"news/{self.called + 1}"])):
+                self.called += 1
+                has_news = True
+                asked = self._link.run(lambda store: store.get(f"news/{self.called}").decode()) or asked
+            self._has_unread = False
+            if has_news:
+                self._answer(place(), self._describe(tuple(json.loads(asked))) if asked else "")
+            return has_news
+
+    def call_roll(self, asked: Place | None = None) -> None:
+        """Ask all ranks to answer, with the operation `asked` if there is one."""
+        with self._calling:
+            if asked is not None:
+                self._catch_up()
+            # Calls of several ranks at once are one. If this one is a verdict's, the next `hear` says so.
+            self.called += 1
+            self._has_unread = True
+            self._link.run(lambda store: store.set(f"news/{self.called}", json.dumps(asked) if asked else ""))
+            self._answer("", self._describe(asked) if asked else "")
+
+    def _catch_up(self) -> None:
+        while self._link.run(lambda store: store.check([f"news/{self.called + 1}"])):
+            self.called += 1
+            self._has_unread = True
+
+    def _answer(self, place: str, text: str = "") -> None:
+        answer = json.dumps([self.called, place, text])
+        self._link.run(lambda store: store.set(f"answer/{self._rank}", answer))
+
+    def answers(self) -> list[Answer | None]:
+        """The last answer of every rank; None for a rank that has not started yet."""
+        return [Answer(*json.loads(text)) if text is not None else None for text in self._read("answer")]
+
+    def verdict(self) -> str | None:
+        return self._link.run(lambda store: store.get("verdict").decode() if store.check(["verdict"]) else None)
+
+    def decide(self, text: str) -> str:
+        """Write the verdict unless there is one already. Returns the one that stands, the same on all ranks."""
+        verdict: bytes = self._link.run(lambda store: store.compare_set("verdict", "", text))
+        with self._calling:
+            # A number that nobody has heard of: whoever hears it asks for the verdict, which is there.
+            self._catch_up()
+            self._has_unread = True
+            self._link.run(lambda store: store.set(f"news/{self.called + 1}", ""))
+        return verdict.decode()
+
+    def enlist(self, name: str) -> int:
+        """How many ranks have enlisted for `name`, with this one."""
+        return int(self._link.run(lambda store: store.add(f"enlisted/{name}", 1)))
+
+    # Meetings
+
+    def arrive(self, name: str, check: Callable[[], None]) -> bool:
+        """Enter the meeting `name`; returns whether this rank completes it."""
+
+        def enter(store: Any) -> bool:
+            is_last = bool(store.add(f"came/{name}", 1) == self._world_size)
+            if is_last:
+                store.set(f"met/{name}", "")
+                store.delete_key(f"came/{name}")
+            return is_last
+
+        return self._link.run(enter, check)
+
+    def has_met(self, name: str, check: Callable[[], None]) -> bool:
+        """Whether all ranks have entered the meeting `name`."""
+        return bool(self._link.run(lambda store: store.check([f"met/{name}"]), check))
+
+    def close(self) -> None:
+        self._link.close()
+
+    def _read(self, kind: str) -> list[bytes | None]:
+        """The values of one kind of all ranks. A value that is there stays there."""
+        keys = [f"{kind}/{rank}" for rank in range(self._world_size)]
+        started = self._started.setdefault(kind, set())
+
+        def read(store: Any) -> list[bytes | None]:
+            started.update(_present(store, [key for key in keys if key not in started]))
+            wanted = [key for key in keys if key in started]
+            values = dict(zip(wanted, store.multi_get(wanted) if wanted else (), strict=True))
+            return [values.get(key) for key in keys]
+
+        return self._link.run(read)
+
+
+def _present(store: Any, keys: list[str]) -> list[str]:
+    """Those of `keys` that the store has, found in few questions if nearly all or nearly none are there."""
+    if not keys or store.check(keys):
+        return keys
+    half = len(keys) // 2
+    return _present(store, keys[:half]) + _present(store, keys[half:]) if half else []

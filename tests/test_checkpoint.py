@@ -18,7 +18,7 @@ from torch import nn
 
 import shardwise
 from shardwise import checkpoint
-from shardwise.checkpoint import files, folder, prepare, saving
+from shardwise.checkpoint import files, folder, prepare, saving, storage
 from shardwise.checkpoint.checkpointable import ModelParts
 from shardwise.checkpoint.export import export_checkpoint
 from shardwise.checkpoint.inspect import describe
@@ -592,7 +592,7 @@ def test_an_asynchronous_save_is_of_the_moment_it_was_called(rank, world_size, t
 def test_an_interrupt_while_a_commit_is_under_way_leaves_it_whole(tmp_path, monkeypatch):
     engine = start("mlp", config("zero1"))
     engine.save(tmp_path, "same")
-    within, plain = threading.Event(), folder.sync_folder
+    within, plain = threading.Event(), storage.sync_folder
 
     def slow(path):
         within.set()
@@ -603,7 +603,7 @@ def test_an_interrupt_while_a_commit_is_under_way_leaves_it_whole(tmp_path, monk
         within.wait()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(folder, "sync_folder", slow)
+    monkeypatch.setattr(storage, "sync_folder", slow)
     engine.save(tmp_path, "same", blocking=False)
     monkeypatch.setattr(saving, "on_rank_0", interrupt)
     with pytest.raises(KeyboardInterrupt):

@@ -643,7 +643,7 @@ def test_an_engine_that_goes_away_waits_while_others_write(tmp_path, monkeypatch
     def is_written(write):
         calls.append(1)
         (write.draft.path / "growing").write_bytes(b"x" * len(calls))
-        return len(calls) * saving.POLL_S > 1.5 and plain(write)
+        return len(calls) * write.poll_s > 1.5 and plain(write)
 
     monkeypatch.setattr(checkpoint, "AsyncSave", partial(saving.AsyncSave, last_wait_s=0.5))
     monkeypatch.setattr(saving.CheckpointWrite, "is_written", is_written)

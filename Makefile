@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-full test-clients test-swift test-gpu test-hosts test-slurm test-ray deepspeed-suite lint types format clean bench-env bench-carry readme-tables models-page errors-page architectures soak
+.PHONY: help train test test-full test-clients test-swift test-gpu test-hosts test-slurm test-ray test-object-store deepspeed-suite lint types format clean bench-env bench-carry readme-tables models-page errors-page architectures soak
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -79,6 +79,17 @@ $(RAY)/.installed: requirements/ray.txt
 	$(RAY)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/ray.txt
 	@touch $@
 
+OBJECTS := .objects-env
+test-object-store: $(OBJECTS)/.installed  ## checkpoints in an S3 server of their own (moto), in an environment of its own
+	PYTHONPATH=src:tests $(OBJECTS)/bin/python tests/support/with_s3.py -m pytest -n 0 tests/test_object_store.py $(ARGS)
+
+$(OBJECTS)/.installed: requirements/object_store.txt $(STAMP)
+	@test -x $(OBJECTS)/bin/python || python3 -m venv $(OBJECTS)
+	$(PY) -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_paths()['purelib'])" \
+	  > $$($(OBJECTS)/bin/python -c "import sysconfig; print(sysconfig.get_paths()['purelib'])")/ours.pth
+	$(OBJECTS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/object_store.txt
+	@touch $@
+
 SUITE := ../shared/deepspeed_suite
 deepspeed-suite: $(STAMP)  ## DeepSpeed's own unit tests against `import deepspeed` (SUITE=folder; long)
 	$(PY) tests/clients/deepspeed_suite.py $(SUITE) $(ARGS)
@@ -125,4 +136,4 @@ soak: $(STAMP)  ## 20 minutes of faults, one after the other, and a dated result
 	PYTHONPATH=src:tests $(PY) benchmarks/soak.py $(ARGS)
 
 clean:  ## remove what the set-up and the tests made
-	rm -rf $(VENV) $(BENCH) $(CARRY) $(SWIFT) $(RAY) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(BENCH) $(CARRY) $(SWIFT) $(RAY) $(OBJECTS) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

@@ -18,7 +18,7 @@ from torch import nn
 
 import shardwise
 from shardwise import checkpoint
-from shardwise.checkpoint import files, folder, prepare, saving
+from shardwise.checkpoint import files, folder, prepare, saving, storage
 from shardwise.checkpoint.checkpointable import ModelParts
 from shardwise.checkpoint.export import export_checkpoint
 from shardwise.checkpoint.inspect import describe
@@ -592,7 +592,7 @@ def test_an_asynchronous_save_is_of_the_moment_it_was_called(rank, world_size, t
 def test_an_interrupt_while_a_commit_is_under_way_leaves_it_whole(tmp_path, monkeypatch):
     engine = start("mlp", config("zero1"))
     engine.save(tmp_path, "same")
-    within, plain = threading.Event(), folder.sync_folder
+    within, plain = threading.Event(), storage.sync_folder
 
     def slow(path):
         within.set()
@@ -603,7 +603,7 @@ def test_an_interrupt_while_a_commit_is_under_way_leaves_it_whole(tmp_path, monk
         within.wait()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(folder, "sync_folder", slow)
+    monkeypatch.setattr(storage, "sync_folder", slow)
     engine.save(tmp_path, "same", blocking=False)
     monkeypatch.setattr(saving, "on_rank_0", interrupt)
     with pytest.raises(KeyboardInterrupt):
@@ -643,7 +643,7 @@ def test_an_engine_that_goes_away_waits_while_others_write(tmp_path, monkeypatch
     def is_written(write):
         calls.append(1)
         (write.draft.path / "growing").write_bytes(b"x" * len(calls))
-        return len(calls) * saving.POLL_S > 1.5 and plain(write)
+        return len(calls) * write.poll_s > 1.5 and plain(write)
 
     monkeypatch.setattr(checkpoint, "AsyncSave", partial(saving.AsyncSave, last_wait_s=0.5))
     monkeypatch.setattr(saving.CheckpointWrite, "is_written", is_written)

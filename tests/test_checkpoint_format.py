@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.checkpoint import folder
+from shardwise.checkpoint import folder, storage
 from shardwise.checkpoint.files import BlockReader, BlockWriter
 from shardwise.checkpoint.manifest import (
     Manifest,
@@ -268,13 +268,13 @@ def test_the_same_tag_again_replaces_the_old_one_after_the_new_one_is_there(tmp_
 
 
 def test_an_old_checkpoint_stays_if_the_new_one_is_not_whole(tmp_path, monkeypatch):
-    old, plain = commit(tmp_path, "a"), folder.sync_folder
+    old, plain = commit(tmp_path, "a"), storage.sync_folder
 
     def lose_a_file(path):
         (path / "rank-00000.safetensors").unlink(missing_ok=True)
         plain(path)
 
-    monkeypatch.setattr(folder, "sync_folder", lose_a_file)
+    monkeypatch.setattr(storage, "sync_folder", lose_a_file)
     with pytest.raises(CheckpointError, match=r"rank-00000\.safetensors was removed"):
         commit(tmp_path, "a")
     monkeypatch.undo()

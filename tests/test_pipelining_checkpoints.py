@@ -116,6 +116,26 @@ def test_a_resumed_pipeline_is_never_having_stopped(rank, world_size, tmp_path, 
     resumed.engine.destroy()
 
 
+@ranks(2)
+def test_a_pipeline_goes_on_from_an_object_store(rank, world_size, tmp_path):
+    address = f"file://{tmp_path}/store"
+    pipe = Training(2, 1, 1, "zero1")
+    for step, blocking in enumerate((True, False)):
+        pipe.train(step)
+        path = pipe.engine.save(address, state={"steps": step + 1}, blocking=blocking)
+    pipe.engine.finish_save()
+    assert str(path) == f"{address}/step-2"
+    with pytest.raises(CheckpointError, match="is in an object store: export into a folder"):
+        pipe.engine.export(f"{address}/out")
+    other = Training(2, 1, 1, "zero2", "GPipe")
+    assert other.engine.load(address) == {"steps": 2}
+    expected = pipe.values()
+    for name, value in other.values().items():
+        assert torch.equal(value, expected[name]), name
+    pipe.engine.destroy()
+    other.engine.destroy()
+
+
 def a_group_for_each(params):
     """As many groups as parameters: a different number on each stage."""
     return torch.optim.SGD([{"params": [param]} for param in params], lr=0.1)

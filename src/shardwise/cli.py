@@ -34,6 +34,13 @@ def _path(text: str | Path) -> Path:
     return Path(text)
 
 
+def _location(text: Any) -> Any:
+    """A path, or the address of an object store."""
+    from shardwise.checkpoint.locations import locate
+
+    return locate(text) if "://" in str(text) else _path(text)
+
+
 PATH: dict[str, Any] = {"parser": _path, "metavar": "PATH"}
 
 
@@ -365,7 +372,7 @@ def generate(
 
 @app.command()
 def inspect(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or a folder of checkpoints.", parser=_path)],
+    checkpoint: Annotated[Any, typer.Argument(help="A checkpoint, or a folder of checkpoints.", parser=_location)],
     verify: Annotated[bool, typer.Option("--verify", help="Read every byte and compare checksums.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON (of one checkpoint).")] = False,
     debug: Debug = False,
@@ -381,7 +388,7 @@ def inspect(
 
 @app.command()
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or a folder of checkpoints.", parser=_path)],
+    checkpoint: Annotated[Any, typer.Argument(help="A checkpoint, or a folder of checkpoints.", parser=_location)],
     out: Annotated[Path, typer.Argument(help="A new folder.", parser=_path)],
     dtype: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16 (default: as trained).")] = None,
     tag: Annotated[str, typer.Option(help="Which checkpoint of the folder.")] = "latest",

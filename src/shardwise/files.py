@@ -62,16 +62,19 @@ def _adapter(schema: Any) -> TypeAdapter[Any]:
 
 
 @contextlib.contextmanager
-def writing(path: Path, error: type[ShardwiseError], needed_bytes: int | None = None) -> Iterator[None]:
-    """Within it, an OSError becomes an `error` that names the file and, on a full disk, what is needed and free."""
+def writing(path: Any, error: type[ShardwiseError], needed_bytes: int | None = None) -> Iterator[None]:
+    """Within it, an OSError becomes an `error` that names the file and, on a full disk, what is needed and free.
+    `path` is a path or an address."""
     try:
         yield
     except OSError as problem:
-        where = Path(problem.filename or path)
+        where = problem.filename or path
         reason = problem.strerror or str(problem)
         if problem.errno in _FULL:
             needed = f"{format_bytes(needed_bytes)} are needed and " if needed_bytes is not None else ""
-            reason += f" ({needed}{format_bytes(_free_bytes(where))} are free): free some space, or use another folder"
+            reason += (
+                f" ({needed}{format_bytes(_free_bytes(Path(where)))} are free): free some space, or use another folder"
+            )
         raise error(f"{where} cannot be written: {reason}") from problem
 
 

@@ -7,7 +7,9 @@
 checkpointable           what this package needs of an engine, and what one rank writes of it
 saving, loading          between an engine and a folder
 files, manifest, plain   tensors in checksummed files, where they lie, other values without pickle
-folder                   commit by rename, retention
+folder                   commit, retention
+storage, object_store,
+locations                where files live: a file system, or an object store
 training_state           counters, groups and schedules, checked before an engine takes them over
 export, export_layout    Hugging Face's layout
 inspect                  a description in words

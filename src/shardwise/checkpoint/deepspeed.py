@@ -26,6 +26,7 @@ from shardwise.checkpoint.files import TensorSlice, joined, spread
 from shardwise.checkpoint.folder import CheckpointDraft, writing
 from shardwise.checkpoint.plain import dtype_name, to_plain
 from shardwise.checkpoint.saving import CheckpointWrite, save
+from shardwise.checkpoint.storage import Location
 from shardwise.checkpoint.training_state import TrainingState
 from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.optim.states import MASTER
@@ -72,7 +73,7 @@ class DeepSpeedParam:
     extras: dict[str, Any] = field(default_factory=dict)
 
 
-def convert(source: Path, out: Path, tag: str | None = None) -> Path:
+def convert(source: Path, out: Path, tag: str | None = None) -> Location:
     """Convert the DeepSpeed checkpoint in `source` and write it into the folder `out`; returns its path.
 
     `source` is the folder that `save_checkpoint` was given. `tag` names one of the checkpoints in it; the default is

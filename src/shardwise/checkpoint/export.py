@@ -38,10 +38,12 @@ from shardwise.checkpoint.checkpointable import (
 from shardwise.checkpoint.companions import CONFIG, TOKENIZER, companions, companions_in
 from shardwise.checkpoint.export_layout import ExportLayout
 from shardwise.checkpoint.files import CheckpointReader, TensorSlice, as_bytes
-from shardwise.checkpoint.folder import LATEST, candidates, sync_folder, writing
+from shardwise.checkpoint.folder import LATEST, candidates, writing
+from shardwise.checkpoint.locations import locate
 from shardwise.checkpoint.manifest import read_manifest
 from shardwise.checkpoint.names import underlying, underlying_names
 from shardwise.checkpoint.plain import REMEDY, dtype_named
+from shardwise.checkpoint.storage import Location, sync_folder
 from shardwise.checks import check_range
 from shardwise.comm.model_group import Everyone
 from shardwise.errors import CheckpointError, ConfigError, DamagedError
@@ -165,14 +167,14 @@ class ExportSource:
 
 def export(
     model: ModelParts,
-    folder: Path,
+    folder: str | Path,
     dtype: torch.dtype | None,
     max_bytes: int,
     merged: bool = False,
     files_from: Path | None = None,
 ) -> None:
     """Write a model's weights into the new folder `folder`. See `Engine.export`. A collective."""
-    module, everyone = model.first.module, model.everyone
+    module, everyone, folder = model.first.module, model.everyone, _local(folder)
     inner = underlying(module)
     is_adapted = has_adapters(inner)
     on_all_ranks(everyone, lambda: check_merge(inner) if is_adapted and merged else None)
@@ -225,18 +227,18 @@ def _save_adapters(model: nn.Module, state: dict[str, torch.Tensor], draft: Path
 
 
 def export_checkpoint(
-    source: Path,
-    folder: Path,
+    source: str | Location,
+    folder: str | Path,
     dtype: torch.dtype | None = None,
     max_bytes: int = MAX_FILE_BYTES,
     tag: str = LATEST,
     files_from: Path | None = None,
-) -> Path:
+) -> Location:
     """Export a checkpoint without an engine, on any machine; returns the checkpoint's path.
 
     `source` is a checkpoint or a folder of checkpoints, of which `tag` names one. Every byte that is read is verified.
     """
-    path = candidates(source, tag, fallback=False)[0]
+    folder, path = _local(folder), candidates(locate(source), tag, fallback=False)[0]
     manifest = read_manifest(path)
     computes = {f"{MASTER}/{name}": dtype_named(param.compute) for name, param in manifest.params.items()}
     stored = {key: manifest.tensors[key] for key in computes}
@@ -327,7 +329,7 @@ def _write_part(
 
 
 def export_command(
-    source: Path, folder: Path, dtype: str | None, tag: str, max_file: str, files_from: Path | None = None
+    source: Location, folder: Path, dtype: str | None, tag: str, max_file: str, files_from: Path | None = None
 ) -> str:
     """Run `shardwise export`; returns one line about what was written."""
     if dtype is not None and dtype not in DTYPES:
@@ -341,6 +343,14 @@ def export_command(
     written = [file for file in folder.iterdir() if file.suffix == ".safetensors"]
     size = format_bytes(sum(file.stat().st_size for file in written))
     return f"exported {path} to {folder}: {len(written)} file{'s' if len(written) > 1 else ''}, {size}"
+
+
+def _local(folder: str | Path) -> Path:
+    """A folder to export to: several ranks write into one file, which an object store does not have."""
+    found = locate(folder)
+    if not isinstance(found, Path):
+        raise CheckpointError(f"{found} is in an object store: export into a folder, and copy it there")
+    return found
 
 
 def _params(unit: Unit) -> Iterator[tuple[str, torch.Tensor]]:

@@ -10,19 +10,19 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from pathlib import Path
 from typing import Any, Self
 
 import torch
 from pydantic import BaseModel
 
+from shardwise.checkpoint.locations import storage_of
 from shardwise.checkpoint.manifest import BLOCK_BYTES, Manifest, StoredTensor, pieces_over
 from shardwise.checkpoint.plain import REMEDY
+from shardwise.checkpoint.storage import Location
 from shardwise.errors import CheckpointError, DamagedError
 from shardwise.files import parse_json, validated
 from shardwise.partition.layout import Span
@@ -130,7 +130,7 @@ def _join(parts: list[TensorSlice]) -> TensorSlice:
     return replace(parts[0], elements=Span(parts[0].elements.start, parts[-1].elements.stop), read=read)
 
 
-def write_tensors(path: Path, slices: Sequence[TensorSlice]) -> tuple[BlockWriter, list[int]]:
+def write_tensors(path: Location, slices: Sequence[TensorSlice]) -> tuple[BlockWriter, list[int]]:
     """Write a safetensors file, durably; returns its writer, and where each slice's bytes begin in the file."""
     header, offsets = header_of([(each.key, each.dtype, each.shape_in_file) for each in slices])
     with BlockWriter(path) as writer:
@@ -177,7 +177,7 @@ def as_bytes(values: torch.Tensor) -> memoryview:
 class CheckpointReader(contextlib.ExitStack):
     """Reads and verifies the tensors of a checkpoint. A file is opened when its first tensor is read."""
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
+    def __init__(self, folder: Location, manifest: Manifest) -> None:
         super().__init__()
         self.folder = folder
         self.manifest = manifest
@@ -267,11 +267,11 @@ class SafetensorsEntry(BaseModel):
 class BlockWriter:
     """Writes a new file and computes a checksum of every block."""
 
-    def __init__(self, path: Path, block_bytes: int = BLOCK_BYTES) -> None:
+    def __init__(self, path: Location, block_bytes: int = BLOCK_BYTES) -> None:
         self.size_bytes = 0
         self.checksums: list[int] = []
         self._block_bytes = block_bytes
-        self._file = path.open("xb", buffering=0)
+        self._file = storage_of(path).create(path)
 
     def write(self, data: memoryview) -> None:
         """Append bytes."""
@@ -290,27 +290,27 @@ class BlockWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
-        with self._file:
-            if kind is None:
-                # The bytes are durable before the rank's table says that the file is complete, and so before the
-                # rename that makes the folder a checkpoint: test_kills_at_random_moments_lose_nothing.
-                os.fsync(self._file.fileno())
+        if kind is None:
+            # The bytes are durable before the rank's table says that the file is complete, and so before the folder
+            # becomes a checkpoint: test_kills_at_random_moments_lose_nothing.
+            self._file.finish()
+        else:
+            self._file.abandon()
 
 
 class BlockReader:
     """Reads parts of a file and verifies each block that they touch."""
 
-    def __init__(self, path: Path, size_bytes: int, checksums: list[int], block_bytes: int = BLOCK_BYTES) -> None:
+    def __init__(self, path: Location, size_bytes: int, checksums: list[int], block_bytes: int = BLOCK_BYTES) -> None:
         self.path = path
         self._size_bytes = size_bytes
         self._checksums = checksums
         self._block_bytes = block_bytes
         self._blocks: dict[int, bytes] = {}
         try:
-            self._file = open(path, "rb", opener=_open_here)  # noqa: SIM115  # until `close`
+            self._file, seen = storage_of(path).open(path)
         except OSError as error:
-            raise DamagedError(f"{path} cannot be read: {error.strerror}") from None
-        seen = os.fstat(self._file.fileno()).st_size
+            raise DamagedError(f"{path} cannot be read: {error.strerror or error}") from None
         if seen != size_bytes:
             self.close()
             raise DamagedError(f"{path} is damaged: it has {seen} bytes, and {size_bytes} were written")
@@ -356,8 +356,3 @@ class BlockReader:
             if len(self._blocks) > _CACHED_BLOCKS:
                 del self._blocks[next(iter(self._blocks))]  # the oldest
         return self._blocks[number]
-
-
-def _open_here(path: str, flags: int) -> int:
-    # A symbolic link could lead out of the checkpoint's folder: test_a_link_is_not_followed.
-    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0))

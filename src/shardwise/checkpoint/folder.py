@@ -1,7 +1,7 @@
-"""A folder of checkpoints: listing them, committing a new one by a rename, removing old ones.
+"""A folder of checkpoints: listing them, committing a new one, removing old ones.
 
-A checkpoint is a folder with a manifest. It is written as `.tmp-...`, which `list_checkpoints` ignores. When all of
-its bytes are durable, one rename gives it its name and makes it a checkpoint. The newest checkpoint is the one with the
+A checkpoint is a folder with a manifest. It is written as a draft, which `list_checkpoints` ignores. When all of its
+bytes are durable, one operation of the `storage` makes it a checkpoint. The newest checkpoint is the one with the
 highest serial number. No file says which one it is, so no file can be wrong about it.
 """
 
@@ -12,15 +12,15 @@ import hashlib
 import logging
 import os
 import re
-import shutil
 import socket
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 from shardwise import files
 from shardwise.checkpoint.files import BlockReader, CheckpointReader
+from shardwise.checkpoint.locations import storage_of
 from shardwise.checkpoint.manifest import FILE_NAME, TAG, Manifest, head_of, read_body, read_manifest
+from shardwise.checkpoint.storage import Location
 from shardwise.errors import CheckpointError, DamagedError
 
 LATEST = "latest"
@@ -28,6 +28,7 @@ _LOG = logging.getLogger("shardwise")
 _TEMPORARY = ".tmp-"
 _REMOVED = f"{_TEMPORARY}removed-"
 _OWNER = re.compile(r"\.tmp-([0-9a-f]{12})-([0-9]+)-")
+_RANK_FILE = re.compile(r"rank-.*\.safetensors")
 _ABANDONED_S = 86_400.0
 """A draft of another machine, whose processes are not visible here, is abandoned after this long without a write."""
 
@@ -39,7 +40,7 @@ class CheckpointEntry:
     One that cannot be read has the name of its folder as its tag, and -1 as its serial number unless that can be read.
     """
 
-    path: Path
+    path: Location
     tag: str
     serial: int
     problem: CheckpointError | None = None
@@ -52,54 +53,53 @@ class CheckpointEntry:
 
 @dataclass(frozen=True)
 class CheckpointDraft:
-    """A checkpoint that is being written: `commit` renames `path` to `target`."""
+    """A checkpoint that is being written into `path`: `commit` makes it the checkpoint `target`."""
 
-    path: Path
-    target: Path
+    path: Location
+    target: Location
     tag: str
     serial: int
+    name: str
 
     @classmethod
-    def begin(cls, root: Path, tag: str) -> CheckpointDraft:
-        """Make a new folder to write a checkpoint into. Removes the drafts of processes that were killed."""
+    def begin(cls, root: Location, tag: str) -> CheckpointDraft:
+        """Begin to write a checkpoint. Removes the drafts of processes that were killed."""
         check_tag(tag)
+        storage = storage_of(root)
         with writing(root):
-            root.mkdir(parents=True, exist_ok=True)
-        for draft in root.glob(f"{_TEMPORARY}*"):
-            if _is_abandoned(draft):
-                shutil.rmtree(draft, ignore_errors=True)
-        serial = 1 + max((entry.serial for entry in list_checkpoints(root)), default=0)
-        path = root / f"{_TEMPORARY}{_host()}-{os.getpid()}-{tag}-{serial}-{os.urandom(4).hex()}"
-        with writing(path):
-            path.mkdir()
-        # The old checkpoint of the same tag keeps its name: `commit` removes it after the new one exists
-        # (test_the_same_tag_again_replaces_the_old_one_after_the_new_one_is_there).
-        target = root / tag if not (root / tag).exists() else root / f"{tag}.{serial}"
-        return cls(path, target, tag, serial)
+            for draft, last_write in storage.drafts(root).items():
+                if _is_abandoned(draft, last_write):
+                    storage.drop(root, draft)
+            serial = 1 + max((entry.serial for entry in list_checkpoints(root)), default=0)
+            name = f"{_TEMPORARY}{_host()}-{os.getpid()}-{tag}-{serial}-{os.urandom(4).hex()}"
+            # The old checkpoint of the same tag keeps its name: `commit` removes it after the new one exists
+            # (test_the_same_tag_again_replaces_the_old_one_after_the_new_one_is_there).
+            taken = {path.name for path in storage.folders(root)} | storage.unfinished(root)
+            names = (tag, f"{tag}.{serial}", f"{tag}.{serial}-{os.urandom(4).hex()}")
+            target = root / next(each for each in names if each not in taken)
+            return cls(storage.begin(root, name, target), target, tag, serial, name)
+
+    @property
+    def root(self) -> Location:
+        return self.target.parent
 
     def commit(self, manifest: Manifest) -> None:
-        """Turn the draft into a checkpoint. Until the rename, `load` does not see it; from then on it is complete.
+        """Turn the draft into a checkpoint. Until then, `load` does not see it; from then on it is complete.
 
-        What makes it complete is durable before the rename: the ranks' files (`BlockWriter` syncs them), the manifest,
-        and the names of both. Older checkpoints of the same tag are removed only after the new name is durable. So a
-        kill or a power failure leaves the old or the new one (test_kills_at_random_moments_lose_nothing).
+        Older checkpoints of the same tag are removed only after the new one is durable. So a kill or a power failure
+        leaves the old or the new one (test_kills_at_random_moments_lose_nothing).
         """
+        storage = storage_of(self.path)
+        sizes = storage.sizes(self.path)
         for file in manifest.files:
-            seen = _size_bytes(self.path / file.name)
-            if seen != file.size_bytes:
+            if sizes.get(file.name) != file.size_bytes:
                 raise CheckpointError(
-                    f"{self.path / file.name} has {seen} bytes where {file.size_bytes} were written: all ranks must "
-                    "write to one file system that rank 0 sees"
+                    f"{self.path / file.name} has {sizes.get(file.name)} bytes where {file.size_bytes} were written: "
+                    "all ranks must write to one file system that rank 0 sees"
                 )
         text = manifest.to_text().encode()
-        with writing(self.path / FILE_NAME, len(text)), (self.path / FILE_NAME).open("xb") as opened:
-            opened.write(text)
-            opened.flush()
-            os.fsync(opened.fileno())
-        with writing(self.target):
-            sync_folder(self.path)
-            os.rename(self.path, self.target)
-            sync_folder(self.target.parent)
+        with writing(self.path / FILE_NAME, len(text)):
+            storage.publish(self.root, self.name, self.target, text)
         # Another process may have removed files of the draft. Older checkpoints are removed only after this check:
         # test_an_old_checkpoint_stays_if_the_new_one_is_not_whole.
         if missing := missing_files(self.target):
@@ -107,20 +107,20 @@ class CheckpointDraft:
             raise CheckpointError(f"{missing[0]} was removed from {self.path} while it became a checkpoint: save again")
         # One that is damaged, or that a newer version wrote, stays: it may be the user's only copy, and this version
         # cannot know (test_a_save_of_the_same_tag_leaves_what_it_cannot_read).
-        for entry in list_checkpoints(self.target.parent):
+        for entry in list_checkpoints(self.root):
             if entry.tag == self.tag and entry.serial < self.serial and entry.is_complete:
                 remove(entry.path)
 
     def size_bytes(self) -> int:
         """The bytes written so far."""
-        return sum(_size_bytes(file) or 0 for file in self.path.glob("*"))
+        return sum(storage_of(self.path).sizes(self.path).values())
 
     def discard(self) -> None:
-        """Remove the draft; does nothing after `commit`, which renamed it."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        """Remove the draft; does nothing after `commit`."""
+        storage_of(self.path).drop(self.root, self.name)
 
 
-def writing(path: Path, needed_bytes: int | None = None) -> contextlib.AbstractContextManager[None]:
+def writing(path: Location, needed_bytes: int | None = None) -> contextlib.AbstractContextManager[None]:
     """Within it, an OSError becomes a CheckpointError that names the file. See `shardwise.files.writing`."""
     return files.writing(path, CheckpointError, needed_bytes)
 
@@ -133,24 +133,27 @@ def check_tag(tag: str) -> None:
         )
 
 
-def list_checkpoints(root: Path) -> list[CheckpointEntry]:
+def list_checkpoints(root: Location) -> list[CheckpointEntry]:
     """The checkpoints in a folder, newest first; those whose manifest cannot be read come last."""
-    if not root.is_dir():
-        return []
-    paths = [path for path in sorted(root.iterdir()) if not path.name.startswith(".") and path.is_dir()]
-    # A folder with a rank's file but no manifest is a damaged checkpoint: it was complete when it got its name.
-    entries = [_entry(path) for path in paths if (path / FILE_NAME).exists() or any(path.glob("rank-*.safetensors"))]
+    storage = storage_of(root)
+    drafts, entries = storage.unfinished(root), []
+    for path in storage.folders(root):
+        names = storage.names(path) if not path.name.startswith(".") else set()
+        # A folder with a rank's file but no manifest is a damaged checkpoint, unless it is still being written.
+        is_damaged = path.name not in drafts and any(_RANK_FILE.fullmatch(name) for name in names)
+        if FILE_NAME in names or is_damaged:
+            entries.append(_entry(path))
     return sorted(entries, key=lambda entry: -entry.serial)
 
 
-def candidates(root: Path, tag: str, fallback: bool, missing_ok: bool = False) -> list[Path]:
+def candidates(root: Location, tag: str, fallback: bool, missing_ok: bool = False) -> list[Location]:
     """The paths to load from, the first choice first; with `missing_ok`, none if `root` holds no checkpoint.
 
     The first is `root`, if it is a checkpoint itself, or the checkpoint that `tag` names, or the newest. With
     `fallback`, all other checkpoints follow, newest first: in place of one that is damaged, never of one that is not
     there or that a newer version wrote.
     """
-    if (root / FILE_NAME).exists():
+    if FILE_NAME in storage_of(root).names(root):
         if tag not in (LATEST, root.name, _entry(root).tag):
             raise CheckpointError(f"{root} is a checkpoint, and not {tag!r}: give the folder that contains {tag!r}")
         return [root]
@@ -181,23 +184,24 @@ def candidates(root: Path, tag: str, fallback: bool, missing_ok: bool = False) -
     return [entry.path for entry in named + others]
 
 
-def keep_newest(root: Path, count: int) -> None:
+def keep_newest(root: Location, count: int) -> None:
     """Remove all but the `count` newest complete checkpoints. Damaged ones are neither removed nor counted."""
     complete = [entry for entry in list_checkpoints(root) if entry.is_complete]
     for entry in complete[count:]:
         remove(entry.path)
 
 
-def missing_files(path: Path) -> list[str]:
+def missing_files(path: Location) -> list[str]:
     """The files of a checkpoint that are absent or whose size is not the one that was written."""
     try:
         stored = read_manifest(path).files
     except CheckpointError:
         return [FILE_NAME]
-    return [file.name for file in stored if _size_bytes(path / file.name) != file.size_bytes]
+    sizes = storage_of(path).sizes(path)
+    return [file.name for file in stored if sizes.get(file.name) != file.size_bytes]
 
 
-def verify(path: Path) -> Manifest:
+def verify(path: Location) -> Manifest:
     """Read every byte of a checkpoint; a DamagedError names the first file that has changed."""
     manifest = read_manifest(path)
     for file in manifest.files:
@@ -208,31 +212,12 @@ def verify(path: Path) -> Manifest:
     return manifest
 
 
-def remove(path: Path) -> None:
-    """Delete a checkpoint."""
-    # The rename comes first: a kill in the middle of rmtree must not leave half a checkpoint under its name
-    # (test_kills_at_random_moments_lose_nothing). The next save removes the rest.
-    hidden = path.parent / f"{_REMOVED}{path.name}-{os.urandom(4).hex()}"
-    os.rename(path, hidden)
-    shutil.rmtree(hidden, ignore_errors=True)
+def remove(path: Location) -> None:
+    """Delete a checkpoint. What a kill leaves of it, the next save removes."""
+    storage_of(path).remove(path, f"{_REMOVED}{path.name}-{os.urandom(4).hex()}")
 
 
-def sync_folder(path: Path) -> None:
-    """Make the names in a folder durable; fsync of a file does not include its name."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _size_bytes(path: Path) -> int | None:
-    with contextlib.suppress(FileNotFoundError):  # a rank may rename its table at any time
-        return path.stat().st_size
-    return None
-
-
-def _entry(path: Path) -> CheckpointEntry:
+def _entry(path: Location) -> CheckpointEntry:
     serial = -1
     try:
         body = read_body(path)
@@ -249,21 +234,17 @@ def _host() -> str:
     return hashlib.sha256(socket.gethostname().encode()).hexdigest()[:12]
 
 
-def _is_abandoned(draft: Path) -> bool:
+def _is_abandoned(draft: str, last_write: float) -> bool:
     """Whether the process that wrote this draft is gone."""
     # Other processes may save into the same folder at this moment, and their drafts must stay:
     # test_leftovers_are_removed_and_never_taken_for_checkpoints.
-    if draft.name.startswith(_REMOVED):
+    if draft.startswith(_REMOVED):
         return True
-    owner = _OWNER.match(draft.name)
+    owner = _OWNER.match(draft)
     if owner is None:
         return False  # not ours
     if owner[1] == _host():
         return not _is_alive(int(owner[2]))
-    last_write = 0.0
-    for path in (draft, *draft.glob("*")):
-        with contextlib.suppress(FileNotFoundError):
-            last_write = max(last_write, path.stat().st_mtime)
     return time.time() > last_write + _ABANDONED_S
 
 

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 from shardwise.checkpoint.folder import list_checkpoints, missing_files, verify
+from shardwise.checkpoint.locations import storage_of
 from shardwise.checkpoint.manifest import FILE_NAME, Manifest, read_manifest
+from shardwise.checkpoint.storage import Location
 from shardwise.errors import CheckpointError
 from shardwise.optim.states import MASTER
 from shardwise.sizes import format_bytes, format_count
 
 
-def describe(path: Path, verified: bool = False) -> str:
+def describe(path: Location, verified: bool = False) -> str:
     """One checkpoint in detail, or a line for each checkpoint in a folder; `verified` reads every byte."""
-    if (path / FILE_NAME).exists():
+    if FILE_NAME in storage_of(path).names(path):
         return _details(path, verified)
     entries = list_checkpoints(path)
     if not entries:
@@ -23,7 +24,7 @@ def describe(path: Path, verified: bool = False) -> str:
     return "\n".join(_line(entry.path, verified) for entry in entries)
 
 
-def summary(path: Path) -> dict[str, Any]:
+def summary(path: Location) -> dict[str, Any]:
     """The main facts of one checkpoint as plain values."""
     manifest = read_manifest(path)
     bytes_by_kind: Counter[str] = Counter()
@@ -41,7 +42,7 @@ def summary(path: Path) -> dict[str, Any]:
     }
 
 
-def _line(path: Path, verified: bool) -> str:
+def _line(path: Location, verified: bool) -> str:
     try:
         manifest, state = _checked(path, verified)
     except CheckpointError as error:
@@ -50,7 +51,7 @@ def _line(path: Path, verified: bool) -> str:
     return f"{path.name}: step {manifest.steps}, {manifest.world_size} ranks, {size}, {state}"
 
 
-def _details(path: Path, verified: bool) -> str:
+def _details(path: Location, verified: bool) -> str:
     manifest, state = _checked(path, verified)
     facts, params = summary(path), manifest.params
     frozen = [name for name, param in params.items() if param.group is None]
@@ -71,7 +72,7 @@ def _details(path: Path, verified: bool) -> str:
     return "\n".join(f"{label:<{width}}  {text}" for label, text in rows.items())
 
 
-def _checked(path: Path, verified: bool) -> tuple[Manifest, str]:
+def _checked(path: Location, verified: bool) -> tuple[Manifest, str]:
     """The manifest of a checkpoint, and whether its files are there, in words."""
     manifest = verify(path) if verified else read_manifest(path)
     missing = ", ".join(missing_files(path))

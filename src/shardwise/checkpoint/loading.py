@@ -6,7 +6,6 @@ import difflib
 import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -21,8 +20,10 @@ from shardwise.checkpoint.checkpointable import (
 )
 from shardwise.checkpoint.files import CheckpointReader
 from shardwise.checkpoint.folder import candidates, missing_files
+from shardwise.checkpoint.locations import locate
 from shardwise.checkpoint.manifest import FILE_NAME, Manifest, read_manifest
 from shardwise.checkpoint.plain import REMEDY, from_plain, set_rng_states
+from shardwise.checkpoint.storage import Location
 from shardwise.checkpoint.training_state import (
     TrainingState,
     check_extra,
@@ -41,9 +42,9 @@ T = TypeVar("T")
 _LOG = logging.getLogger("shardwise")
 
 
-def load(model: ModelParts, root: Path, tag: str, fallback: bool, missing_ok: bool) -> Any:
+def load(model: ModelParts, root: str | Location, tag: str, fallback: bool, missing_ok: bool) -> Any:
     """Restore engines from a checkpoint in `root`; returns the user's state. See `Engine.load`. A collective."""
-    paths = on_rank_0(model.everyone, lambda: candidates(root, tag, fallback, missing_ok))
+    paths = on_rank_0(model.everyone, lambda: candidates(locate(root), tag, fallback, missing_ok))
     for path in paths:
         try:
             return _load_one(model, path)
@@ -65,7 +66,7 @@ class CheckpointContents:
     state: Any
 
 
-def _load_one(model: ModelParts, path: Path) -> Any:
+def _load_one(model: ModelParts, path: Location) -> Any:
     comm = model.everyone
     # All checks pass on all ranks before the engine changes, so a checkpoint that does not fit leaves it as it was:
     # test_a_checkpoint_of_another_model_is_refused.
@@ -81,7 +82,7 @@ def _load_one(model: ModelParts, path: Path) -> Any:
     return contents.state
 
 
-def _check_files(path: Path) -> None:
+def _check_files(path: Location) -> None:
     manifest = read_manifest(path)
     if missing := missing_files(path):
         raise DamagedError(f"{path / missing[0]} is missing or cut short: {REMEDY}")
@@ -89,7 +90,7 @@ def _check_files(path: Path) -> None:
         reader.check_headers()
 
 
-def _read_fitting(model: ModelParts, path: Path) -> CheckpointContents:
+def _read_fitting(model: ModelParts, path: Location) -> CheckpointContents:
     """The contents; a CheckpointError names the first parameter, buffer or option that does not fit the engines."""
     manifest, tied = read_manifest(path), model.tied
     units = [unit for engine in model.engines for unit in engine.units]
@@ -139,7 +140,7 @@ def _decode(model: ModelParts, reader: CheckpointReader) -> CheckpointContents:
 
 
 def _check_names(
-    what: str, here: Collection[str], there: Collection[str], elsewhere: Collection[str], path: Path
+    what: str, here: Collection[str], there: Collection[str], elsewhere: Collection[str], path: Location
 ) -> None:
     """Names that are `elsewhere` are of stages that other ranks check."""
     missing = [name for name in here if name not in there]
@@ -152,7 +153,7 @@ def _check_names(
         raise CheckpointError(f"{path} is of another model: this one has no {what} {surplus[0]!r}")
 
 
-def _check_optimizer(engine: Checkpointable, contents: CheckpointContents, path: Path) -> None:
+def _check_optimizer(engine: Checkpointable, contents: CheckpointContents, path: Location) -> None:
     manifest, groups, schedule = contents.manifest, contents.training["groups"], contents.training["lr_scheduler"]
     if engine.optimizer is None or groups is None:
         return

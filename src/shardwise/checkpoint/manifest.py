@@ -15,7 +15,6 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Self
 
 import torch
@@ -30,7 +29,9 @@ from pydantic import (
     model_validator,
 )
 
+from shardwise.checkpoint.locations import storage_of
 from shardwise.checkpoint.plain import REMEDY, dtype_named
+from shardwise.checkpoint.storage import MANIFEST, Location
 from shardwise.errors import CheckpointError, DamagedError
 from shardwise.files import parse_json, validated
 from shardwise.optim.states import MASTER
@@ -40,7 +41,7 @@ from shardwise.partition.part import TensorPart
 FORMAT = "shardwise-checkpoint"
 VERSION = 3
 """The newest version of the format. Checkpoints are written in the oldest that can hold them: see `version_of`."""
-FILE_NAME = "manifest.json"
+FILE_NAME = MANIFEST
 BLOCK_BYTES = 1 << 20
 """The bytes of a file that one checksum covers."""
 TAG = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}"
@@ -285,7 +286,7 @@ class ManifestHead(BaseModel):
     serial: Count
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Location) -> Manifest:
     """The verified manifest of a checkpoint; a CheckpointError says what is wrong with it."""
     path, body = folder / FILE_NAME, read_body(folder)
     head_of(folder, body)
@@ -297,7 +298,7 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def head_of(folder: Path, body: Mapping[str, Any]) -> ManifestHead:
+def head_of(folder: Location, body: Mapping[str, Any]) -> ManifestHead:
     """The head of a manifest; a CheckpointError if this version cannot read the rest."""
     path, version = folder / FILE_NAME, body.get("version")
     if body.get("format") != FORMAT or not isinstance(version, int) or version < 1:
@@ -312,11 +313,11 @@ def head_of(folder: Path, body: Mapping[str, Any]) -> ManifestHead:
     return validated(ManifestHead, body, str(path), DamagedError, REMEDY)
 
 
-def read_body(folder: Path) -> dict[str, Any]:
+def read_body(folder: Location) -> dict[str, Any]:
     """The content of a manifest; verifies the digest, not the content."""
     path = folder / FILE_NAME
     try:
-        text = path.read_bytes().decode()
+        text = storage_of(path).read([path])[0].decode()
     except OSError as error:
         raise DamagedError(f"{path} cannot be read ({error.strerror}): {REMEDY}") from None
     except UnicodeDecodeError:

@@ -1,4 +1,4 @@
-"""Saving: every rank writes its own file, rank 0 writes the manifest, and a rename makes the folder a checkpoint.
+"""Saving: every rank writes its own file, and rank 0 the manifest, which makes the folder a checkpoint.
 
 `save` does this at once. `AsyncSave` does it in a thread, from a copy in host memory, while training continues. The
 thread calls no collective, which could be mixed up with those of training: ranks see each other's progress in the
@@ -10,13 +10,11 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from shardwise.checkpoint.checkpointable import (
@@ -30,14 +28,15 @@ from shardwise.checkpoint.checkpointable import (
 )
 from shardwise.checkpoint.files import write_tensors
 from shardwise.checkpoint.folder import CheckpointDraft, check_tag, keep_newest, writing
+from shardwise.checkpoint.locations import locate, storage_of
 from shardwise.checkpoint.manifest import Manifest, StoredRange
 from shardwise.checkpoint.plain import dtype_name
+from shardwise.checkpoint.storage import Location, Storage
 from shardwise.comm.model_group import Everyone
 from shardwise.errors import CheckpointError
-from shardwise.files import read_json
+from shardwise.files import parse_json
 from shardwise.optim.states import MASTER
 
-POLL_S = 0.02
 LAST_WAIT_S = 60.0
 FAILED_WAIT_S = 5.0
 """How long rank 0 waits, when its program ends, for other ranks whose files do not grow: they may have been killed."""
@@ -46,7 +45,7 @@ _LOG = logging.getLogger("shardwise")
 
 def prepare(
     model: ModelParts,
-    root: Path,
+    root: str | Location,
     tag: str | None,
     state: Any,
     keep: int | None,
@@ -61,7 +60,7 @@ def prepare(
     on_all_ranks(comm, lambda: _check(model, tag, keep))
     if model.pp > 1:
         _check_groups(model)
-    draft = on_rank_0(comm, lambda: CheckpointDraft.begin(root, tag if tag is not None else own_tag))
+    draft = on_rank_0(comm, lambda: CheckpointDraft.begin(locate(root), tag if tag is not None else own_tag))
     try:
         buffers = own_buffers(model)
         contents = on_all_ranks(comm, lambda: contents_of(model, state, buffers, staged, frozen))
@@ -97,44 +96,22 @@ class CheckpointWrite:
         contents, path = self.contents, self.draft.path / f"rank-{self.rank:05d}.safetensors"
         with writing(path, sum(each.size_bytes for each in contents.slices)):
             writer, offsets = write_tensors(path, contents.slices)
-        crc32 = "".join(f"{checksum:08x}" for checksum in writer.checksums)
-        table = {
-            "file": {"name": path.name, "size_bytes": writer.size_bytes, "crc32": crc32},
-            "extras": contents.extras,
-            "params": contents.params,
-            "rng": contents.rng,
-            "tensors": [
-                (
-                    each.key,
-                    dtype_name(each.dtype),
-                    each.shape,
-                    each.elements.start,
-                    each.elements.stop,
-                    offset,
-                    each.cut,
-                )
-                for each, offset in zip(contents.slices, offsets, strict=True)
-            ],
-        }
-        # The table appears by a rename, complete, and after the file's bytes are durable: in an asynchronous save,
-        # rank 0 commits as soon as it sees all tables (test_kills_at_random_moments_lose_nothing).
-        unfinished = self.draft.path / f"rank-{self.rank:05d}.tmp"
-        text = json.dumps(table)
-        with writing(unfinished, len(text)):
-            unfinished.write_text(text)
-            os.rename(unfinished, self._table(self.rank))
+        table = table_of(contents, path.name, writer.size_bytes, writer.checksums, offsets)
+        # The table appears complete, and after the file's bytes are durable: in an asynchronous save, rank 0 commits
+        # as soon as it sees all tables (test_kills_at_random_moments_lose_nothing).
+        text = json.dumps(table).encode()
+        with writing(self._table(self.rank), len(text)):
+            self._storage.put(self._table(self.rank), text)
         contents.slices.clear()  # frees the staged copies
 
     def commit(self) -> None:
         """On rank 0, when all tables exist: write the manifest and make the folder a checkpoint."""
-        tables = [self._read_table(rank) for rank in range(self.world_size)]
-        manifest = compose(self.draft, self.contents.head, tables)
-        for rank in range(self.world_size):
-            self._table(rank).unlink()
+        manifest = compose(self.draft, self.contents.head, self._read_tables())
+        self._storage.delete(self._tables)
         self.draft.commit(manifest)
         if self.keep is not None:
             # Only now: a save that fails removes no older checkpoint.
-            keep_newest(self.draft.target.parent, self.keep)
+            keep_newest(self.draft.root, self.keep)
 
     def discard(self) -> None:
         """Remove the draft, unless it has become a checkpoint. Not to be called during `commit`.
@@ -147,19 +124,37 @@ class CheckpointWrite:
 
     def is_written(self) -> bool:
         """Whether every rank's part is complete."""
-        return all(self._table(rank).exists() for rank in range(self.world_size))
+        return {table.name for table in self._tables} <= self._storage.names(self.draft.path)
 
-    def _read_table(self, rank: int) -> dict[str, Any]:
-        path = self._table(rank)
+    @property
+    def poll_s(self) -> float:
+        """Seconds between two looks at what other ranks have written."""
+        return self._storage.poll_s * max(1.0, self.world_size / 32)
+
+    def _read_tables(self) -> list[dict[str, Any]]:
         try:
-            return read_json(path, dict[str, Any], CheckpointError, "save again")
+            texts = self._storage.read(self._tables)
         except FileNotFoundError:
+            there = self._storage.names(self.draft.path)
+            rank = next(rank for rank, table in enumerate(self._tables) if table.name not in there)
             raise CheckpointError(
-                f"rank {rank} wrote to {path.parent}, but rank 0 does not see its file: checkpoints need a file system "
-                "that all ranks share"
+                f"rank {rank} wrote to {self.draft.path}, but rank 0 does not see its file: checkpoints need a file "
+                "system that all ranks share"
             ) from None
+        return [
+            parse_json(text.decode(errors="replace"), str(table), CheckpointError, "save again")
+            for text, table in zip(texts, self._tables, strict=True)
+        ]
 
-    def _table(self, rank: int) -> Path:
+    @property
+    def _storage(self) -> Storage:
+        return storage_of(self.draft.path)
+
+    @property
+    def _tables(self) -> list[Location]:
+        return [self._table(rank) for rank in range(self.world_size)]
+
+    def _table(self, rank: int) -> Location:
         return self.draft.path / f"rank-{rank:05d}.json"
 
 
@@ -218,7 +213,7 @@ class AsyncSave:
             if self._stop.is_set() or time.monotonic() > grown + wait_s:
                 self._write.discard()
                 raise CheckpointError(f"not all ranks wrote their part of {self._write.draft.target}")
-            time.sleep(POLL_S)
+            time.sleep(self._write.poll_s)
         self._write.commit()
 
 
@@ -231,6 +226,20 @@ def _resolve(future: Future[None], work: Callable[[], None]) -> None:
         future.set_exception(error)
     else:
         future.set_result(None)
+
+
+def table_of(
+    contents: RankContents, name: str, size_bytes: int, checksums: Sequence[int], offsets: Sequence[int]
+) -> dict[str, Any]:
+    """What a rank tells rank 0 about its file: where each of its tensors begins there, and how to verify it."""
+    crc32 = "".join(f"{checksum:08x}" for checksum in checksums)
+    tensors = [
+        (each.key, dtype_name(each.dtype), each.shape, each.elements.start, each.elements.stop, offset, each.cut)
+        for each, offset in zip(contents.slices, offsets, strict=True)
+    ]
+    file = {"name": name, "size_bytes": size_bytes, "crc32": crc32}
+    facts = {"extras": contents.extras, "params": contents.params, "rng": contents.rng}
+    return {"file": file, **facts, "tensors": tensors}
 
 
 def compose(draft: CheckpointDraft, head: Mapping[str, Any], tables: Sequence[Mapping[str, Any]]) -> Manifest:

@@ -36,7 +36,7 @@ def save(
     if engine.comm.everyone.rank == 0:
         # A checkpoint that replaced one of the same tag has a number after it. Clients look for the tag alone.
         if saved.name != tag:
-            saved.rename(Path(folder) / tag)
+            Path(str(saved)).rename(Path(folder) / tag)
         if save_latest:
             (Path(folder) / _LATEST).write_text(tag)
         (Path(folder) / "zero_to_fp32.py").write_text(_SCRIPT)

@@ -13,6 +13,7 @@ from torch import nn
 
 from shardwise import checkpoint
 from shardwise.checkpoint.checkpointable import ModelParts
+from shardwise.checkpoint.storage import Location
 from shardwise.comm import Comm
 from shardwise.comm.mesh import RankMesh
 from shardwise.config import Config
@@ -369,8 +370,10 @@ class Engine(nn.Module):
         state: dict[str, Any] | None = None,
         keep: int | None = None,
         frozen: bool = True,
-    ) -> Path:
+    ) -> Location:
         """Write a checkpoint into the folder `dir`; it is there complete, or not at all. A collective.
+
+        `dir` may be the address of an object store, such as `s3://bucket/folder`.
 
         It holds everything that training goes on from: weights, master copies, optimizer state, counters, schedules,
         random number generators, and rank 0's `state`, a dictionary of numbers, strings, lists and tensors. `tag`
@@ -381,7 +384,7 @@ class Engine(nn.Module):
         """
         self._check_not_paused("engine.save() would take other weights than those that train")
         self.finish_save()
-        job = checkpoint.prepare(ModelParts.of(self), Path(dir), tag, state, keep, staged=not blocking, frozen=frozen)
+        job = checkpoint.prepare(ModelParts.of(self), dir, tag, state, keep, staged=not blocking, frozen=frozen)
         if blocking:
             checkpoint.save(job, self._comm.everyone)
         else:
@@ -403,7 +406,7 @@ class Engine(nn.Module):
         """
         self._check_not_paused("engine.load() cannot replace the weights")
         self.finish_save()
-        return checkpoint.load(ModelParts.of(self), Path(dir), tag, fallback, missing_ok)
+        return checkpoint.load(ModelParts.of(self), dir, tag, fallback, missing_ok)
 
     def export(
         self,
@@ -426,7 +429,7 @@ class Engine(nn.Module):
         if dtype is not None and dtype not in DTYPES:
             raise ValueError(f"dtype is {dtype!r}: take one of {', '.join(DTYPES)}")
         wanted, beside = DTYPES[dtype] if dtype is not None else None, Path(files_from) if files_from else None
-        checkpoint.export(ModelParts.of(self), Path(dir), wanted, max_file_bytes, merged, beside)
+        checkpoint.export(ModelParts.of(self), dir, wanted, max_file_bytes, merged, beside)
 
     @property
     def is_at_rest(self) -> bool:

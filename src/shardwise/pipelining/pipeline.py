@@ -23,6 +23,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_sc
 
 from shardwise import checkpoint
 from shardwise.checkpoint.checkpointable import ModelParts
+from shardwise.checkpoint.storage import Location
 from shardwise.comm.judge import name_ranks
 from shardwise.comm.model_group import ModelGroup
 from shardwise.config import Config
@@ -312,11 +313,12 @@ class Pipeline:
         state: dict[str, Any] | None = None,
         keep: int | None = None,
         frozen: bool = True,
-    ) -> Path:
-        """Write a checkpoint of the whole model into the folder `dir`; see `Engine.save`. A collective."""
+    ) -> Location:
+        """Write a checkpoint of the whole model into the folder `dir`, or into an object store; see `Engine.save`. A
+        collective."""
         self.finish_save()
         with self._watched():
-            job = checkpoint.prepare(self._parts, Path(dir), tag, state, keep, staged=not blocking, frozen=frozen)
+            job = checkpoint.prepare(self._parts, dir, tag, state, keep, staged=not blocking, frozen=frozen)
             if blocking:
                 checkpoint.save(job, self._parts.everyone)
             else:
@@ -335,7 +337,7 @@ class Pipeline:
         collective."""
         self.finish_save()
         with self._watched():
-            return checkpoint.load(self._parts, Path(dir), tag, fallback, missing_ok)
+            return checkpoint.load(self._parts, dir, tag, fallback, missing_ok)
 
     def export(
         self,
@@ -349,7 +351,7 @@ class Pipeline:
             raise ValueError(f"dtype is {dtype!r}: take one of {', '.join(DTYPES)}")
         wanted, beside = DTYPES[dtype] if dtype is not None else None, Path(files_from) if files_from else None
         with self._watched():
-            checkpoint.export(self._parts, Path(dir), wanted, max_file_bytes, files_from=beside)
+            checkpoint.export(self._parts, dir, wanted, max_file_bytes, files_from=beside)
 
     def report(self) -> dict[int, Report]:
         """The account of each stage of this rank."""

@@ -4,6 +4,7 @@ import re
 import runpy
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -82,8 +83,9 @@ def train_in_3d(rank, world_size, folder):
     runpy.run_path(str(ROOT / "examples" / "three_d.py"), run_name="__main__")
 
 
+@pytest.mark.timeout(300)
 def test_three_axes_train_as_one_process_does_and_the_example_learns(tmp_path):
-    outcomes = run_ranks(train_in_3d, 8, tmp_path, fresh=True, init=False, torchrun=True, check=False)
+    outcomes = run_ranks(train_in_3d, 8, tmp_path, fresh=True, init=False, torchrun=True, check=False, timeout=200)
     for outcome in outcomes:
         assert outcome.ok, outcome.describe()
     losses = [float(each) for each in re.findall(r"loss ([\d.]+)", outcomes[0].describe())]

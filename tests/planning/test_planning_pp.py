@@ -91,8 +91,9 @@ def observed(mesh, schedule, preset, keeps):
     return statistics.median(peaks), sent
 
 
+@pytest.mark.timeout(300)
 def test_peaks_and_traffic_of_a_pipelines_ranks_are_the_measured_ones():
-    (predicted,) = run_ranks(foreseen, 1, fresh=True, init=False)
+    (predicted,) = run_ranks(foreseen, 1, fresh=True, init=False, timeout=200)
     ranks = run_ranks(measured, 4)
     hidden_bytes = BATCH * LENGTH * HIDDEN * 4
     for number, run in enumerate(RUNS):

@@ -96,8 +96,9 @@ def train(engine, batch):
     engine.step()
 
 
+@pytest.mark.timeout(300)
 def test_peak_and_traffic_of_a_rank_of_the_mesh_are_the_measured_ones():
-    (predicted,) = run_ranks(foreseen, 1, fresh=True, init=False)
+    (predicted,) = run_ranks(foreseen, 1, fresh=True, init=False, timeout=200)
     ranks = [found + more for found, more in zip(run_ranks(measured, 4) * 2, run_ranks(measured, 8), strict=True)]
     activations = BATCH * LENGTH * HIDDEN * 4
     logits = BATCH * LENGTH * VOCABULARY // 2 * 4

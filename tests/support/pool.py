@@ -64,6 +64,11 @@ class Outcome:
         return "finished" if self.finished else "still running"
 
 
+def _is_whole(stacks: str) -> bool:
+    _, _, last = stacks.partition("Current thread ")
+    return last.endswith(" in <module>\n")
+
+
 class Worker:
     """One rank's process, its pipe, and the files that take its output and its stacks."""
 
@@ -97,10 +102,10 @@ class Worker:
             self.process.send_signal(signal.SIGUSR1)
 
     def read_stacks(self) -> str:
-        """What faulthandler wrote; it may take a moment after the signal."""
-        deadline = time.monotonic() + 2
-        while self.process.poll() is None and time.monotonic() < deadline and not self._stacks():
-            time.sleep(0.1)
+        """The dump that was asked for. The thread that took the signal, the last in it, ends at the program's entry."""
+        deadline = time.monotonic() + 10
+        while self.process.poll() is None and time.monotonic() < deadline and not _is_whole(self._stacks()):
+            time.sleep(0.01)
         return self._stacks()
 
     def _stacks(self) -> str:

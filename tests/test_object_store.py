@@ -171,7 +171,7 @@ def test_an_address_that_cannot_be_read_is_one_message():
 def test_whatever_a_client_library_raises_is_one_message(root):
     engine = trained(0)
     with (
-        mock.patch.object(type(storage_of(root)._files), "pipe_file", side_effect=ValueError("no route")),
+        mock.patch.object(storage_of(root)._files, "pipe_file", side_effect=ValueError("no route")),
         pytest.raises(CheckpointError, match=r"cannot be written: ValueError: no route"),
     ):
         engine.save(str(root))

@@ -1,14 +1,9 @@
 """Tensor parallelism x ZeRO over NCCL, with four ranks on one GPU."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-from support.nccl import nccl_environment
+from support.nccl import run_script
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 LIMIT_S = 300
@@ -78,21 +73,4 @@ os._exit(0)
 
 
 def test_stages_and_tiers_have_the_same_bits_and_those_of_one_process_to_rounding(tmp_path):
-    (tmp_path / "script.py").write_text(SCRIPT)
-    settings = {"GLOO_SOCKET_IFNAME": "lo", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "WORLD_SIZE": "4"}
-    outputs = [tmp_path / f"out{rank}" for rank in range(4)]
-    processes = [_start(tmp_path, rank, settings, out) for rank, out in enumerate(outputs)]
-    try:
-        codes = [process.wait(LIMIT_S) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert codes == [0] * 4, [out.read_text()[-3000:] for out in outputs]
-
-
-def _start(folder: Path, rank: int, settings: dict[str, str], output: Path) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, **nccl_environment(rank), **settings, "RANK": str(rank), "LOCAL_RANK": "0"}
-    with output.open("w") as out:
-        command = [sys.executable, folder / "script.py", folder]
-        return subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT)
+    run_script(SCRIPT, tmp_path, 4, LIMIT_S)

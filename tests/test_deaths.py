@@ -7,6 +7,7 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from datetime import timedelta
 from unittest import mock
 
@@ -16,13 +17,14 @@ import torch.distributed as dist
 
 import shardwise
 from shardwise.comm import agreement, inquiry, judge, sight
+from shardwise.comm.board import Board
 from shardwise.comm.groups import set_timeout
 from shardwise.comm.hosts import RankHost, describe_hosts, this_host
 from shardwise.comm.jury import Jury
 from shardwise.comm.pace import Pace
 from shardwise.comm.posts import Answer, Post, RankState, digest
 from shardwise.comm.roll_call import Silence
-from shardwise.comm.store_link import StoreLink, StoreSilentError
+from shardwise.comm.store_link import StoreLink, StoreSilentError, own_connection
 from shardwise.machine import process
 from shardwise.machine.local_ranks import FOLDER
 from shardwise.machine.process import Condition, Identity
@@ -180,11 +182,11 @@ def test_a_call_to_the_store_has_a_deadline():
     with pytest.raises(StoreSilentError, match="did not answer"):
         link.run(lambda store: store.wait(30))
     dropped = []
-    link._limit_s, began = 30.0, time.monotonic()
+    link.limit_s, began = 30.0, time.monotonic()
     with pytest.raises(StoreSilentError):
         link.run(dropped.append)
     assert time.monotonic() - began < 5  # a call is overdue: others do not wait their whole limit
-    link._limit_s = 0.3
+    link.limit_s = 0.3
     with pytest.raises(ZeroDivisionError):
         link.run(lambda store: None, check=lambda: 1 / 0)
     answers.set()
@@ -206,6 +208,31 @@ def test_a_link_whose_call_never_returns_does_not_hold_the_exit():
     assert link._thread not in process._running  # what the end of the interpreter waits for
     assert time.monotonic() - began < 0.1
     never.set()
+
+
+def test_all_engines_of_a_process_use_one_connection_which_ends_with_the_store():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    connection = own_connection(store)
+    assert connection is own_connection(store)
+    assert connection is not store
+    gone = weakref.ref(connection)
+    del connection, store
+    assert gone() is None
+
+
+class BusyStore(dist.HashStore):
+    """A store that looks up names when a rank starts, as torch's does."""
+
+    def set(self, key, value):
+        if key.startswith("identity/"):
+            time.sleep(0.5)
+        super().set(key, value)
+
+
+def test_a_store_that_is_busy_at_the_start_is_waited_for():
+    board = Board(BusyStore(), 0, 1, limit_s=0.1)
+    assert [post.state for post in board.read()] == [RankState.RUNS]
+    board.close()
 
 
 # The end of a process

@@ -29,8 +29,7 @@ class Board:
     def __init__(
         self, store: Any, rank: int, world_size: int, limit_s: float, describe: Callable[[Place], str] = lambda _: ""
     ) -> None:
-        # A connection of its own: a connection serves one call at a time, and a call of the user's may block in it.
-        self._link = StoreLink(store.clone(), limit_s)
+        self._link = StoreLink(store, limit_s)
         self._rank = rank
         self._world_size = world_size
         self._describe = describe
@@ -41,15 +40,24 @@ class Board:
         self.called = 0
         """The number of the last news that this rank knows of. It has answered it."""
         self.identity = Identity.of_this_process()
-        text = json.dumps(asdict(self.identity))
-        self._link.run(lambda store: store.set(f"identity/{rank}", text))
         self._host = f"hosts/{self.identity.view}/{self.identity.host}"
-        number = self._link.run(lambda store: store.add(self._host, 1))
-        self._link.run(lambda store: store.set(f"{self._host}/{number}", f"{rank} {text}"))
-        self.is_witness = number <= WITNESSES
-        self.post(Post(RankState.RUNS))
-        self.hear(lambda: "")  # a rank that starts late has not been silent before
-        self._answer("")
+        with self._link.starting():
+            self.is_witness = self._enter() <= WITNESSES
+            self.post(Post(RankState.RUNS))
+            self.hear(lambda: "")  # a rank that starts late has not been silent before
+            self._answer("")
+
+    def _enter(self) -> int:
+        """Write down who this rank is; its number among those of its host."""
+        text = json.dumps(asdict(self.identity))
+
+        def write(store: Any) -> int:
+            store.set(f"identity/{self._rank}", text)
+            number = int(store.add(self._host, 1))
+            store.set(f"{self._host}/{number}", f"{self._rank} {text}")
+            return number
+
+        return self._link.run(write)
 
     def post(self, post: Post) -> None:
         self._link.run(lambda store: store.set(f"post/{self._rank}", post.dump()))

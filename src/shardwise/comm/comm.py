@@ -42,6 +42,7 @@ from shardwise.comm.hosts import this_host
 from shardwise.comm.interface import DONE, EVERYWHERE, GATHER, REDUCE, Comm, Handle, Hop
 from shardwise.comm.log import Ticket
 from shardwise.comm.relay import Relay, RelayedGather, Sends, Works
+from shardwise.comm.store_link import own_connection
 from shardwise.comm.world_watch import WorldWatch
 from shardwise.config.shape import Axis, NodeShape
 from shardwise.errors import DisagreementError
@@ -467,5 +468,5 @@ def _timeout(group: Any, device: torch.device) -> timedelta:
 def _store(group: Any, rank: int) -> PrefixStore:
     """The part of the store for one engine of a group. Engines are numbered in the world's own store: ranks create them
     in the same order, but one process may have been in another world before."""
-    of_group = PrefixStore(f"shardwise/{group.group_name}", c10d._get_default_store())
+    of_group = PrefixStore(f"shardwise/{group.group_name}", own_connection(c10d._get_default_store()))
     return PrefixStore(str(of_group.add(f"engines/{rank}", 1)), of_group)

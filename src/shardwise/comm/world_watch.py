@@ -34,7 +34,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from shardwise.comm import groups as process_groups
 from shardwise.comm.sight import see_process
-from shardwise.comm.store_link import STORE_S, StoreLink
+from shardwise.comm.store_link import STORE_S, StoreLink, own_connection
 from shardwise.errors import DisagreementError
 from shardwise.machine.process import Condition, Identity, start_thread
 
@@ -51,11 +51,11 @@ class WorldWatch:
     _current: ClassVar[WorldWatch | None] = None
 
     def __init__(self, poll_s: float) -> None:
-        store = PrefixStore("shardwise/watch", c10d._get_default_store())
+        store = PrefixStore("shardwise/watch", own_connection(c10d._get_default_store()))
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         number = store.add(f"of/{self._rank}", 1)
         own: Any = PrefixStore(str(number), store)
-        self._link = StoreLink(own.clone(), STORE_S)
+        self._link = StoreLink(own, STORE_S)
         self.failure: str | None = None
         self.steps = 0
         """The steps of a pipeline that this rank has begun."""
@@ -65,7 +65,8 @@ class WorldWatch:
         self._unseen, self._polls = set(range(self._world_size)) - {self._rank}, 0
         self._identity = Identity.of_this_process()
         identity = json.dumps(asdict(self._identity))
-        self._link.run(lambda store: store.set(f"identity/{self._rank}", identity))
+        with self._link.starting():
+            self._link.run(lambda store: store.set(f"identity/{self._rank}", identity))
         self._is_closed = threading.Event()
         self._process = os.getpid()
         self._on_exit = atexit.register(partial(_leave_at_exit, self))

@@ -12,7 +12,7 @@ from unittest import mock
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 # Fresh buffers hold NaN, in this process and in all that tests start: a value that is read too early shows.
 os.environ.setdefault("SHARDWISE_POISON", "1")
-# torch's store looks up the names of its peers: a name server that does not answer holds it up for a second, not for five.
+# torch's store looks up the names of its peers: a name server that is silent holds it up for a second, not for five.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 import pytest

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from shardwise.engine.engine import Engine
-from shardwise.pipelining.pipeline import Pipeline
+
+if TYPE_CHECKING:  # torch's pipelining takes seconds to import
+    from shardwise.pipelining.pipeline import Pipeline
 
 Samples = tuple[torch.Tensor, torch.Tensor]
 Phase = Callable[[str], contextlib.AbstractContextManager[Any]]

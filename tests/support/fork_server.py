@@ -161,6 +161,10 @@ def main() -> None:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()
+    if sys.platform == "linux":
+        # A thread that sends over Gloo holds a lock. If what it wakes takes its core, Gloo's loop spins for that lock:
+        # without preemption on wake-up, the ranks of a test take a third less CPU.
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     forked = serve(asked)
     if forked is None:
         os._exit(0)

@@ -18,7 +18,7 @@ from shardwise.deferred.pretrained import PretrainedWeights, StoredTensor, close
 from shardwise.deferred.recording import DeferredView, deferred_storage, random_operations, recording, session_of, value
 from shardwise.errors import ConfigError
 from shardwise.partition.dtensors import is_dtensor, like, local, locals_of, part_of
-from shardwise.unit.weights import ORIGIN
+from shardwise.unit.origins import ORIGIN
 
 
 @dataclass(frozen=True)

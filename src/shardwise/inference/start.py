@@ -44,8 +44,8 @@ from shardwise.partition.policy import DTYPES, Policy, is_storage
 from shardwise.partition.stored import stored_tensors
 from shardwise.partition.units import UnitSpec, divide
 from shardwise.sizes import format_bytes, parse_bytes
+from shardwise.unit.origins import ORIGIN
 from shardwise.unit.plan import UnitPlan, layout_for
-from shardwise.unit.weights import ORIGIN
 
 Weights = Literal["auto", "host", "disk"]
 CacheTier = Literal["device", "host"]

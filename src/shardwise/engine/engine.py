@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -21,20 +20,20 @@ from shardwise.engine import access
 from shardwise.engine.activations import Recompute
 from shardwise.engine.alike import OptionsCheck
 from shardwise.engine.assembly import build_units, plan_units
+from shardwise.engine.failures import PassFailures
 from shardwise.engine.generating import generate_together, keeping_gathered
 from shardwise.engine.habits import InputWatch, in_model_dtype, notice_division
 from shardwise.engine.model_watch import ModelWatch
 from shardwise.engine.module_guard import ModuleGuard
-from shardwise.engine.report import Report, StepAccount, explain_out_of_memory
+from shardwise.engine.report import Report, StepAccount, log_step
 from shardwise.engine.residency import Budget, moments_each, open_offload
 from shardwise.engine.root_call import RootCall
 from shardwise.engine.step_grads import StepGrads
+from shardwise.engine.step_update import StepUpdate
 from shardwise.errors import GradientError, Notices
 from shardwise.memory import Entry, Ledger
-from shardwise.offload.offloaded_states import OffloadedStates, prefetch
 from shardwise.offload.pinned import HostMemory
 from shardwise.optim import Updater
-from shardwise.optim.clipping import Clip
 from shardwise.optim.frozen import check_none_thawed
 from shardwise.optim.loss_scale import LossScaling
 from shardwise.optim.lr_schedule import SchedulerSteps
@@ -46,8 +45,6 @@ from shardwise.schedule.order import Prefetch
 from shardwise.schedule.schedule import ScheduleEvents
 from shardwise.sizes import parse_bytes
 from shardwise.unit import Unit
-
-_LOG = logging.getLogger("shardwise")
 
 
 class Average(Protocol):
@@ -89,16 +86,15 @@ class Engine(nn.Module):
         self._scaling = LossScaling(config.precision, comm.device)
         self._ledger = Ledger.from_environment()
         self._expected_bytes: int | None = None
-        self._budget = Budget(config.offload, comm, self._ledger)
+        budget = Budget(config.offload, comm, self._ledger)
         self._clock = Clock(comm.device if config.runtime.timers else None)
-        plans = plan_units(model, optimizer, config, comm, self._budget)
+        plans = plan_units(model, optimizer, config, comm, budget)
         self._offload = open_offload(plans, moments_each(optimizer), config.offload, comm, self._ledger, host)
         self._account = StepAccount(comm, self._offload.streams, self._clock)
         self._units = build_units(plans, model, comm, self._offload, self._on_read)
         trainable = [unit for unit in self._units if unit.is_trainable]
         self._updater = Updater(optimizer, trainable, self._ledger) if optimizer is not None else None
-        self._budget.begin(self._updater)
-        self._is_offloaded = any(unit.states.is_offloaded for unit in self._units)
+        budget.begin(self._updater)
         self._step_grads = StepGrads(trainable, config.gradients, comm, self._notices)
         self._recompute = Recompute(model, self._units, config.checkpointing, self._offload)
         events = ScheduleEvents(
@@ -111,6 +107,10 @@ class Engine(nn.Module):
             last_unit=self._offload.pool.trim,
         )
         self._schedule = Schedule(model, self._units, Prefetch.of(config.runtime), self._clock, events)
+        self._failures = PassFailures(config, self._units, comm, self._ledger)
+        self._update: StepUpdate | None = None
+        if self._updater is not None:
+            self._update = StepUpdate(self._updater, self._units, self._schedule, self._offload, budget, self._clock)
         self._update_hooks: list[Callable[[], None]] = []
         self._pause: str | None = None
         self.averages: list[Average] = []
@@ -141,7 +141,7 @@ class Engine(nn.Module):
             self.zero_grad()
         self._schedule.begin_backward()
         try:
-            with self._reporting("backward"):
+            with self._failures.during("backward"):
                 loss.backward()
                 self._schedule.end_backward()
         except BaseException:
@@ -156,7 +156,7 @@ class Engine(nn.Module):
                 "engine.step() takes no closure: an optimizer that evaluates the model several times in a step "
                 "cannot work on shards; call engine(...), engine.backward(loss) and engine.step() in turn"
             )
-        if self._updater is None:
+        if self._update is None:
             raise RuntimeError("this engine has no optimizer: pass one to shardwise.initialize")
         self._check_not_paused("engine.step() cannot update")
         if self._schedule.is_stale():
@@ -166,8 +166,8 @@ class Engine(nn.Module):
             self._comm.micro_step = self._micro_step
         else:
             self._micro_step = 0
-            with self._reporting("step"):
-                self._update(self._updater)
+            with self._failures.during("step"):
+                self._update_weights(self._update)
             self._comm.micro_step = 0
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -200,7 +200,7 @@ class Engine(nn.Module):
                 "engine.clip_grad_norm_() before the last micro-batch of a step, when gradients are not complete: call "
                 "it only if engine.is_boundary"
             )
-        with self._reporting("clipping"):
+        with self._failures.during("clipping"):
             self._step_grads.let_go(self.zero_grad)
             if not self._step_grads.exist:
                 raise GradientError(
@@ -275,12 +275,12 @@ class Engine(nn.Module):
         """Add gradients that `torch.autograd.grad` has returned, by parameter, as `backward` would. A collective."""
         if self._scaling.scaler is not None:
             raise RuntimeError("in fp16 the loss has to be scaled: call engine.backward(loss), not torch.autograd.grad")
-        with self._reporting("backward"):
+        with self._failures.during("backward"):
             self._schedule.bring(grads)
 
     def reduce_gradients(self) -> None:
         """Reduce now what was left to `step()`, and release what `keep_gathered` kept. A collective."""
-        with self._reporting("reduction"):
+        with self._failures.during("reduction"):
             self._step_grads.reduce(self._schedule, self.zero_grad)
             self._schedule.unlock_all()
 
@@ -513,22 +513,15 @@ class Engine(nn.Module):
         any more."""
         if not self.is_boundary:
             return
-        if self._is_offloaded:
-            prefetch(self._offload, self._streamed_states(), self._schedule.reduced_part())
+        if self._update is not None:
+            self._update.prefetch()
         if self.config.placement.grads.sharding != "sharded" and not self._step_grads.hooks:
             unit.grads.start_gather()
-
-    def _streamed_states(self) -> Iterator[OffloadedStates]:
-        """The states that an update brings to the device, in its order."""
-        for unit in self._schedule.forward_order():
-            states = unit.states
-            if isinstance(states, OffloadedStates) and states.is_streamed and not states.updates_on_host:
-                yield states
 
     @contextlib.contextmanager
     def _forwarding(self, *inputs: Any) -> Iterator[None]:
         """Around a forward of the model. Without gradients it is an evaluation."""
-        with self._reporting("forward"):
+        with self._failures.during("forward"):
             if torch.is_grad_enabled():
                 self._inputs.note(*inputs)
                 yield
@@ -536,96 +529,33 @@ class Engine(nn.Module):
                 with self._account.evaluation():
                     yield
 
-    @contextlib.contextmanager
-    def _reporting(self, what: str) -> Iterator[None]:
-        """Tell the other ranks of an exception: they would wait in this pass for ever.
-
-        Where memory ran out, say what was held and what would hold less.
-        """
-        try:
-            yield
-        except BaseException as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                explanation = explain_out_of_memory(error, self.config, self._units, self._ledger)
-                error.args = (f"{error}\n{explanation}",)
-            # A forward on replicated weights sends nothing: one rank alone may fail and try again.
-            if what != "forward" or self.config.placement.weights.sharding != "replicated":
-                first_line = str(error).partition("\n")[0]
-                self._comm.note(f"the {what} was broken off by {type(error).__name__}: {first_line}")
-            if self._comm.watch is not None and isinstance(error, Exception):
-                self._comm.watch.raise_reason(error)
-            raise
-
-    @contextlib.contextmanager
-    def _all_or_nothing(self) -> Iterator[None]:
-        """An update that raises has used some of the gradients: the rest must not be applied alone."""
-        try:
-            yield
-        except BaseException as error:
-            error.add_note(
-                "shardwise: step() was broken off, and some weights may be updated: load the last checkpoint"
-            )
-            self.zero_grad()
-            raise
-
     def _learn_outcome(self) -> None:
         """Once the host knows how the last step in fp16 ended: count it, and step the LR scheduler."""
         if self._scaling.learn() and self.lr_scheduler is not None:
             self._lr_steps.step(self.lr_scheduler)
 
-    def _update(self, updater: Updater) -> None:
+    def _update_weights(self, update: StepUpdate) -> None:
         check_none_thawed(self._units)
         self._watch.check()
         self._step_grads.let_go(self.zero_grad)
         if not self._step_grads.exist:
             return
         self._learn_outcome()
-        self._check_not_exhausted()
-        self._options.check(updater.optimizer)
+        self._scaling.check_not_exhausted(self.zero_grad)
+        self._options.check(update.optimizer)
         clip = self._step_grads.finish(self._schedule, self._clock, self._scaling.scale)
         self.grad_norm = clip.grad_norm
-        trainable = [unit for unit in self._schedule.forward_order() if unit.is_trainable]
-        self._apply_update(updater, trainable, clip)
+        update.apply(clip, self.zero_grad)
+        for hook in self._update_hooks:
+            hook()
         self._step_grads.used()
         self.steps += 1
         self._account.steps += 1
-        self._budget.spend(trainable, updater, self._offload.staging)
-        self._is_offloaded = any(unit.states.is_offloaded for unit in self._units)
+        update.spend_budget()
         if clip.overflow is not None:
             self._scaling.note(clip.overflow)
         elif self.lr_scheduler is not None:
             self._lr_steps.step(self.lr_scheduler)
-        self._log_step(updater)
-
-    def _check_not_exhausted(self) -> None:
-        # Checked here and nowhere else: all ranks get here, and all know.
-        if self._scaling.is_exhausted:
-            self.zero_grad()
-            raise FloatingPointError(
-                "gradients overflow in fp16 even at the smallest loss scale (precision.loss_scale.minimum): the model "
-                "diverges, or its values do not fit fp16; lower the learning rate, or compute in bf16"
-            )
-
-    def _apply_update(self, updater: Updater, units: list[Unit], clip: Clip) -> None:
-        """Update the units, and send the new weights on their way; nothing is waited for."""
-        self._offload.begin_step()
-        with self._clock.phase("update"), self._all_or_nothing():
-            if updater.begin(clip.overflow):
-                for unit in units:
-                    unit.grads.clear()
-            else:
-                for batch in updater.batches(units):
-                    updater.update(batch, clip.coefficient)
-                    for unit in batch:
-                        unit.weights.refresh()
-        self._offload.streams.drain()
-        updater.finish()
-        for hook in self._update_hooks:
-            hook()
-
-    def _log_step(self, updater: Updater) -> None:
         every = self.config.runtime.steps_per_print
         if every and self.steps % every == 0 and self._comm.everyone.rank == 0:
-            assert self.grad_norm is not None
-            rates = ", ".join(f"{group['lr']:.3g}" for group in updater.optimizer.param_groups)
-            _LOG.info("step %d, learning rate %s, gradient norm %.4g", self.steps, rates, self.grad_norm.item())
+            log_step(self.steps, update.optimizer, self.grad_norm)

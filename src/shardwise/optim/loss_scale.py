@@ -9,7 +9,7 @@ What the host learns of a step (`was_skipped`) is copied asynchronously; asking 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -103,6 +103,16 @@ class LossScaling:
         self.is_exhausted = outcome.is_exhausted()
         self.skipped_steps += self.was_skipped
         return not self.was_skipped
+
+    def check_not_exhausted(self, drop: Callable[[], None]) -> None:
+        """Drop the gradients and raise if they overflow even at the smallest scale. Called where all ranks are, and
+        know it."""
+        if self.is_exhausted:
+            drop()
+            raise FloatingPointError(
+                "gradients overflow in fp16 even at the smallest loss scale (precision.loss_scale.minimum): the model "
+                "diverges, or its values do not fit fp16; lower the learning rate, or compute in bf16"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """What checkpoints keep."""

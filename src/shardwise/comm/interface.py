@@ -15,7 +15,7 @@ from shardwise.comm.world_watch import WorldWatch
 from shardwise.config.shape import AXES, Axis, NodeShape, Sharding
 from shardwise.partition import Span
 
-GATHER, REDUCE = "gather", "reduce"  # the channels: sequences of operations in one order on all ranks
+GATHER, REDUCE = CHANNELS = "gather", "reduce"  # sequences of operations, each in one order on all ranks
 EVERYWHERE = AXES["sharded"]
 
 

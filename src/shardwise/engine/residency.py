@@ -19,7 +19,6 @@ from itertools import accumulate
 import torch
 
 from shardwise.comm import Comm
-from shardwise.comm.failing import fail_together
 from shardwise.config.costs import moments_of
 from shardwise.config.sections import Offload
 from shardwise.errors import ConfigError, DiskError
@@ -205,7 +204,7 @@ def open_offload(
             staging.reserve(*sizes)
         except DiskError as error:
             failure = error
-    fail_together(failure, comm, "the files on the disk")
+    everyone.fail_together(failure, "the files on the disk")
     return OffloadContext(comm.device, ledger, settings, numel, host, staging)
 
 

@@ -15,7 +15,6 @@ from torch import nn
 
 from shardwise.checks import check_range
 from shardwise.comm import Comm, ProcessGroupComm
-from shardwise.comm.failing import fail_together
 from shardwise.comm.model_group import ModelGroup
 from shardwise.config.sections import KindPlacement, MeshSection, Placement, Precision, Tier
 from shardwise.config.shape import NodeShape
@@ -138,7 +137,7 @@ def _open_together(model: Any, weights: Weights, precision: str | None, kv: Cach
             _rest_cache_on_host(model, comm.device)
     except Exception as error:
         failure = error
-    fail_together(failure, comm, "the model to stream")
+    comm.everyone.fail_together(failure, "the model to stream")
     opened: nn.Module = model
     return opened
 

@@ -21,8 +21,8 @@ from shardwise.planning import arithmetic, report, scaling, search
 from shardwise.planning import hardware as machines
 from shardwise.planning.hardware import Hardware
 from shardwise.planning.inference import plan_inference
+from shardwise.planning.pipelines import about_pipelines
 from shardwise.planning.planner import plan
-from shardwise.planning.pp_search import about_pipelines
 from shardwise.planning.report import Plan
 from shardwise.planning.workload import DEFAULT_TARGETS, ModelSpec, Workload, find_model
 from shardwise.plotting import check_path

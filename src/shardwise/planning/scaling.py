@@ -17,7 +17,7 @@ from rich.text import Text
 from shardwise.errors import ConfigError
 from shardwise.planning.estimate import estimate
 from shardwise.planning.hardware import Hardware
-from shardwise.planning.planner import judge
+from shardwise.planning.recommend import judge
 from shardwise.planning.seconds import StepTime, computing_s, device_for, sketched, step_time
 from shardwise.planning.workload import ModelSpec, Workload
 from shardwise.plotting import RED, check_path, figure

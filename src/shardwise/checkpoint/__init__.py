@@ -4,7 +4,8 @@
                     rank-00000.safetensors   the elements that rank 0 owned: values, optimizer state, generators
                     rank-00001.safetensors   ...
 
-checkpointable           what this package needs of an engine, and what one rank writes of it
+checkpointable           what this package needs of an engine
+contents                 what one rank writes of it
 saving, loading          between an engine and a folder
 files, manifest, plain   tensors in checksummed files, where they lie, other values without pickle
 folder                   commit, retention

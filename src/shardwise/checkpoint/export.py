@@ -29,13 +29,9 @@ from shardwise.checkpoint.adapters import (
     save_adapters,
     unloaded,
 )
-from shardwise.checkpoint.checkpointable import (
-    ModelParts,
-    on_all_ranks,
-    on_rank_0,
-    owned_slices,
-)
+from shardwise.checkpoint.checkpointable import ModelParts, on_all_ranks, on_rank_0
 from shardwise.checkpoint.companions import CONFIG, TOKENIZER, companions, companions_in
+from shardwise.checkpoint.contents import owned_slices
 from shardwise.checkpoint.export_layout import ExportLayout
 from shardwise.checkpoint.files import CheckpointReader, TensorSlice, as_bytes
 from shardwise.checkpoint.folder import LATEST, candidates, writing

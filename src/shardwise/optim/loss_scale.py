@@ -60,21 +60,6 @@ class Scaler:
         return at_minimum
 
 
-class Outcome:
-    """How one step ended: known on the device at once, on the host when the copy has arrived."""
-
-    def __init__(self, overflow: torch.Tensor, at_minimum: torch.Tensor) -> None:
-        self._flags = HostFlags(torch.stack([overflow, at_minimum]))
-
-    def was_skipped(self) -> bool:
-        """Whether the step was skipped. Waits for the device."""
-        return self._flags.wait()[0]
-
-    def is_exhausted(self) -> bool:
-        """Whether it overflowed at the smallest scale. Waits for the device."""
-        return self._flags.wait()[1]
-
-
 class LossScaling:
     """The scaler of an engine, if its precision needs one, and what became of its steps as far as the host knows."""
 
@@ -83,7 +68,8 @@ class LossScaling:
         self.skipped_steps = 0
         self.was_skipped = False
         self.is_exhausted = False
-        self._outcome: Outcome | None = None
+        self._outcome: HostFlags | None = None
+        """Of the last step, on its way to the host: whether it was skipped, and whether at the smallest scale."""
 
     @property
     def scale(self) -> torch.Tensor | None:
@@ -92,15 +78,14 @@ class LossScaling:
     def note(self, overflow: torch.Tensor) -> None:
         """A step was taken; its outcome is on its way to the host."""
         assert self.scaler is not None
-        self._outcome = Outcome(overflow, self.scaler.update(overflow))
+        self._outcome = HostFlags(torch.stack([overflow, self.scaler.update(overflow)]))
 
     def learn(self) -> bool:
         """Wait for the outcome of the last step; returns whether it is news that it was applied."""
         outcome, self._outcome = self._outcome, None
         if outcome is None:
             return False
-        self.was_skipped = outcome.was_skipped()
-        self.is_exhausted = outcome.is_exhausted()
+        self.was_skipped, self.is_exhausted = outcome.wait()
         self.skipped_steps += self.was_skipped
         return not self.was_skipped
 

@@ -34,7 +34,7 @@ from shardwise.inference.opening import open_folder
 from shardwise.inference.quantized import QUANTIZED, quantize
 from shardwise.inference.streamed_model import WeightStream
 from shardwise.inference.working_memory import working_memory
-from shardwise.machine.memory import host_bytes
+from shardwise.machine.memory import host_bytes, host_share_bytes
 from shardwise.machine.process import end_with_launcher
 from shardwise.memory.placement import UnitSize, WeightPlacement, place
 from shardwise.partition import Span
@@ -293,7 +293,7 @@ def _device_room(device: torch.device) -> int:
 def _host_room(model: nn.Module, comm: Comm) -> int:
     """This rank's share of what is free on its host, with what the model itself will give back."""
     own = sum(tensor.nbytes for tensor in stored_tensors(model).values() if tensor.device.type == "cpu")
-    return int(host_bytes("MemAvailable") * _HOST_SHARE) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) + own
+    return int(host_share_bytes() * _HOST_SHARE) + own
 
 
 def _device(model: Any, given: Any) -> torch.device:

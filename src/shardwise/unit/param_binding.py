@@ -14,6 +14,7 @@ from shardwise.errors import ModelChangedError
 from shardwise.memory import Buffer
 from shardwise.partition.dtensors import local, locals_of, set_dtype
 from shardwise.partition.stored import rebind_copies
+from shardwise.tensors import blank
 from shardwise.unit.param_guard import PLAINLY
 from shardwise.unit.plan import UnitPlan
 
@@ -28,9 +29,8 @@ class ParamBinding:
         self._locals = locals_of(params)
         self._names = [slot.spec.name for slot in plan.layout.slots]
         self._views = full.views(plan.layout)
-        dtype = plan.policy.weight_dtype
-        blank = torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=full.tensor.device)
-        self._stand_ins = [blank.expand(slot.spec.shape) for slot in plan.layout.slots]
+        nothing = blank(plan.policy.weight_dtype, full.tensor.device)
+        self._stand_ins = [nothing.expand(slot.spec.shape) for slot in plan.layout.slots]
         self._bound: Sequence[torch.Tensor] = self._views
         self.is_fake = type(full.tensor) is not torch.Tensor
         """Whether these are the fake tensors of a dry run, which have no address."""

@@ -12,10 +12,9 @@ folder                   commit, retention
 storage, object_store,
 locations                where files live: a file system, or an object store
 training_state           counters, groups and schedules, checked before an engine takes them over
-export, export_layout    Hugging Face's layout
+export, hub_folder       a folder as Hugging Face reads it
 inspect                  a description in words
-names, adapters          the model inside wrappers; PEFT's adapters in an export
-companions               the configurations and tokenizer files beside exported weights
+adapters                 PEFT's adapters in an export
 deepspeed                conversion from DeepSpeed's checkpoints
 """
 

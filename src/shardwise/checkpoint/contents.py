@@ -17,8 +17,8 @@ import torch
 
 from shardwise._version import __version__
 from shardwise.checkpoint.checkpointable import Checkpointable, ModelParts, overlaps
-from shardwise.checkpoint.companions import config_text
 from shardwise.checkpoint.files import TensorSlice, as_bytes, joined
+from shardwise.checkpoint.hub_folder import config_text
 from shardwise.checkpoint.manifest import version_of
 from shardwise.checkpoint.plain import dtype_name, rng_states, to_plain
 from shardwise.optim.optimizers import members

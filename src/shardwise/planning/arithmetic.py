@@ -71,14 +71,6 @@ def saving(preset: str, world_size: int, each: Accounting) -> Fraction:
     return total_bytes("zero0", 1, world_size, each) / total_bytes(preset, 1, world_size, each)
 
 
-def wire_elements(
-    preset: str, trainable: int, frozen: int, ranks: int | NodeShape, accumulation: int, axis: Axis = "inner"
-) -> int:
-    """Elements that a rank sends per step over an axis, at most: contract C3."""
-    times = costs.wire_times(PRESETS[preset], accumulation, axis)
-    return costs.sent(sum(times) * trainable + times.gathers * frozen, ranks, axis)
-
-
 class Moved(NamedTuple):
     """Bytes that a rank brings to its device in a step, and takes back."""
 
@@ -105,11 +97,6 @@ def sent_by_axis(preset: str, model: ModelSpec, workload: Workload, ranks: int |
         trained, frozen = (policy.wire_bytes_each(workload.accumulation, axis) for policy in policies)
         sent[axis] = costs.sent(trained * model.trainable + frozen * model.frozen, ranks, axis)
     return sent
-
-
-def sent_bytes(preset: str, model: ModelSpec, workload: Workload, ranks: int | NodeShape) -> int:
-    """By a rank in a step, at most."""
-    return sum(sent_by_axis(preset, model, workload, ranks).values())
 
 
 def tp_bytes(model: ModelSpec, workload: Workload) -> int:

@@ -31,9 +31,6 @@ _PARALLEL = "module"
 at the start of every name."""
 
 
-# Names
-
-
 def underlying(model: nn.Module) -> nn.Module:
     """The model inside all wrappers around it."""
     while (inner := _inside(model)) is not None:
@@ -60,9 +57,6 @@ def _inside(model: nn.Module) -> nn.Module | None:
     name, child = next(iter(children.items()), ("", None))
     has_own = any(True for _ in model.parameters(recurse=False)) or any(True for _ in model.buffers(recurse=False))
     return child if len(children) == 1 and not has_own and name in (*_WRAPPED, _PARALLEL) else None
-
-
-# Weights
 
 
 class ExportLayout:
@@ -106,9 +100,6 @@ class ExportLayout:
             weight_map = {name: self.offsets[name][0] for name in self.tensors}
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
-
-
-# Configurations and tokenizer
 
 
 def companions(model: nn.Module, given: Path | None) -> dict[str, bytes]:

@@ -17,7 +17,7 @@ from shardwise.config.shape import AXES, Axis, NodeShape
 
 
 class Ways(NamedTuple):
-    """The groups of one channel: what goes to higher ranks, and what comes from them.
+    """The groups of one channel: `up` for messages to higher ranks, `down` for those to lower ones.
 
     A Gloo connection carries both directions, and while a send fills it, its thread polls it for arrivals. On busy
     cores an exchange of 6 MB takes an eighth less time over two groups (benchmarks/gloo_ways.py), at the price of twice
@@ -58,7 +58,7 @@ class ChannelGroups:
         self.sends_directly = device.type == "cpu" and "gloo" in self.backend
         """Whether operations are sends and receives between pairs of ranks."""
         self.waits_on_device = device.type == "cuda" and "nccl" in self.backend
-        """Whether a wait orders streams of the device, and the host goes on."""
+        """Whether a wait only orders streams of the device and does not block the host."""
         self.timeout = _timeout(shared, device)
         self.own: list[Any] = []
         """The groups that were made here."""

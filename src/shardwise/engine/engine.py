@@ -150,7 +150,7 @@ class Engine(nn.Module):
             raise
 
     def step(self, closure: None = None) -> None:
-        """At the accumulation boundary: clip, update, and send the new weights on their way. Otherwise count."""
+        """At the accumulation boundary: clip, update, and start the gathers of new weights. Otherwise only count."""
         if closure is not None:
             raise TypeError(
                 "engine.step() takes no closure: an optimizer that evaluates the model several times in a step "
@@ -171,7 +171,7 @@ class Engine(nn.Module):
             self._comm.micro_step = 0
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients accumulated so far and start a new accumulation. `step()` does it by itself.
+        """Drop the gradients accumulated so far and start a new accumulation. `step()` does so itself.
 
         `optimizer.zero_grad()` and `model.zero_grad()` do the same. The backward of a forward before it still works.
         """
@@ -180,11 +180,11 @@ class Engine(nn.Module):
         self._micro_step = self._comm.micro_step = 0
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Have this step's update clip the gradients to a norm of at most `max_norm`; returns the norm before that.
+        """Clip the gradients to a norm of at most `max_norm` in this step's update; returns the norm before clipping.
 
         Call it between the last backward of a step and `step()`, on all ranks. The norm is that of the averaged
         gradients of the whole model, after the hooks of `register_grad_hook`, and in fp16 without the loss scale. If
-        `gradients.clip_norm` is smaller, that counts.
+        `gradients.clip_norm` is smaller, it applies.
 
         >>> import torch, shardwise
         >>> model = torch.nn.Linear(4, 1)
@@ -212,7 +212,7 @@ class Engine(nn.Module):
 
     @property
     def loss_scale(self) -> float:
-        """What the next loss is multiplied with; 1.0 but in fp16. Waits for the device."""
+        """The factor on the next loss; 1.0 except in fp16. Waits for the device."""
         scale = self._scaling.scale
         return scale.item() if scale is not None else 1.0
 
@@ -236,7 +236,7 @@ class Engine(nn.Module):
         return self._micro_step == self.config.batch.accumulation - 1
 
     def set_boundary(self, is_boundary: bool | None) -> None:
-        """Let the caller say whether the next `step()` updates; None gives the decision back to the counter."""
+        """Set whether the next `step()` updates; with None, the counter of micro-batches decides again."""
         self._boundary = is_boundary
 
     @contextlib.contextmanager
@@ -265,7 +265,7 @@ class Engine(nn.Module):
             yield
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's `generate` within `inference()`. Ranks that are done early go on until all are."""
+        """The model's `generate` within `inference()`. Ranks that are done early keep calling until all are."""
         with self.inference():
             return generate_together(self.module.generate, self._comm.world_size, *args, **kwargs)  # type: ignore[arg-type]  # nn.Module.__getattr__
 
@@ -279,7 +279,7 @@ class Engine(nn.Module):
             self._schedule.bring(grads)
 
     def reduce_gradients(self) -> None:
-        """Reduce now what was left to `step()`, and release what `keep_gathered` kept. A collective."""
+        """Reduce the gradients that `step()` would reduce, and release what `keep_gathered` kept. A collective."""
         with self._failures.during("reduction"):
             self._step_grads.reduce(self._schedule, self.zero_grad)
             self._schedule.unlock_all()
@@ -341,7 +341,7 @@ class Engine(nn.Module):
         return Report.of(self._ledger, self._account, self._comm.device, self.steps, self._expected_bytes)
 
     def expect(self, peak_bytes: int) -> None:
-        """Have `report()` show what a plan, or `shardwise.foresee`, foresaw as this rank's peak."""
+        """Set the peak that `report()` shows as predicted for this rank, by a plan or `shardwise.foresee`."""
         self._expected_bytes = peak_bytes
 
     @property
@@ -371,16 +371,16 @@ class Engine(nn.Module):
         keep: int | None = None,
         frozen: bool = True,
     ) -> Location:
-        """Write a checkpoint into the folder `dir`; it is there complete, or not at all. A collective.
+        """Write a checkpoint into the folder `dir`, which appears there complete or not at all. A collective.
 
         `dir` may be the address of an object store, such as `s3://bucket/folder`.
 
-        It holds everything that training goes on from: weights, master copies, optimizer state, counters, schedules,
+        It holds everything that training continues from: weights, master copies, optimizer state, counters, schedules,
         random number generators, and rank 0's `state`, a dictionary of numbers, strings, lists and tensors. `tag`
         names it (`step-100`); with `keep`, only that many of the newest are kept. With `frozen` False, the values of
-        frozen parameters are left out, and a load keeps those that the model has. With `blocking` False, training goes
-        on as soon as everything is copied to host memory; the next `save` or `load`, or `finish_save`, waits for it
-        and raises what went wrong.
+        frozen parameters are left out, and a load keeps those that the model has. With `blocking` False, training
+        continues as soon as everything is copied to host memory; the next `save` or `load`, or `finish_save`, waits
+        for it and raises what went wrong.
         """
         self._check_not_paused("engine.save() would take other weights than those that train")
         self.finish_save()
@@ -398,9 +398,9 @@ class Engine(nn.Module):
             saving.finish()
 
     def load(self, dir: str | Path, tag: str = "latest", fallback: bool = False, missing_ok: bool = False) -> Any:
-        """Go on from a checkpoint in `dir`, saved at any world size and placement; the user's state. A collective.
+        """Continue from a checkpoint in `dir`, saved at any world size and placement; the user's state. A collective.
 
-        With `fallback`, if a file of it is damaged, the newest checkpoint that is not is taken instead. If a load
+        With `fallback`, if one of its files is damaged, the newest undamaged checkpoint is loaded instead. If a load
         fails midway, the engine's values are part old, part new: load another one, or stop. With `missing_ok`, nothing
         happens if `dir` holds no checkpoint at all.
         """
@@ -452,7 +452,7 @@ class Engine(nn.Module):
             self._updater.account()
 
     def destroy(self) -> None:
-        """Take the engine off the model and free every buffer; the model's parameters are then empty."""
+        """Remove the engine from the model and free every buffer; the model's parameters are then empty."""
         if self._is_destroyed:
             return
         self._is_destroyed = True

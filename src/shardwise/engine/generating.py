@@ -39,7 +39,7 @@ def keeping_gathered(schedule: Schedule, units: Sequence[Unit], comm: Comm, devi
 
 
 def generate_together(generate: Callable[..., Any], world_size: int, *args: Any, **kwargs: Any) -> Any:
-    """Call a model's `generate`, with the option that lets ranks that are done early go on until all are."""
+    """Call a model's `generate` with the option that keeps ranks that are done calling the model until all are done."""
     if world_size > 1 and "synced_gpus" in signature(generate).parameters:
         kwargs = {"synced_gpus": True, **kwargs}
     return generate(*args, **kwargs)

@@ -1,7 +1,7 @@
 """What rests where under a budget: as many units' states as fit stay on the device, in forward order.
 
 The first units stay, because the forward begins with them: it computes on them while the states of the others are still
-on their way.
+being copied.
 
 How much room there is depends on the activations, whose size is unknown before they exist. So every unit that may be
 offloaded starts offloaded, two steps are measured, and what fits into the rest of the budget becomes resident.

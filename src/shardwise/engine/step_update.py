@@ -18,7 +18,7 @@ from shardwise.unit import Unit
 
 
 class StepUpdate:
-    """Updates the units of a schedule with gradients that are final, and brings offloaded states for it."""
+    """Updates the units of a schedule with final gradients, and prefetches offloaded states for it."""
 
     def __init__(
         self,
@@ -47,8 +47,8 @@ class StepUpdate:
             prefetch(self._offload, self._streamed_states(), self._schedule.reduced_part())
 
     def apply(self, clip: Clip, drop: Callable[[], None]) -> None:
-        """Update the units, and send the new weights on their way; nothing is waited for. If it raises, the remaining
-        gradients are dropped by `drop`."""
+        """Update the units and start the gathers of their new weights, without waiting. If it raises, `drop` drops the
+        remaining gradients."""
         updater, units = self._updater, self._trainable()
         self._offload.begin_step()
         with self._clock.phase("update"), all_or_nothing(drop):
@@ -72,7 +72,7 @@ class StepUpdate:
         return [unit for unit in self._schedule.forward_order() if unit.is_trainable]
 
     def _streamed_states(self) -> Iterator[OffloadedStates]:
-        """The states that an update brings to the device, in its order."""
+        """The states that an update copies to the device, in its order."""
         for unit in self._schedule.forward_order():
             states = unit.states
             if isinstance(states, OffloadedStates) and states.is_streamed and not states.updates_on_host:

@@ -124,7 +124,7 @@ class StreamRequest:
 
 
 def _open_together(model: Any, weights: Weights, precision: str | None, kv: CacheTier, comm: Comm) -> nn.Module:
-    """The model to stream. If a rank cannot open it, no rank goes on and waits for that one."""
+    """The model to stream. If a rank cannot open it, all ranks raise."""
     failure: Exception | None = None
     try:
         if isinstance(model, nn.Module):

@@ -61,7 +61,7 @@ class Scaler:
 
 
 class LossScaling:
-    """The scaler of an engine, if its precision needs one, and what became of its steps as far as the host knows."""
+    """The scaler of an engine, if its precision needs one, and the outcomes of its steps as far as the host knows."""
 
     def __init__(self, precision: Precision, device: torch.device) -> None:
         self.scaler = Scaler.of(precision, device)
@@ -69,14 +69,14 @@ class LossScaling:
         self.was_skipped = False
         self.is_exhausted = False
         self._outcome: HostFlags | None = None
-        """Of the last step, on its way to the host: whether it was skipped, and whether at the smallest scale."""
+        """Whether the last step was skipped, and whether at the smallest scale; being copied to the host."""
 
     @property
     def scale(self) -> torch.Tensor | None:
         return self.scaler.scale if self.scaler is not None else None
 
     def note(self, overflow: torch.Tensor) -> None:
-        """A step was taken; its outcome is on its way to the host."""
+        """Record the outcome of a step, and start its copy to the host."""
         assert self.scaler is not None
         self._outcome = HostFlags(torch.stack([overflow, self.scaler.update(overflow)]))
 
@@ -90,8 +90,8 @@ class LossScaling:
         return not self.was_skipped
 
     def check_not_exhausted(self, drop: Callable[[], None]) -> None:
-        """Drop the gradients and raise if they overflow even at the smallest scale. Called where all ranks are, and
-        know it."""
+        """Drop the gradients and raise if they overflow even at the smallest scale. All ranks call it in the same step,
+        and all know the outcome."""
         if self.is_exhausted:
             drop()
             raise FloatingPointError(

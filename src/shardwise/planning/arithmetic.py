@@ -118,9 +118,9 @@ def tp_bytes(model: ModelSpec, workload: Workload) -> int:
 def moved_bytes(config: Config, trainable: int, frozen: int, world_size: int) -> Moved:
     """Between a rank's device and the tiers below it: `trainable` elements whose states rest there.
 
-    States come up for the update and go down again. Gradients go down as they are made; where several micro-batches are
-    added up, each but the first is preceded by what is there. Weights that rest elsewhere are brought for every gather,
-    of which one is the update's.
+    States are copied to the device for the update, and back. Gradients are copied down as they are made; where several
+    micro-batches are added up, the sum is copied up before each but the first. Weights that rest elsewhere are copied
+    up for every gather, of which one is the update's.
     """
     count, placement = config.batch.accumulation, config.placement
     away = {part.kind: part.bytes_each for part in costs.resting(config) if part.tier != "device"}

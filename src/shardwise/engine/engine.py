@@ -108,9 +108,10 @@ class Engine(nn.Module):
         )
         self._schedule = Schedule(model, self._units, Prefetch.of(config.runtime), self._clock, events)
         self._failures = PassFailures(config, self._units, comm, self._ledger)
-        self._update: StepUpdate | None = None
+        self._step_update: StepUpdate | None = None
         if self._updater is not None:
-            self._update = StepUpdate(self._updater, self._units, self._schedule, self._offload, budget, self._clock)
+            parts = (self._updater, self._units, self._schedule, self._offload, budget, self._clock)
+            self._step_update = StepUpdate(*parts)
         self._update_hooks: list[Callable[[], None]] = []
         self._pause: str | None = None
         self.averages: list[Average] = []
@@ -156,7 +157,7 @@ class Engine(nn.Module):
                 "engine.step() takes no closure: an optimizer that evaluates the model several times in a step "
                 "cannot work on shards; call engine(...), engine.backward(loss) and engine.step() in turn"
             )
-        if self._update is None:
+        if self._step_update is None:
             raise RuntimeError("this engine has no optimizer: pass one to shardwise.initialize")
         self._check_not_paused("engine.step() cannot update")
         if self._schedule.is_stale():
@@ -167,7 +168,7 @@ class Engine(nn.Module):
         else:
             self._micro_step = 0
             with self._failures.during("step"):
-                self._update_weights(self._update)
+                self._update_weights(self._step_update)
             self._comm.micro_step = 0
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -513,8 +514,8 @@ class Engine(nn.Module):
         any more."""
         if not self.is_boundary:
             return
-        if self._update is not None:
-            self._update.prefetch()
+        if self._step_update is not None:
+            self._step_update.prefetch()
         if self.config.placement.grads.sharding != "sharded" and not self._step_grads.hooks:
             unit.grads.start_gather()
 

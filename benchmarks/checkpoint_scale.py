@@ -34,7 +34,7 @@ import torch.multiprocessing as processes
 
 import shardwise
 from shardwise.checkpoint import saving
-from shardwise.checkpoint.checkpointable import RankContents
+from shardwise.checkpoint.contents import RankContents
 from shardwise.checkpoint.files import TensorSlice, header_of
 from shardwise.checkpoint.manifest import BLOCK_BYTES, read_manifest
 from shardwise.checkpoint.plain import rng_states, to_plain

@@ -319,7 +319,7 @@ class Row:
         from safetensors.torch import save_file
 
         from shardwise.deferred.pretrained import PretrainedTensor
-        from shardwise.unit.weights import ORIGIN
+        from shardwise.unit.origins import ORIGIN
 
         tile = (torch.randn(1 << 24) * 0.02).to(torch.bfloat16)
         near, params, files = tile.to(where), dict(model.named_parameters()), []

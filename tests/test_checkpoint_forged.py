@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from shardwise.checkpoint import checkpointable
+from shardwise.checkpoint import contents
 from shardwise.checkpoint.export import export_checkpoint
 from shardwise.checkpoint.inspect import describe, summary
 from shardwise.errors import CheckpointError, DamagedError, ShardwiseError
@@ -185,7 +185,7 @@ def test_a_key_in_several_pieces_is_one_tensor_of_a_file(tmp_path, monkeypatch):
     engine.save(tmp_path, "staged", blocking=False)
     engine.finish_save()
     with monkeypatch.context() as patch:
-        patch.setattr(checkpointable, "joined", lambda slices: slices)
+        patch.setattr(contents, "joined", lambda slices: slices)
         paths.append(engine.save(tmp_path, "before"))
     paths.append(tmp_path / "staged")
     expected = digest(engine)

@@ -59,7 +59,7 @@ def two_worlds(process, count, folder):
             # As over NCCL, where ranks meet in the store before their first operation.
             with mock.patch("shardwise.engine.initialize.ProcessGroupComm", WithoutTags):
                 engine = begin("zero3")
-            timeouts = {group._get_backend(torch.device("cpu")).options._timeout for group in engine._comm._own}
+            timeouts = {group._get_backend(torch.device("cpu")).options._timeout for group in engine._comm._groups.own}
             assert timeouts == {timedelta(seconds=77)}
             train_step(engine, rank, 0)
             engine.destroy()
@@ -100,7 +100,7 @@ def test_the_timeout_of_the_configuration_counts_for_every_group(rank, world_siz
     before = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout
     engine = begin("zero3", runtime={"min_unit_bytes": 1, "timeout": 33})
     try:
-        groups = [dist.group.WORLD, *engine._comm._own]
+        groups = [dist.group.WORLD, *engine._comm._groups.own]
         timeouts = {group._get_backend(torch.device("cpu")).options._timeout for group in groups}
         assert timeouts == {timedelta(seconds=33)}
         assert engine._comm._agreement.frozen_s == 33

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 
 from shardwise.comm import groups
-from shardwise.engine import own_group
 from support import run_command
 
 SCRIPT = """
@@ -37,7 +36,7 @@ def test_only_a_group_of_ours_is_destroyed_and_only_after_success(word, left, co
 
 @pytest.fixture
 def ending(monkeypatch):
-    """What `_destroy` does, on a group that is not there."""
+    """What `_end_world` does, on a group that is not there."""
     calls = []
     group = object()
     fake = SimpleNamespace(
@@ -45,7 +44,6 @@ def ending(monkeypatch):
         is_initialized=lambda: True,
         destroy_process_group=lambda _: calls.append("destroyed"),
     )
-    monkeypatch.setattr(own_group, "dist", fake)
     monkeypatch.setattr(groups, "dist", fake)
     monkeypatch.setattr(os, "_exit", calls.append)
     return group, calls
@@ -53,10 +51,10 @@ def ending(monkeypatch):
 
 def test_a_forked_child_and_a_later_group_are_left_alone(ending):
     group, calls = ending
-    own_group._destroy(group, os.getpid() + 1)
-    own_group._destroy(object(), os.getpid())
+    groups._end_world(group, os.getpid() + 1)
+    groups._end_world(object(), os.getpid())
     assert calls == []
-    own_group._destroy(group, os.getpid())
+    groups._end_world(group, os.getpid())
     assert calls == ["destroyed"]
 
 
@@ -65,7 +63,7 @@ def test_a_rank_that_hangs_does_not_hold_the_exit(ending, monkeypatch, capsys):
     release = threading.Event()
     monkeypatch.setattr(groups.dist, "destroy_process_group", lambda _: release.wait())
     monkeypatch.setattr(groups, "END_S", 0.05)
-    own_group._destroy(group, os.getpid())
+    groups._end_world(group, os.getpid())
     release.set()
     assert calls == [1]
     assert "another rank has not left" in capsys.readouterr().err

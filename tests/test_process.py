@@ -5,11 +5,15 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
+import torch
 
+import shardwise
 from shardwise.machine.local_ranks import FOLDER, LocalRanks, recorded_exit
 from shardwise.machine.process import Condition, Identity, _stat
+from support import ranks
 
 WORKER = """
 import sys, time
@@ -88,3 +92,19 @@ def test_a_rank_ends_with_the_torchrun_that_started_it(tmp_path, is_under_torchr
         assert worker.look()[0] is Condition.LIVES
         os.kill(pid, signal.SIGKILL)
     launcher.stdout.close()
+
+
+def gloo_threads():
+    return sum("gloo" in (task / "comm").read_text() for task in Path("/proc/self/task").iterdir())
+
+
+@ranks(2)
+def test_a_destroyed_engine_leaves_no_threads(rank, world_size):
+    model = torch.nn.Linear(8, 8)
+    before = gloo_threads()
+    engine = shardwise.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "zero3")
+    engine.backward(engine(torch.ones(2, 8)).sum())
+    engine.step()
+    assert gloo_threads() > before
+    engine.destroy()
+    assert gloo_threads() == before

@@ -24,7 +24,7 @@ from shardwise.observe.storage import StorageObserver
 from shardwise.offload import weight_files
 from shardwise.partition import Span
 from shardwise.partition.stored import stored_tensors
-from shardwise.unit.weights import ORIGIN
+from shardwise.unit.origins import ORIGIN
 from support import ranks
 from test_quantized import Wrapped, of_dtype, wrapped
 from test_quantized import build as build_quantized

@@ -3,18 +3,26 @@
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from inspect import Parameter, Signature
+from inspect import Signature
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any
 
 import typer
 
 from shardwise._version import __version__
-from shardwise.checks import MOST_SAMPLES, check_range
+from shardwise.cli_options import (
+    COUNT,
+    MOST_THREADS,
+    PATH,
+    Debug,
+    location,
+    number_or_range,
+    path,
+    train_parameters,
+    within,
+)
 from shardwise.errors import ShardwiseError
-from shardwise.train.options import SECTIONS, options_from, options_of
+from shardwise.train.options import options_from, options_of
 
 app = typer.Typer(
     name="shardwise",
@@ -23,52 +31,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-MOST_THREADS = 4096
-
-
-def _path(text: str | Path) -> Path:
-    """A path. An empty one would be the working directory, which an empty variable of a script does not mean."""
-    if not str(text).strip():  # a default is a path already
-        raise typer.BadParameter("the path is empty")
-    return Path(text)
-
-
-def _location(text: Any) -> Any:
-    """A path, or the address of an object store."""
-    from shardwise.checkpoint.locations import locate
-
-    return locate(text) if "://" in str(text) else _path(text)
-
-
-PATH: dict[str, Any] = {"parser": _path, "metavar": "PATH"}
-
-
-def _within(least: float | None, most: float) -> Callable[[typer.CallbackParam, Any], Any]:
-    """A callback of an option that checks its range. `least` is None where the command itself checks it."""
-
-    def check(param: typer.CallbackParam, value: Any) -> Any:
-        if value is not None:
-            check_range(param.opts[-1], value, least, most)
-        return value
-
-    return check
-
-
-def _number_or_range(param: typer.CallbackParam, value: str | None) -> str | None:
-    """A callback of an option that takes 8, or 8..1024."""
-    try:
-        counts = [int(part) for part in (value or "0").split("..")]
-    except ValueError:
-        raise typer.BadParameter(f"{value!r} is neither a number nor a range such as 8..1024") from None
-    for count in counts:
-        check_range(param.opts[-1], count, None, 10**6)
-    return value
-
-
-COUNT = {"callback": _within(1, MOST_SAMPLES)}
-
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
 def _print_version(wanted: bool) -> None:
@@ -103,12 +65,12 @@ def compare(
     nproc: Annotated[int, typer.Option(help="Ranks; several may share one GPU.")] = 2,
     presets: Annotated[str, typer.Option(help="Presets of shardwise.")] = "zero0,zero1,zero2,zero3",
     peers: Annotated[str, typer.Option(help="Other systems: ddp, fsdp2, deepspeed, deepspeed-zero3.")] = "",
-    steps: Annotated[int, typer.Option(help="Timed steps per row.", callback=_within(1, 10**6))] = 20,
-    accumulate: Annotated[int, typer.Option(help="Micro-batches per step.", callback=_within(1, 10**6))] = 1,
+    steps: Annotated[int, typer.Option(help="Timed steps per row.", callback=within(1, 10**6))] = 20,
+    accumulate: Annotated[int, typer.Option(help="Micro-batches per step.", callback=within(1, 10**6))] = 1,
     precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     clip: Annotated[
-        float, typer.Option(help="Largest gradient norm; 0 disables clipping.", callback=_within(0, 1e30))
+        float, typer.Option(help="Largest gradient norm; 0 disables clipping.", callback=within(0, 1e30))
     ] = 1.0,
     deterministic: Annotated[bool, typer.Option("--deterministic", help="Same bits for every unit size.")] = False,
     json: Annotated[Path | None, typer.Option(help="Write the figures to this file.", **PATH)] = None,
@@ -138,13 +100,13 @@ def plan(
         typer.Option(
             help="Number of GPUs in all (8), or a range: 8..1024, doubling.",
             metavar="NUMBER",
-            callback=_number_or_range,
+            callback=number_or_range,
         ),
     ] = None,
     gpu_memory: Annotated[str | None, typer.Option(help="Memory of each GPU: 44GB (80GB).")] = None,
     host_memory: Annotated[str | None, typer.Option(help="Host memory of each node.")] = None,
     disk: Annotated[str | None, typer.Option(help="Disk space of each node, for NVMe offload.")] = None,
-    nodes: Annotated[int, typer.Option(help="Nodes that the GPUs are spread over.", callback=_within(None, 10**6))] = 1,
+    nodes: Annotated[int, typer.Option(help="Nodes that the GPUs are spread over.", callback=within(None, 10**6))] = 1,
     tp: Annotated[int, typer.Option(help="GPUs that hold one copy of the model (tensor parallel).", **COUNT)] = 1,
     pp: Annotated[int, typer.Option(help="GPUs that the layers are spread over (pipeline).", **COUNT)] = 1,
     schedule: Annotated[
@@ -154,9 +116,9 @@ def plan(
     device: Annotated[
         str | None, typer.Option(help="GPU whose speed to assume: h100, a100, ..., or a calibration's JSON file.")
     ] = None,
-    price: Annotated[float | None, typer.Option(help="Dollars an hour for a GPU.", callback=_within(0, 10**6))] = None,
+    price: Annotated[float | None, typer.Option(help="Dollars an hour for a GPU.", callback=within(0, 10**6))] = None,
     tflops: Annotated[
-        float | None, typer.Option(help="TFLOP/s that a GPU reaches in training.", callback=_within(None, 1e9))
+        float | None, typer.Option(help="TFLOP/s that a GPU reaches in training.", callback=within(None, 1e9))
     ] = None,
     gpu_link: Annotated[str | None, typer.Option(help="Rate from a GPU to the others: 450GB/s, 400Gb/s.")] = None,
     node_link: Annotated[str | None, typer.Option(help="Rate from a node to the others.")] = None,
@@ -170,7 +132,7 @@ def plan(
     optimizer: Annotated[str, typer.Option(help="A torch optimizer: AdamW, SGD, ...")] = "AdamW",
     checkpointing: Annotated[bool, typer.Option(help="Recompute activations in the backward.")] = True,
     lora: Annotated[
-        int | None, typer.Option(help="Train adapters of this rank on frozen weights.", callback=_within(1, 10**6))
+        int | None, typer.Option(help="Train adapters of this rank on frozen weights.", callback=within(1, 10**6))
     ] = None,
     lora_targets: Annotated[str | None, typer.Option(help="Matrices with adapters (q_proj,v_proj).")] = None,
     presets: Annotated[str | None, typer.Option(help="Only these presets.")] = None,
@@ -242,7 +204,7 @@ def run(
     ] = None,
     threads: Annotated[
         int | None,
-        typer.Option(help="Threads per process (default: its share of the cores).", callback=_within(1, MOST_THREADS)),
+        typer.Option(help="Threads per process (default: its share of the cores).", callback=within(1, MOST_THREADS)),
     ] = None,
     as_deepspeed: Annotated[
         bool, typer.Option("--as-deepspeed", help="Have `import deepspeed` in the script or command be shardwise.")
@@ -299,37 +261,7 @@ def train(**values: Any) -> None:
     command.run(options_from(values))
 
 
-def _train_parameters() -> Iterator[Parameter]:
-    """A parameter for every field of the options of `train`."""
-    special = {
-        "paths": typer.Argument(metavar="PATH", show_default=False),
-        "nproc": typer.Option("-n", "--nproc"),
-        "prompt": typer.Option(show_default=False),
-    }
-    by_name = Parameter.KEYWORD_ONLY
-    for section in SECTIONS.values():
-        for name, field in section.model_fields.items():
-            is_switch = field.default is False  # without --no-...
-            info = special.get(name) or (typer.Option(f"--{name}") if is_switch else typer.Option())
-            info.help = field.description
-            if Path in (field.annotation, *get_args(field.annotation)):
-                info.parser, info.metavar = PATH["parser"], PATH["metavar"]
-            info.rich_help_panel = None if name == "paths" else section.model_config["title"]
-            parsed: Any = _parsed_type(field.annotation)
-            yield Parameter(name, by_name, default=field.default, annotation=Annotated[parsed, info])
-    yield Parameter("debug", by_name, default=False, annotation=Debug)
-
-
-def _parsed_type(kind: Any) -> Any:
-    """The type that typer parses. A choice is a string here: the options check it, as they check numbers."""
-    if get_origin(kind) is Literal:
-        return str
-    if get_origin(kind) in (Union, UnionType):
-        return Union[tuple(map(_parsed_type, get_args(kind)))]  # noqa: UP007  # of a tuple
-    return kind
-
-
-train.__signature__ = Signature(list(_train_parameters()))  # type: ignore[attr-defined]  # typer reads it
+train.__signature__ = Signature(list(train_parameters()))  # type: ignore[attr-defined]  # typer reads it
 app.command()(train)
 
 
@@ -359,7 +291,7 @@ def generate(
     from shardwise.inference import command
 
     trained = options_of().outputs.out / "export"
-    folder = command.check_folder(_path(model) if model is not None else None, trained)
+    folder = command.check_folder(path(model) if model is not None else None, trained)
     if model is None and prompt is None and prompts is None:
         prompt = options_of().outputs.prompt
     command.run(
@@ -372,7 +304,7 @@ def generate(
 
 @app.command()
 def inspect(
-    checkpoint: Annotated[Any, typer.Argument(help="A checkpoint, or a folder of checkpoints.", parser=_location)],
+    checkpoint: Annotated[Any, typer.Argument(help="A checkpoint, or a folder of checkpoints.", parser=location)],
     verify: Annotated[bool, typer.Option("--verify", help="Read every byte and compare checksums.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON (of one checkpoint).")] = False,
     debug: Debug = False,
@@ -388,8 +320,8 @@ def inspect(
 
 @app.command()
 def export(
-    checkpoint: Annotated[Any, typer.Argument(help="A checkpoint, or a folder of checkpoints.", parser=_location)],
-    out: Annotated[Path, typer.Argument(help="A new folder.", parser=_path)],
+    checkpoint: Annotated[Any, typer.Argument(help="A checkpoint, or a folder of checkpoints.", parser=location)],
+    out: Annotated[Path, typer.Argument(help="A new folder.", parser=path)],
     dtype: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16 (default: as trained).")] = None,
     tag: Annotated[str, typer.Option(help="Which checkpoint of the folder.")] = "latest",
     max_file: Annotated[str, typer.Option(help="Largest size of a file.")] = "5GB",
@@ -406,8 +338,8 @@ def export(
 
 @app.command("import-deepspeed")
 def import_deepspeed(
-    source: Annotated[Path, typer.Argument(help="The folder that DeepSpeed's save_checkpoint wrote.", parser=_path)],
-    out: Annotated[Path, typer.Argument(help="The folder of checkpoints to write to.", parser=_path)],
+    source: Annotated[Path, typer.Argument(help="The folder that DeepSpeed's save_checkpoint wrote.", parser=path)],
+    out: Annotated[Path, typer.Argument(help="The folder of checkpoints to write to.", parser=path)],
     tag: Annotated[str | None, typer.Option(help="Which checkpoint (default: the one that `latest` names).")] = None,
     debug: Debug = False,
 ) -> None:

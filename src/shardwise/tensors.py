@@ -1,4 +1,4 @@
-"""Finding and replacing the tensors inside whatever a module takes, returns, or keeps aside; flags for the host."""
+"""Finding and replacing the tensors inside whatever a module takes, returns, or keeps aside; blanks; host flags."""
 
 from __future__ import annotations
 
@@ -14,6 +14,11 @@ _OPAQUE = (nn.Module, type, FunctionType, MethodType, ModuleType, str, bytes, in
 _KEPT: frozenset[Any] = frozenset((torch.Tensor, list, tuple, dict))
 _KEPT_COUNT = 64  # longer lists on a module are tables, not losses
 _OWN = frozenset(vars(nn.Module()))
+
+
+def blank(dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
+    """A scalar to expand to the shape of values that are not there: NaN, or 0 where the dtype has none."""
+    return torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device)
 
 
 class HostFlags:

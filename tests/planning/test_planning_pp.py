@@ -12,8 +12,8 @@ from shardwise.errors import ConfigError
 from shardwise.models.built_in import GPT, tokens
 from shardwise.observe import StorageObserver
 from shardwise.planning.hardware import Hardware, Rates
+from shardwise.planning.pipelines import about_pipelines
 from shardwise.planning.pp_axis import SCHEDULES, bubble
-from shardwise.planning.pp_search import about_pipelines
 from shardwise.planning.workload import Workload, find_model
 from support import run_ranks
 

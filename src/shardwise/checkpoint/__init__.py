@@ -4,17 +4,17 @@
                     rank-00000.safetensors   the elements that rank 0 owned: values, optimizer state, generators
                     rank-00001.safetensors   ...
 
-checkpointable           what this package needs of an engine, and what one rank writes of it
+checkpointable           what this package needs of an engine
+contents                 what one rank writes of it
 saving, loading          between an engine and a folder
 files, manifest, plain   tensors in checksummed files, where they lie, other values without pickle
 folder                   commit, retention
 storage, object_store,
 locations                where files live: a file system, or an object store
 training_state           counters, groups and schedules, checked before an engine takes them over
-export, export_layout    Hugging Face's layout
+export, hub_folder       a folder as Hugging Face reads it
 inspect                  a description in words
-names, adapters          the model inside wrappers; PEFT's adapters in an export
-companions               the configurations and tokenizer files beside exported weights
+adapters                 PEFT's adapters in an export
 deepspeed                conversion from DeepSpeed's checkpoints
 """
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint.checkpointable import RankContents, group_options
+from shardwise.checkpoint.contents import RankContents, group_options
 from shardwise.checkpoint.files import TensorSlice, joined, spread
 from shardwise.checkpoint.folder import CheckpointDraft, writing
 from shardwise.checkpoint.plain import dtype_name, to_plain

@@ -29,19 +29,21 @@ from shardwise.checkpoint.adapters import (
     save_adapters,
     unloaded,
 )
-from shardwise.checkpoint.checkpointable import (
-    ModelParts,
-    on_all_ranks,
-    on_rank_0,
-    owned_slices,
-)
-from shardwise.checkpoint.companions import CONFIG, TOKENIZER, companions, companions_in
-from shardwise.checkpoint.export_layout import ExportLayout
+from shardwise.checkpoint.checkpointable import ModelParts, on_all_ranks, on_rank_0
+from shardwise.checkpoint.contents import owned_slices
 from shardwise.checkpoint.files import CheckpointReader, TensorSlice, as_bytes
 from shardwise.checkpoint.folder import LATEST, candidates, writing
+from shardwise.checkpoint.hub_folder import (
+    CONFIG,
+    TOKENIZER,
+    ExportLayout,
+    companions,
+    companions_in,
+    underlying,
+    underlying_names,
+)
 from shardwise.checkpoint.locations import locate
 from shardwise.checkpoint.manifest import read_manifest
-from shardwise.checkpoint.names import underlying, underlying_names
 from shardwise.checkpoint.plain import REMEDY, dtype_named
 from shardwise.checkpoint.storage import Location, sync_folder
 from shardwise.checks import check_range

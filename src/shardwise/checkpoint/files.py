@@ -25,21 +25,14 @@ from shardwise.checkpoint.plain import REMEDY
 from shardwise.checkpoint.storage import Location
 from shardwise.errors import CheckpointError, DamagedError
 from shardwise.files import parse_json, validated
+from shardwise.offload.safetensors_header import DTYPES
 from shardwise.partition.layout import Span
 from shardwise.partition.part import TensorPart
 
 CHUNK_BYTES = 4 << 20
 _CACHED_BLOCKS = 8
 """Small tensors lie side by side: the blocks they share are read and verified once."""
-_NAMES = {
-    **{getattr(torch, f"float{bits}"): f"F{bits}" for bits in (16, 32, 64)},
-    **{getattr(torch, f"int{bits}"): f"I{bits}" for bits in (8, 16, 32, 64)},
-    **{getattr(torch, f"uint{bits}"): f"U{bits}" for bits in (8, 16, 32, 64)},
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.bool: "BOOL",
-}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)

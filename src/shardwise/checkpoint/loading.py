@@ -10,14 +10,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from shardwise.checkpoint.checkpointable import (
-    Checkpointable,
-    ModelParts,
-    on_all_ranks,
-    on_rank_0,
-    optimizer_name,
-    overlaps,
-)
+from shardwise.checkpoint.checkpointable import Checkpointable, ModelParts, on_all_ranks, on_rank_0, overlaps
+from shardwise.checkpoint.contents import optimizer_name
 from shardwise.checkpoint.files import CheckpointReader
 from shardwise.checkpoint.folder import candidates, missing_files
 from shardwise.checkpoint.locations import locate

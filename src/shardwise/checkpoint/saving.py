@@ -17,15 +17,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.checkpoint.checkpointable import (
-    ModelParts,
-    RankContents,
-    contents_of,
-    group_options,
-    on_all_ranks,
-    on_rank_0,
-    own_buffers,
-)
+from shardwise.checkpoint.checkpointable import ModelParts, on_all_ranks, on_rank_0
+from shardwise.checkpoint.contents import RankContents, contents_of, group_options, own_buffers
 from shardwise.checkpoint.files import write_tensors
 from shardwise.checkpoint.folder import CheckpointDraft, check_tag, keep_newest, writing
 from shardwise.checkpoint.locations import locate, storage_of

@@ -147,7 +147,7 @@ class FileSystem(Storage):
         return [path.read_bytes() for path in paths]
 
     def put(self, path: Path, data: bytes) -> None:
-        # By a rename, so that nobody reads a part of it.
+        # By a rename, so that no reader sees a part of it.
         unfinished = path.with_suffix(".tmp")
         try:
             unfinished.write_bytes(data)

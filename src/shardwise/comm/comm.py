@@ -22,14 +22,12 @@ import contextlib
 import os
 import pickle
 import sys
-import threading
 import time
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import timedelta
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -38,8 +36,9 @@ from torch.distributed import distributed_c10d as c10d
 
 from shardwise.comm import groups as process_groups
 from shardwise.comm.agreement import Agreement, Wire, poll_interval_s
+from shardwise.comm.channel_groups import ChannelGroups, Ways
 from shardwise.comm.hosts import this_host
-from shardwise.comm.interface import DONE, EVERYWHERE, GATHER, REDUCE, Comm, Handle, Hop
+from shardwise.comm.interface import CHANNELS, DONE, EVERYWHERE, GATHER, REDUCE, Comm, Handle, Hop
 from shardwise.comm.log import Ticket
 from shardwise.comm.relay import Relay, RelayedGather, Sends, Works
 from shardwise.comm.store_link import own_connection
@@ -50,25 +49,9 @@ from shardwise.errors import DisagreementError
 # Renamed in torch 2.13, where the old name warns.
 _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 _REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
-_CHANNELS = (GATHER, REDUCE)
 _OVER: dict[Axis, str] = {"inner": "in the node", "outer": "across nodes"}
 # Gloo and NCCL know few dtypes of integers and 8-bit floats: what is only copied goes as bytes.
 _AS_THEY_ARE = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int64))
-
-
-class _Ways(NamedTuple):
-    """The groups of one channel: what goes to higher ranks, and what comes from them.
-
-    A Gloo connection carries both directions, and while a send fills it, its thread polls it for arrivals. On busy
-    cores an exchange of 6 MB takes an eighth less time over two groups (benchmarks/gloo_ways.py), at the price of twice
-    the sockets and threads.
-    """
-
-    up: Any
-    down: Any
-
-    def between(self, source: int, target: int) -> Any:
-        return self.up if source < target else self.down
 
 
 class _Checked:
@@ -104,74 +87,35 @@ class ProcessGroupComm(Comm):
         self.sent_bytes = Counter()
         self.axis_bytes = Counter()
         self.micro_step = 0
-        given = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-        self._members = [list(ranks) for ranks in members] or [given]
-        ranks = next(ranks for ranks in self._members if dist.get_rank() in ranks)
-        self.rank = ranks.index(dist.get_rank())
-        self.world_size = len(ranks)
-        self.shape = NodeShape(1, self.world_size)
-        # A part of the world cannot create groups without the other ranks, and groups that it can create alone cannot
-        # be created twice: there both channels share the group that was given.
-        is_world = len(ranks) == dist.get_world_size()
-        shared = None if is_world or members else group
-        backend = _backend(shared, device)
-        self._sends_directly = device.type == "cpu" and "gloo" in backend
-        self._waits_on_device = self.runs_ahead = device.type == "cuda" and "nccl" in backend
+        self._groups = groups = ChannelGroups(group, device, members, CHANNELS)
+        self.rank = groups.rank
+        self.world_size = groups.size
+        self.shape = NodeShape(1, groups.size)
+        self._sends_directly = groups.sends_directly
+        self._waits_on_device = self.runs_ahead = groups.waits_on_device
         self._reduces_natively = reduce == "native"
-        self._own: list[Any] = []
         self._relay = Relay()
-        self._streams = {channel: torch.cuda.Stream(device) for channel in _CHANNELS if self.runs_ahead}
-        self._breaking, self._is_broken = threading.Lock(), False
-        self._timeout = _timeout(shared, device)
-        self._groups = {channel: self._ways(channel, shared) for channel in _CHANNELS}
-        self._axis_groups: dict[tuple[str, Axis], _Ways] = {}
+        self._streams = {channel: torch.cuda.Stream(device) for channel in CHANNELS if self.runs_ahead}
         # Without tags, what runs in one group is one channel.
-        self._channels = {channel: channel for channel in _CHANNELS}
-        if not self._own and not self._sends_directly:
+        self._channels = {channel: channel for channel in CHANNELS}
+        if not groups.own and not self._sends_directly:
             self._channels[REDUCE] = GATHER
         self._agreement: Agreement | None = None
-        if self.world_size > 1 and "fake" not in backend:
-            store = _store(self._groups[GATHER].up, self.rank)
-            wire = Wire(self._break_groups, self._device_error, self._timeout.total_seconds())
-            self._agreement = Agreement(store, self.rank, self.world_size, is_world, wire, poll_interval_s())
+        if self.world_size > 1 and "fake" not in groups.backend:
+            store = _store(groups.of(GATHER).up, self.rank)
+            wire = Wire(groups.break_off, groups.device_error, groups.timeout.total_seconds())
+            self._agreement = Agreement(store, self.rank, self.world_size, groups.is_world, wire, poll_interval_s())
             self._agreement.hosts = self.share_object(this_host(store), "host")
         self._on_exit = partial(_end_at_exit, weakref.ref(self), os.getpid())
         if self._waits_on_device or self._sends_directly:
             atexit.register(self._on_exit)
 
-    def _ways(self, channel: str, given: Any) -> _Ways:
-        """The groups of a channel: made here, unless one was `given`; two if ranks send to each other directly."""
-        if given is not None:
-            return _Ways(given, given)
-        made = [self._new_group(self._members, channel) for _ in range(1 + self._sends_directly)]
-        return _Ways(made[0], made[-1])
-
-    def _new_group(self, members: Sequence[Sequence[int]], described: str) -> Any:
-        """A group for each of `members`, which every process of the world makes in the same order: this rank's own."""
-        own = None
-        with process_groups.errors_left_to_us():
-            for ranks in members:
-                group = dist.new_group(list(ranks), timeout=self._timeout, group_desc=described)
-                if dist.get_rank() in ranks:
-                    own = group
-        self._own.append(own)
-        return own
-
     def take_shape(self, shape: NodeShape) -> None:
         """Have all operations go over the axes of `shape`, the same on all ranks, from now on. Before any of them has a
         unit's elements: shards lie in another order."""
         self.shape = shape
-        if shape.is_flat:
-            return
-        for axis in EVERYWHERE:
-            starts = range(0, self.world_size, shape.per_node) if axis == "inner" else range(shape.per_node)
-            along = [[ranks[at] for at in shape.along(axis, start)] for ranks in self._members for start in starts]
-            for channel in _CHANNELS:
-                group = self._new_group(along, f"{channel}, {axis}")
-                self._axis_groups[channel, axis] = _Ways(group, group)
-
-    def _ways_along(self, channel: str, hop: Hop) -> _Ways:
-        return self._groups[channel] if self.shape.is_flat else self._axis_groups[channel, hop.axis]
+        if not shape.is_flat:
+            self._groups.add_axes(shape)
 
     def gather(self, full: torch.Tensor, kind: str, unit: str = "", axes: Sequence[Axis] = EVERYWHERE) -> Handle:
         hops, parts = self.hops(axes), full
@@ -184,10 +128,10 @@ class ProcessGroupComm(Comm):
             steps.insert(0, (hop, parts))
             parts = parts[hop.place]
         ticket = self._issue(GATHER, "gather" if kind == "gather" else f"gather ({kind})", full.numel(), unit)
-        ways = [self._ways_along(ticket.channel, hop) for hop, _ in steps]
+        ways = [self._groups.along(ticket.channel, hop.axis) for hop, _ in steps]
         return self._gather(ticket, [(way, hop, parts) for way, (hop, parts) in zip(ways, steps, strict=True)])
 
-    def _gather(self, ticket: Ticket, steps: Sequence[tuple[_Ways, Hop, torch.Tensor]]) -> Handle:
+    def _gather(self, ticket: Ticket, steps: Sequence[tuple[Ways, Hop, torch.Tensor]]) -> Handle:
         """Over Gloo every rank sends its part to each other rank, into place. Gloo's own all-gather copies through a
         second buffer of the full size, which the ledger cannot see, and takes twice as long."""
         steps = [(ways, hop, _on_wire(parts)) for ways, hop, parts in steps]
@@ -211,7 +155,7 @@ class ProcessGroupComm(Comm):
                 handle = self._tracked(ticket, works[-1])
         return handle
 
-    def _spread(self, ticket: Ticket, ways: _Ways, hop: Hop, parts: torch.Tensor) -> Works:
+    def _spread(self, ticket: Ticket, ways: Ways, hop: Hop, parts: torch.Tensor) -> Works:
         mine = dict.fromkeys(range(hop.size), parts[hop.place])
         return _send_directly(mine, dict(enumerate(parts)), ways, hop, ticket.tag)
 
@@ -224,7 +168,7 @@ class ProcessGroupComm(Comm):
         self._count(kind, sent.nbytes, hop)
         over = "" if self.shape.is_flat else f" {_OVER[hop.axis]}"
         ticket = self._issue(REDUCE, kind, sent.numel(), f"{unit}{over}", has_tags=not self._reduces_natively)
-        ways = self._ways_along(REDUCE, hop)
+        ways = self._groups.along(REDUCE, hop.axis)
         if self._reduces_natively:
             return self._reduce_natively(ticket, received, sent, ways.up, hop), list(received)
         if not self._sends_directly:
@@ -280,7 +224,7 @@ class ProcessGroupComm(Comm):
     def _gather_rows(self, ticket: Ticket, rows: torch.Tensor) -> Handle:
         """A row of every rank, in rank order."""
         all_ranks = Hop("inner", self.world_size, self.rank)
-        return self._gather(ticket, [(self._groups[ticket.channel], all_ranks, rows.view(self.world_size, -1))])
+        return self._gather(ticket, [(self._groups.of(ticket.channel), all_ranks, rows.view(self.world_size, -1))])
 
     def share_object(self, value: Any, name: str = "object") -> list[Any]:
         if self.world_size == 1:
@@ -312,14 +256,14 @@ class ProcessGroupComm(Comm):
         if tensor.ndim:
             tensor = _on_wire(tensor)
         with self._issuing(ticket):
-            work = dist.broadcast(tensor, group=self._groups[GATHER].up, group_src=source, async_op=True)
+            work = dist.broadcast(tensor, group=self._groups.of(GATHER).up, group_src=source, async_op=True)
         # A wait of the engine's, not one of the user's outside of it: every rank has issued this operation
         # (test_agreement.test_a_slow_broadcast_is_no_standstill).
         self._tracked(ticket, work).wait()
 
     def note(self, what: str) -> None:
         if self._agreement is not None:
-            self._agreement.note(_CHANNELS, what)
+            self._agreement.note(CHANNELS, what)
 
     def name_units(self, names: Sequence[str]) -> None:
         if self._agreement is not None:
@@ -341,7 +285,7 @@ class ProcessGroupComm(Comm):
         """A rank of another axis is lost: end the waits of this group too, with that reason."""
         if self._agreement is not None and self._agreement.failure is None:
             self._agreement.failure = verdict
-        self._break_groups()
+        self._groups.break_off()
 
     def begin_close(self) -> None:
         if self._agreement is not None:
@@ -353,13 +297,8 @@ class ProcessGroupComm(Comm):
         if self._agreement is not None:
             self._agreement.close()
         if not self._relay.end(process_groups.END_S):
-            self._break_groups()
-        for group in self._own:
-            if dist.is_initialized():
-                dist.destroy_process_group(group)
-        # The last references: threads and sockets of a group live until they are dropped, and Gloo's threads wake up a
-        # hundred times a second (test_a_destroyed_engine_leaves_no_threads).
-        self._own, self._groups, self._axis_groups = [], {}, {}
+            self._groups.break_off()
+        self._groups.destroy()
         atexit.unregister(self._on_exit)
 
     def end(self, has_raised: bool) -> None:
@@ -369,13 +308,13 @@ class ProcessGroupComm(Comm):
             return
         if self._sends_directly:
             if not self._relay.end(process_groups.END_S / 10 if not has_raised else 0.0):
-                self._break_groups()
+                self._groups.break_off()
             return
         while not has_raised and not self.has_failed and not agreement.is_idle and time.monotonic() < deadline:
             time.sleep(0.05)
         if has_raised or self.has_failed or not agreement.is_idle:
             agreement.leave()
-            self._break_groups()
+            self._groups.break_off()
             process_groups.abort([dist.group.WORLD])
 
     def _issue(self, channel: str, what: str, numel: int, unit: str = "", has_tags: bool = True) -> Ticket:
@@ -399,32 +338,9 @@ class ProcessGroupComm(Comm):
     def _issuing(self, ticket: Ticket) -> contextlib.AbstractContextManager[None]:
         return self._agreement.issuing(ticket) if self._agreement is not None else contextlib.nullcontext()
 
-    def _device_error(self) -> str | None:
-        """The error that NCCL's watchdog met in one of these groups."""
-        if not self._waits_on_device:
-            return None
-        for group in self._own:
-            error = str(group._get_backend(self.device).get_error().name)
-            if error != "SUCCESS":
-                return error
-        return None
-
-    def _break_groups(self) -> None:
-        """End all waits in these groups, on this rank and on the others, because no rank can continue."""
-        every = (*self._groups.values(), *self._axis_groups.values())
-        groups = list({id(group): group for ways in every for group in ways}.values())
-        if self._waits_on_device:
-            with self._breaking:  # the thread that polls and the main thread may meet the failure at once
-                if not self._is_broken:
-                    self._is_broken = True
-                    process_groups.abort(groups)
-            return
-        for group in groups:
-            process_groups.break_connections(group)
-
 
 def _send_directly(
-    sent: Mapping[int, torch.Tensor], received: Mapping[int, torch.Tensor], ways: _Ways, hop: Hop, tag: int
+    sent: Mapping[int, torch.Tensor], received: Mapping[int, torch.Tensor], ways: Ways, hop: Hop, tag: int
 ) -> Works:
     """Send `sent[w]` to each other rank w of an axis and receive `received[w]` from it, with the tag of the
     operation."""
@@ -452,20 +368,6 @@ def _on_wire(tensor: torch.Tensor) -> torch.Tensor:
 def _present(works: Sequence[Any]) -> list[Any]:
     """torch returns None for an operation in which this rank has no part."""
     return [work for work in works if work is not None]
-
-
-def _backend(group: Any, device: torch.device) -> str:
-    """The backend for this device's tensors: a group may have several, even if the user named none."""
-    pairs = (pair.split(":") for pair in dist.get_backend_config(group).split(",") if ":" in pair)
-    return dict(pairs).get(device.type) or str(dist.get_backend(group))
-
-
-def _timeout(group: Any, device: torch.device) -> timedelta:
-    """The timeout of a group, which groups made from it get too: `new_group` would give them torch's default."""
-    timeout: timedelta = c10d.default_pg_timeout
-    with contextlib.suppress(RuntimeError, AttributeError):  # some backends have no such option
-        timeout = (group if group is not None else c10d._get_default_group())._get_backend(device).options._timeout
-    return timeout
 
 
 def _store(group: Any, rank: int) -> PrefixStore:

@@ -8,6 +8,7 @@ holds Python's lock while it waits for a thread that waits for that lock (tests/
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import os
@@ -105,3 +106,17 @@ def end_groups(groups: Sequence[Any]) -> None:
         print(f"shardwise: another rank has not left the process group after {END_S:g} s", file=sys.stderr, flush=True)
         sys.stdout.flush()
         os._exit(1)
+
+
+def end_world_at_exit() -> None:
+    """Destroy the default process group when this process exits normally, if it is still the one of now. NCCL warns of
+    one that is not destroyed."""
+    atexit.register(_end_world, dist.group.WORLD, os.getpid())
+
+
+def _end_world(group: dist.ProcessGroup | None, owner: int) -> None:
+    # Not in a forked child, whose parent still uses the group, and not after an exception: other ranks may be blocked
+    # in a collective, and communicators wait for them.
+    is_left_alone = os.getpid() != owner or getattr(sys, "last_value", None) is not None
+    if not is_left_alone and dist.is_initialized() and dist.group.WORLD is group:
+        end_groups([group])

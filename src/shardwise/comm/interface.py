@@ -15,7 +15,7 @@ from shardwise.comm.world_watch import WorldWatch
 from shardwise.config.shape import AXES, Axis, NodeShape, Sharding
 from shardwise.partition import Span
 
-GATHER, REDUCE = "gather", "reduce"  # the channels: sequences of operations in one order on all ranks
+GATHER, REDUCE = CHANNELS = "gather", "reduce"  # sequences of operations, each in one order on all ranks
 EVERYWHERE = AXES["sharded"]
 
 
@@ -94,8 +94,8 @@ class Comm(ABC):
 
     @contextlib.contextmanager
     def following(self, handle: Handle, channel: str = REDUCE) -> Iterator[None]:
-        """What is issued inside runs after the operation of `handle`, and after all that this thread has issued so far;
-        where `runs_ahead`, beside what it computes next. It goes on in `channel`."""
+        """What is issued inside, in `channel`, runs after the operation of `handle` and after all that this thread has
+        issued so far; where `runs_ahead`, it runs beside what the thread computes next."""
         handle.wait()
         yield
 

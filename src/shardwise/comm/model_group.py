@@ -12,6 +12,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from shardwise.errors import ShardwiseError
+
 
 class DataGroup(Protocol):
     """What `Everyone` needs of a `Comm`."""
@@ -84,6 +86,15 @@ class Everyone:
         rows = self._comm.share_object(self._model.share_object(value), name)
         here = [each for row in rows for each in row]
         return [each for stage in self._stages.share_object(here) for each in stage]
+
+    def fail_together(self, failure: Exception | None, name: str) -> None:
+        """Raise this rank's failure, or an error of the same class that names the ranks that failed. A collective."""
+        kind = type(failure) if isinstance(failure, ShardwiseError) else RuntimeError
+        shared = self.share_object(None if failure is None else (kind, f"rank {self.rank}: {failure}"), name)
+        if failure is not None:
+            raise failure
+        if others := [each for each in shared if each is not None]:
+            raise others[0][0]("; ".join(text for _, text in others))
 
     @property
     def has_failed(self) -> bool:

@@ -135,7 +135,7 @@ def put_back(param: torch.Tensor, values: torch.Tensor | EarlyShard) -> None:
 
 def hand_over(param: nn.Parameter, device: torch.device) -> None:
     """Have the engine that is about to be built read the values of a parameter that rests in an early shard."""
-    from shardwise.unit.weights import SHARED_ORIGIN
+    from shardwise.unit.origins import SHARED_ORIGIN
 
     assert isinstance(param, ZeroParameter)
     early, param.early = param.early, None

@@ -12,11 +12,11 @@ from typing import Any
 from pydantic import PrivateAttr, ValidationError
 
 from shardwise.config import auto
-from shardwise.config.dialects import accelerate, deepspeed
-from shardwise.config.draft import ConfigDraft, Provenance, ValueOrigin, config_error, leaves, subsection
+from shardwise.config.dialects import accelerate, deepspeed, native
+from shardwise.config.draft import ConfigDraft, Provenance, ValueOrigin, config_error, leaves
 from shardwise.config.explain import explain
 from shardwise.config.files import YAML_SUFFIXES, read_file, read_text
-from shardwise.config.presets import PRESETS, disk_folder
+from shardwise.config.presets import PRESETS
 from shardwise.config.sections import SHARDING_OF_ORDER, Batch, ConfigSections, Placement, Precision, Section
 from shardwise.config.shape import NodeShape
 from shardwise.config.values import nearest, one_of
@@ -24,9 +24,6 @@ from shardwise.errors import ConfigError, ConfigWarning
 
 _FILE_SUFFIXES = (".json", ".hjson", ".jsonc", *YAML_SUFFIXES)
 _SHARED_KEYS = ("optimizer", "scheduler")  # native sections have a `name`, DeepSpeed's a `type`
-_NATIVE_KEYS = frozenset(ConfigSections.model_fields) | {"preset", "deterministic"}
-_OWN_AUTO = {"runtime.units", "offload.device_memory", "offload.host_memory"}  # elsewhere auto keeps the default
-
 _DEEPEST = 20
 _LARGEST = 2**1000
 
@@ -189,7 +186,7 @@ class Config(ConfigSections):
 def _draft(config: object) -> ConfigDraft:
     if isinstance(config, str) and config in PRESETS:
         draft = ConfigDraft(f"preset {config}")
-        _apply_preset(config, draft)
+        native.apply_preset(config, draft)
         return draft
     if isinstance(config, str) and config.lstrip().startswith("{"):
         return _translated(read_text(config, "JSON text"), "JSON text", Path())
@@ -220,7 +217,7 @@ def _translated(data: dict[str, Any], source: str, folder: Path) -> ConfigDraft:
     elif draft.dialect == "DeepSpeed":
         deepspeed.translate(data, draft)
     else:
-        _translate_native(data, draft)
+        native.translate(data, draft)
     return draft
 
 
@@ -240,7 +237,7 @@ def _check_shape(value: object, draft: ConfigDraft, path: tuple[str, ...] = ()) 
 def _dialect(data: dict[str, Any], source: str) -> str:
     """The dialect that the keys belong to. Keys of more than one are an error."""
     found = {
-        "native": [key for key in data if key in _NATIVE_KEYS and _identifies(key, data, "native")],
+        "native": [key for key in data if key in native.KEYS and _identifies(key, data, "native")],
         "DeepSpeed": [key for key in data if key in deepspeed.KEYS and _identifies(key, data, "DeepSpeed")],
         "Accelerate": [key for key in data if key in accelerate.KEYS],
     }
@@ -249,7 +246,7 @@ def _dialect(data: dict[str, Any], source: str) -> str:
         listed = "; ".join(f"{dialect}: {', '.join(keys[:4])}" for dialect, keys in present.items())
         raise ConfigError(f"{source}: mixes keys of several dialects ({listed}); use those of one")
     if not present and not set(data) <= set(_SHARED_KEYS):
-        known = [*_NATIVE_KEYS, *deepspeed.KEYS, *accelerate.KEYS]
+        known = [*native.KEYS, *deepspeed.KEYS, *accelerate.KEYS]
         unknown = ", ".join(f"{key!r}{nearest(key, known)}" for key in list(data)[:4])
         raise ConfigError(f"{source}: no key is known here: {unknown}")
     return next(iter(present), "native")
@@ -261,51 +258,6 @@ def _identifies(key: str, data: dict[str, Any], dialect: str) -> bool:
     if key in _SHARED_KEYS:
         return isinstance(value, dict) and ("name" in value) == (dialect == "native")
     return key not in accelerate.LEGACY_KEYS or isinstance(value, dict)
-
-
-def _translate_native(data: dict[str, Any], draft: ConfigDraft) -> None:
-    """Write a native mapping into the draft: the preset first, then the sections that override it."""
-    given = dict(data)
-    preset = given.pop("preset", None)
-    if preset is not None:
-        _apply_preset(preset, draft)
-    if "deterministic" in given:
-        value = given.pop("deterministic")
-        gradients = draft.section("gradients", _as_mapping(given.get("gradients")))
-        if gradients.get("deterministic", value) != value:
-            raise draft.error("deterministic", value, "contradicts gradients.deterministic; keep one of the two")
-        given["gradients"] = gradients | {"deterministic": value}
-    _flatten(ConfigSections, given, draft)
-
-
-def _apply_preset(name: object, draft: ConfigDraft) -> None:
-    """Write the placements of a preset into the draft."""
-    row = PRESETS.get(name) if isinstance(name, str) else None
-    if row is None:
-        raise draft.error("preset", name, f"expected {one_of(PRESETS)}{nearest(str(name), PRESETS)}")
-    origin = ValueOrigin("preset", str(name))
-    draft.set_placement(row, origin)
-    if "disk" in (row.weights.tier, row.optim.tier):
-        draft.set("offload.nvme_path", disk_folder(), origin)
-
-
-def _flatten(section: type[Section], data: dict[str, Any], draft: ConfigDraft, prefix: str = "") -> None:
-    for key, value in data.items():
-        path, field = prefix + key, section.model_fields.get(key)
-        if field is None:
-            known = section.model_fields if prefix else _NATIVE_KEYS
-            raise draft.error(path, value, f"unknown key{nearest(key, known)}")
-        inner = subsection(field)
-        if inner is None and value == "auto" and path not in _OWN_AUTO:
-            draft.origins[path] = ValueOrigin("auto", path)
-        elif inner is None:
-            draft.set_from(path, path, value)
-        elif value is not None:
-            _flatten(inner, draft.section(path, _as_mapping(value)), draft, f"{path}.")
-
-
-def _as_mapping(value: object) -> object:
-    return value.model_dump(exclude_unset=True) if isinstance(value, Section) else value
 
 
 def _derive_order(draft: ConfigDraft) -> None:

@@ -18,7 +18,8 @@ from shardwise.deferred.pretrained import PretrainedWeights, StoredTensor, close
 from shardwise.deferred.recording import DeferredView, deferred_storage, random_operations, recording, session_of, value
 from shardwise.errors import ConfigError
 from shardwise.partition.dtensors import is_dtensor, like, local, locals_of, part_of
-from shardwise.unit.weights import ORIGIN
+from shardwise.tensors import blank
+from shardwise.unit.origins import ORIGIN
 
 
 @dataclass(frozen=True)
@@ -130,8 +131,7 @@ def _share_generator_states(model: nn.Module, comm: Comm) -> None:
 
 def _become_real(param: nn.Parameter, device: torch.device) -> None:
     """Move a parameter off the meta device without allocating it; optimizers that refer to it stay valid."""
-    blank = torch.full((), float("nan") if param.is_floating_point() else 0, dtype=param.dtype, device=device)
-    _become(param, blank.expand(local(param).shape))
+    _become(param, blank(param.dtype, device).expand(local(param).shape))
 
 
 def _become(param: nn.Parameter, values: torch.Tensor) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -21,20 +20,20 @@ from shardwise.engine import access
 from shardwise.engine.activations import Recompute
 from shardwise.engine.alike import OptionsCheck
 from shardwise.engine.assembly import build_units, plan_units
+from shardwise.engine.failures import PassFailures
 from shardwise.engine.generating import generate_together, keeping_gathered
 from shardwise.engine.habits import InputWatch, in_model_dtype, notice_division
 from shardwise.engine.model_watch import ModelWatch
 from shardwise.engine.module_guard import ModuleGuard
-from shardwise.engine.report import Report, StepAccount, explain_out_of_memory
+from shardwise.engine.report import Report, StepAccount, log_step
 from shardwise.engine.residency import Budget, moments_each, open_offload
 from shardwise.engine.root_call import RootCall
 from shardwise.engine.step_grads import StepGrads
+from shardwise.engine.step_update import StepUpdate
 from shardwise.errors import GradientError, Notices
 from shardwise.memory import Entry, Ledger
-from shardwise.offload.offloaded_states import OffloadedStates, prefetch
 from shardwise.offload.pinned import HostMemory
 from shardwise.optim import Updater
-from shardwise.optim.clipping import Clip
 from shardwise.optim.frozen import check_none_thawed
 from shardwise.optim.loss_scale import LossScaling
 from shardwise.optim.lr_schedule import SchedulerSteps
@@ -46,8 +45,6 @@ from shardwise.schedule.order import Prefetch
 from shardwise.schedule.schedule import ScheduleEvents
 from shardwise.sizes import parse_bytes
 from shardwise.unit import Unit
-
-_LOG = logging.getLogger("shardwise")
 
 
 class Average(Protocol):
@@ -89,16 +86,15 @@ class Engine(nn.Module):
         self._scaling = LossScaling(config.precision, comm.device)
         self._ledger = Ledger.from_environment()
         self._expected_bytes: int | None = None
-        self._budget = Budget(config.offload, comm, self._ledger)
+        budget = Budget(config.offload, comm, self._ledger)
         self._clock = Clock(comm.device if config.runtime.timers else None)
-        plans = plan_units(model, optimizer, config, comm, self._budget)
+        plans = plan_units(model, optimizer, config, comm, budget)
         self._offload = open_offload(plans, moments_each(optimizer), config.offload, comm, self._ledger, host)
         self._account = StepAccount(comm, self._offload.streams, self._clock)
         self._units = build_units(plans, model, comm, self._offload, self._on_read)
         trainable = [unit for unit in self._units if unit.is_trainable]
         self._updater = Updater(optimizer, trainable, self._ledger) if optimizer is not None else None
-        self._budget.begin(self._updater)
-        self._is_offloaded = any(unit.states.is_offloaded for unit in self._units)
+        budget.begin(self._updater)
         self._step_grads = StepGrads(trainable, config.gradients, comm, self._notices)
         self._recompute = Recompute(model, self._units, config.checkpointing, self._offload)
         events = ScheduleEvents(
@@ -111,6 +107,11 @@ class Engine(nn.Module):
             last_unit=self._offload.pool.trim,
         )
         self._schedule = Schedule(model, self._units, Prefetch.of(config.runtime), self._clock, events)
+        self._failures = PassFailures(config, self._units, comm, self._ledger)
+        self._step_update: StepUpdate | None = None
+        if self._updater is not None:
+            parts = (self._updater, self._units, self._schedule, self._offload, budget, self._clock)
+            self._step_update = StepUpdate(*parts)
         self._update_hooks: list[Callable[[], None]] = []
         self._pause: str | None = None
         self.averages: list[Average] = []
@@ -141,7 +142,7 @@ class Engine(nn.Module):
             self.zero_grad()
         self._schedule.begin_backward()
         try:
-            with self._reporting("backward"):
+            with self._failures.during("backward"):
                 loss.backward()
                 self._schedule.end_backward()
         except BaseException:
@@ -150,13 +151,13 @@ class Engine(nn.Module):
             raise
 
     def step(self, closure: None = None) -> None:
-        """At the accumulation boundary: clip, update, and send the new weights on their way. Otherwise count."""
+        """At the accumulation boundary: clip, update, and start the gathers of new weights. Otherwise only count."""
         if closure is not None:
             raise TypeError(
                 "engine.step() takes no closure: an optimizer that evaluates the model several times in a step "
                 "cannot work on shards; call engine(...), engine.backward(loss) and engine.step() in turn"
             )
-        if self._updater is None:
+        if self._step_update is None:
             raise RuntimeError("this engine has no optimizer: pass one to shardwise.initialize")
         self._check_not_paused("engine.step() cannot update")
         if self._schedule.is_stale():
@@ -166,12 +167,12 @@ class Engine(nn.Module):
             self._comm.micro_step = self._micro_step
         else:
             self._micro_step = 0
-            with self._reporting("step"):
-                self._update(self._updater)
+            with self._failures.during("step"):
+                self._update_weights(self._step_update)
             self._comm.micro_step = 0
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients accumulated so far and start a new accumulation. `step()` does it by itself.
+        """Drop the gradients accumulated so far and start a new accumulation. `step()` does so itself.
 
         `optimizer.zero_grad()` and `model.zero_grad()` do the same. The backward of a forward before it still works.
         """
@@ -180,11 +181,11 @@ class Engine(nn.Module):
         self._micro_step = self._comm.micro_step = 0
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Have this step's update clip the gradients to a norm of at most `max_norm`; returns the norm before that.
+        """Clip the gradients to a norm of at most `max_norm` in this step's update; returns the norm before clipping.
 
         Call it between the last backward of a step and `step()`, on all ranks. The norm is that of the averaged
         gradients of the whole model, after the hooks of `register_grad_hook`, and in fp16 without the loss scale. If
-        `gradients.clip_norm` is smaller, that counts.
+        `gradients.clip_norm` is smaller, it applies.
 
         >>> import torch, shardwise
         >>> model = torch.nn.Linear(4, 1)
@@ -200,7 +201,7 @@ class Engine(nn.Module):
                 "engine.clip_grad_norm_() before the last micro-batch of a step, when gradients are not complete: call "
                 "it only if engine.is_boundary"
             )
-        with self._reporting("clipping"):
+        with self._failures.during("clipping"):
             self._step_grads.let_go(self.zero_grad)
             if not self._step_grads.exist:
                 raise GradientError(
@@ -212,7 +213,7 @@ class Engine(nn.Module):
 
     @property
     def loss_scale(self) -> float:
-        """What the next loss is multiplied with; 1.0 but in fp16. Waits for the device."""
+        """The factor on the next loss; 1.0 except in fp16. Waits for the device."""
         scale = self._scaling.scale
         return scale.item() if scale is not None else 1.0
 
@@ -236,7 +237,7 @@ class Engine(nn.Module):
         return self._micro_step == self.config.batch.accumulation - 1
 
     def set_boundary(self, is_boundary: bool | None) -> None:
-        """Let the caller say whether the next `step()` updates; None gives the decision back to the counter."""
+        """Set whether the next `step()` updates; with None, the counter of micro-batches decides again."""
         self._boundary = is_boundary
 
     @contextlib.contextmanager
@@ -265,7 +266,7 @@ class Engine(nn.Module):
             yield
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's `generate` within `inference()`. Ranks that are done early go on until all are."""
+        """The model's `generate` within `inference()`. Ranks that are done early keep calling until all are."""
         with self.inference():
             return generate_together(self.module.generate, self._comm.world_size, *args, **kwargs)  # type: ignore[arg-type]  # nn.Module.__getattr__
 
@@ -275,12 +276,12 @@ class Engine(nn.Module):
         """Add gradients that `torch.autograd.grad` has returned, by parameter, as `backward` would. A collective."""
         if self._scaling.scaler is not None:
             raise RuntimeError("in fp16 the loss has to be scaled: call engine.backward(loss), not torch.autograd.grad")
-        with self._reporting("backward"):
+        with self._failures.during("backward"):
             self._schedule.bring(grads)
 
     def reduce_gradients(self) -> None:
-        """Reduce now what was left to `step()`, and release what `keep_gathered` kept. A collective."""
-        with self._reporting("reduction"):
+        """Reduce the gradients that `step()` would reduce, and release what `keep_gathered` kept. A collective."""
+        with self._failures.during("reduction"):
             self._step_grads.reduce(self._schedule, self.zero_grad)
             self._schedule.unlock_all()
 
@@ -341,7 +342,7 @@ class Engine(nn.Module):
         return Report.of(self._ledger, self._account, self._comm.device, self.steps, self._expected_bytes)
 
     def expect(self, peak_bytes: int) -> None:
-        """Have `report()` show what a plan, or `shardwise.foresee`, foresaw as this rank's peak."""
+        """Set the peak that `report()` shows as predicted for this rank, by a plan or `shardwise.foresee`."""
         self._expected_bytes = peak_bytes
 
     @property
@@ -371,16 +372,16 @@ class Engine(nn.Module):
         keep: int | None = None,
         frozen: bool = True,
     ) -> Location:
-        """Write a checkpoint into the folder `dir`; it is there complete, or not at all. A collective.
+        """Write a checkpoint into the folder `dir`, which appears there complete or not at all. A collective.
 
         `dir` may be the address of an object store, such as `s3://bucket/folder`.
 
-        It holds everything that training goes on from: weights, master copies, optimizer state, counters, schedules,
+        It holds everything that training continues from: weights, master copies, optimizer state, counters, schedules,
         random number generators, and rank 0's `state`, a dictionary of numbers, strings, lists and tensors. `tag`
         names it (`step-100`); with `keep`, only that many of the newest are kept. With `frozen` False, the values of
-        frozen parameters are left out, and a load keeps those that the model has. With `blocking` False, training goes
-        on as soon as everything is copied to host memory; the next `save` or `load`, or `finish_save`, waits for it
-        and raises what went wrong.
+        frozen parameters are left out, and a load keeps those that the model has. With `blocking` False, training
+        continues as soon as everything is copied to host memory; the next `save` or `load`, or `finish_save`, waits
+        for it and raises what went wrong.
         """
         self._check_not_paused("engine.save() would take other weights than those that train")
         self.finish_save()
@@ -398,9 +399,9 @@ class Engine(nn.Module):
             saving.finish()
 
     def load(self, dir: str | Path, tag: str = "latest", fallback: bool = False, missing_ok: bool = False) -> Any:
-        """Go on from a checkpoint in `dir`, saved at any world size and placement; the user's state. A collective.
+        """Continue from a checkpoint in `dir`, saved at any world size and placement; the user's state. A collective.
 
-        With `fallback`, if a file of it is damaged, the newest checkpoint that is not is taken instead. If a load
+        With `fallback`, if one of its files is damaged, the newest undamaged checkpoint is loaded instead. If a load
         fails midway, the engine's values are part old, part new: load another one, or stop. With `missing_ok`, nothing
         happens if `dir` holds no checkpoint at all.
         """
@@ -452,7 +453,7 @@ class Engine(nn.Module):
             self._updater.account()
 
     def destroy(self) -> None:
-        """Take the engine off the model and free every buffer; the model's parameters are then empty."""
+        """Remove the engine from the model and free every buffer; the model's parameters are then empty."""
         if self._is_destroyed:
             return
         self._is_destroyed = True
@@ -513,22 +514,15 @@ class Engine(nn.Module):
         any more."""
         if not self.is_boundary:
             return
-        if self._is_offloaded:
-            prefetch(self._offload, self._streamed_states(), self._schedule.reduced_part())
+        if self._step_update is not None:
+            self._step_update.prefetch()
         if self.config.placement.grads.sharding != "sharded" and not self._step_grads.hooks:
             unit.grads.start_gather()
-
-    def _streamed_states(self) -> Iterator[OffloadedStates]:
-        """The states that an update brings to the device, in its order."""
-        for unit in self._schedule.forward_order():
-            states = unit.states
-            if isinstance(states, OffloadedStates) and states.is_streamed and not states.updates_on_host:
-                yield states
 
     @contextlib.contextmanager
     def _forwarding(self, *inputs: Any) -> Iterator[None]:
         """Around a forward of the model. Without gradients it is an evaluation."""
-        with self._reporting("forward"):
+        with self._failures.during("forward"):
             if torch.is_grad_enabled():
                 self._inputs.note(*inputs)
                 yield
@@ -536,96 +530,33 @@ class Engine(nn.Module):
                 with self._account.evaluation():
                     yield
 
-    @contextlib.contextmanager
-    def _reporting(self, what: str) -> Iterator[None]:
-        """Tell the other ranks of an exception: they would wait in this pass for ever.
-
-        Where memory ran out, say what was held and what would hold less.
-        """
-        try:
-            yield
-        except BaseException as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                explanation = explain_out_of_memory(error, self.config, self._units, self._ledger)
-                error.args = (f"{error}\n{explanation}",)
-            # A forward on replicated weights sends nothing: one rank alone may fail and try again.
-            if what != "forward" or self.config.placement.weights.sharding != "replicated":
-                first_line = str(error).partition("\n")[0]
-                self._comm.note(f"the {what} was broken off by {type(error).__name__}: {first_line}")
-            if self._comm.watch is not None and isinstance(error, Exception):
-                self._comm.watch.raise_reason(error)
-            raise
-
-    @contextlib.contextmanager
-    def _all_or_nothing(self) -> Iterator[None]:
-        """An update that raises has used some of the gradients: the rest must not be applied alone."""
-        try:
-            yield
-        except BaseException as error:
-            error.add_note(
-                "shardwise: step() was broken off, and some weights may be updated: load the last checkpoint"
-            )
-            self.zero_grad()
-            raise
-
     def _learn_outcome(self) -> None:
         """Once the host knows how the last step in fp16 ended: count it, and step the LR scheduler."""
         if self._scaling.learn() and self.lr_scheduler is not None:
             self._lr_steps.step(self.lr_scheduler)
 
-    def _update(self, updater: Updater) -> None:
+    def _update_weights(self, update: StepUpdate) -> None:
         check_none_thawed(self._units)
         self._watch.check()
         self._step_grads.let_go(self.zero_grad)
         if not self._step_grads.exist:
             return
         self._learn_outcome()
-        self._check_not_exhausted()
-        self._options.check(updater.optimizer)
+        self._scaling.check_not_exhausted(self.zero_grad)
+        self._options.check(update.optimizer)
         clip = self._step_grads.finish(self._schedule, self._clock, self._scaling.scale)
         self.grad_norm = clip.grad_norm
-        trainable = [unit for unit in self._schedule.forward_order() if unit.is_trainable]
-        self._apply_update(updater, trainable, clip)
+        update.apply(clip, self.zero_grad)
+        for hook in self._update_hooks:
+            hook()
         self._step_grads.used()
         self.steps += 1
         self._account.steps += 1
-        self._budget.spend(trainable, updater, self._offload.staging)
-        self._is_offloaded = any(unit.states.is_offloaded for unit in self._units)
+        update.spend_budget()
         if clip.overflow is not None:
             self._scaling.note(clip.overflow)
         elif self.lr_scheduler is not None:
             self._lr_steps.step(self.lr_scheduler)
-        self._log_step(updater)
-
-    def _check_not_exhausted(self) -> None:
-        # Checked here and nowhere else: all ranks get here, and all know.
-        if self._scaling.is_exhausted:
-            self.zero_grad()
-            raise FloatingPointError(
-                "gradients overflow in fp16 even at the smallest loss scale (precision.loss_scale.minimum): the model "
-                "diverges, or its values do not fit fp16; lower the learning rate, or compute in bf16"
-            )
-
-    def _apply_update(self, updater: Updater, units: list[Unit], clip: Clip) -> None:
-        """Update the units, and send the new weights on their way; nothing is waited for."""
-        self._offload.begin_step()
-        with self._clock.phase("update"), self._all_or_nothing():
-            if updater.begin(clip.overflow):
-                for unit in units:
-                    unit.grads.clear()
-            else:
-                for batch in updater.batches(units):
-                    updater.update(batch, clip.coefficient)
-                    for unit in batch:
-                        unit.weights.refresh()
-        self._offload.streams.drain()
-        updater.finish()
-        for hook in self._update_hooks:
-            hook()
-
-    def _log_step(self, updater: Updater) -> None:
         every = self.config.runtime.steps_per_print
         if every and self.steps % every == 0 and self._comm.everyone.rank == 0:
-            assert self.grad_norm is not None
-            rates = ", ".join(f"{group['lr']:.3g}" for group in updater.optimizer.param_groups)
-            _LOG.info("step %d, learning rate %s, gradient norm %.4g", self.steps, rates, self.grad_norm.item())
+            log_step(self.steps, update.optimizer, self.grad_norm)

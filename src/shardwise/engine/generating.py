@@ -8,7 +8,6 @@ device has no room are gathered ahead of their use, across the end of a pass (se
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator, Sequence
 from inspect import signature
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 
 from shardwise.comm import Comm
 from shardwise.errors import ConfigError
-from shardwise.machine.memory import host_bytes
+from shardwise.machine.memory import host_share_bytes
 from shardwise.memory.placement import UnitSize, place
 from shardwise.schedule import Schedule
 from shardwise.unit import Unit
@@ -40,7 +39,7 @@ def keeping_gathered(schedule: Schedule, units: Sequence[Unit], comm: Comm, devi
 
 
 def generate_together(generate: Callable[..., Any], world_size: int, *args: Any, **kwargs: Any) -> Any:
-    """Call a model's `generate`, with the option that lets ranks that are done early go on until all are."""
+    """Call a model's `generate` with the option that keeps ranks that are done calling the model until all are done."""
     if world_size > 1 and "synced_gpus" in signature(generate).parameters:
         kwargs = {"synced_gpus": True, **kwargs}
     return generate(*args, **kwargs)
@@ -61,6 +60,6 @@ def choose_kept(units: Sequence[Unit], room_bytes: int) -> tuple[list[Unit], int
 
 def _free_bytes(device: torch.device) -> int:
     if device.type != "cuda":
-        return host_bytes("MemAvailable") // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return host_share_bytes()
     reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + reserved

@@ -53,7 +53,7 @@ def _is_quotient(loss: torch.Tensor, count: int) -> bool:
     if made is None or made.name() != "DivBackward0":
         return False
     divisor: Any = made._saved_other  # type: ignore[attr-defined]  # of this node
-    # A Python number; the value of any other tensor may still be on its way on the device.
+    # A Python number; the value of any other tensor may not be computed yet.
     is_number = divisor.ndim == 0 and divisor.device.type == "cpu" and divisor.dtype in (torch.int64, torch.float64)
     if not is_number or divisor.item() != count:
         return False

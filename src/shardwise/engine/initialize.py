@@ -13,7 +13,7 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 
 from shardwise.comm import ProcessGroupComm
-from shardwise.comm.groups import set_timeout
+from shardwise.comm.groups import end_world_at_exit, set_timeout
 from shardwise.comm.mesh import RankMesh, make_mesh, mesh_beside
 from shardwise.comm.model_group import ModelGroup
 from shardwise.config import Config
@@ -25,7 +25,6 @@ from shardwise.deferred.deferred import DeferredSession, check_deferred, finish,
 from shardwise.engine.access import is_managed
 from shardwise.engine.alike import check_alike
 from shardwise.engine.engine import Engine
-from shardwise.engine.own_group import end_group_at_exit
 from shardwise.errors import ConfigError, ConfigWarning
 from shardwise.machine.process import end_with_launcher
 from shardwise.machine.slurm import SlurmTask
@@ -151,7 +150,7 @@ def join_ranks(mesh: Any, device: torch.device, section: MeshSection, tp: Any = 
         raise ConfigError("a mesh was passed, and the config has a mesh section as well: keep one of the two")
     if mesh is None and not dist.is_initialized():
         _start_process_group(device.type == "cuda")
-        end_group_at_exit()
+        end_world_at_exit()
     if mesh is None and tp is not None and not section.model_fields_set:
         mesh = mesh_beside(tp)
     found = make_mesh(section, device) if mesh is None else RankMesh.parse(mesh)

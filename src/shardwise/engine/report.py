@@ -1,25 +1,21 @@
-"""What a run held, sent and waited for; and what to say when the device runs out of memory."""
+"""What a run held, sent and waited for."""
 
 from __future__ import annotations
 
 import contextlib
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from shardwise.comm import Comm
-from shardwise.config import Config
-from shardwise.config.costs import resting, resting_bytes
-from shardwise.config.presets import PRESETS
-from shardwise.config.shape import NodeShape
 from shardwise.memory import Ledger
 from shardwise.offload.streams import Streams
 from shardwise.profiling import Clock
-from shardwise.sizes import format_bytes
-from shardwise.unit import Unit
+
+_LOG = logging.getLogger("shardwise")
 
 
 @dataclass(frozen=True)
@@ -151,41 +147,7 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:>11.2f} ms"
 
 
-_ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+ \w+)")
-
-
-def explain_out_of_memory(error: BaseException, config: Config, units: Sequence[Unit], ledger: Ledger) -> str:
-    """The lines to add to torch's message: what was held, what was asked for, and what would hold less."""
-    asked = _ASKED.search(str(error))
-    held = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in sorted(ledger.by_kind().items())) or "nothing"
-    lines = [
-        f"shardwise held {format_bytes(ledger.total_bytes)} of this rank's memory ({held}) when torch "
-        + (f"asked for {asked[1]}" if asked else "asked for more")
-        + "; the rest is activations and what else your program keeps.",
-        "What would hold less:",
-    ]
-    return "\n".join([*lines, *(f"  - {line}" for line in _remedies(config, units))])
-
-
-def _remedies(config: Config, units: Sequence[Unit]) -> Iterator[str]:
-    parameters, shape = sum(unit.layout.numel for unit in units), units[0].comm.shape if units else NodeShape(1, 1)
-    now = _resting_bytes(config, parameters, shape)
-    least = now
-    for name, placement in PRESETS.items():
-        other = _resting_bytes(config.model_copy(update={"placement": placement}), parameters, shape)
-        if other < least:
-            least = other
-            yield f"preset {name}: {format_bytes(other)} at rest on the device, where it is {format_bytes(now)} now"
-    if config.precision.weights_dtype == "fp32":
-        yield "precision.compute bf16: weights, gradients and activations take half the bytes while they are used"
-    if not config.checkpointing.enabled:
-        yield "checkpointing.enabled true: the activations of one block at a time, instead of all"
-    yield "a smaller micro-batch, and batch.accumulation higher to make up for it: activations shrink with it"
-    if config.placement.weights.sharding == "sharded" and config.runtime.prefetch:
-        largest = max((unit.weights.full_bytes for unit in units), default=0)
-        yield f"runtime.prefetch 0: one unit less is gathered at a time (up to {format_bytes(largest)})"
-    yield f"more ranks: what is sharded is cut by their number, now {shape.world_size}"
-
-
-def _resting_bytes(config: Config, parameters: int, shape: NodeShape) -> int:
-    return round(resting_bytes(resting(config), parameters, shape, "device"))
+def log_step(steps: int, optimizer: torch.optim.Optimizer, grad_norm: torch.Tensor) -> None:
+    """Log a line about the last step. Waits for the device."""
+    rates = ", ".join(f"{group['lr']:.3g}" for group in optimizer.param_groups)
+    _LOG.info("step %d, learning rate %s, gradient norm %.4g", steps, rates, grad_norm.item())

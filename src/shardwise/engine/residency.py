@@ -1,7 +1,7 @@
 """What rests where under a budget: as many units' states as fit stay on the device, in forward order.
 
 The first units stay, because the forward begins with them: it computes on them while the states of the others are still
-on their way.
+being copied.
 
 How much room there is depends on the activations, whose size is unknown before they exist. So every unit that may be
 offloaded starts offloaded, two steps are measured, and what fits into the rest of the budget becomes resident.
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
@@ -19,11 +18,10 @@ from itertools import accumulate
 import torch
 
 from shardwise.comm import Comm
-from shardwise.comm.failing import fail_together
 from shardwise.config.costs import moments_of
 from shardwise.config.sections import Offload
 from shardwise.errors import ConfigError, DiskError
-from shardwise.machine.memory import host_bytes
+from shardwise.machine.memory import host_share_bytes
 from shardwise.memory import Ledger
 from shardwise.offload.context import OffloadContext, bucket_numel, host_memory
 from shardwise.offload.disk_room import shortage
@@ -143,7 +141,7 @@ class Budget:
 
     def _host_share_bytes(self) -> int:
         """This rank's share of what is free on its host, the same on all ranks."""
-        return int(min(self._comm.everyone.share_object(_host_part_bytes(), "the room on the host")))
+        return int(min(self._comm.everyone.share_object(host_share_bytes(), "the room on the host")))
 
     def _start_measuring(self) -> None:
         if self._comm.device.type == "cuda":
@@ -157,7 +155,7 @@ class Budget:
             # Segments are not filled to the last byte.
             free = (torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)) * 19 // 20
         else:
-            peak, free = self._ledger.by_tier(at_peak=True).get("device", 0), _host_part_bytes()
+            peak, free = self._ledger.by_tier(at_peak=True).get("device", 0), host_share_bytes()
         room = (free if budget == "auto" or budget is None else budget) - peak
         return int(min(self._comm.everyone.share_object(room, "the room on the device")))
 
@@ -169,11 +167,6 @@ def offloaded_bytes(plan: UnitPlan, moments: int) -> Counter[str]:
         if part.tier != "device":
             sizes[part.tier] += part.bytes_each * plan.layout.shard_numel
     return sizes
-
-
-def _host_part_bytes() -> int:
-    """What is free on this host, divided by the ranks that run here."""
-    return host_bytes("MemAvailable") // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def open_offload(
@@ -205,7 +198,7 @@ def open_offload(
             staging.reserve(*sizes)
         except DiskError as error:
             failure = error
-    fail_together(failure, comm, "the files on the disk")
+    everyone.fail_together(failure, "the files on the disk")
     return OffloadContext(comm.device, ledger, settings, numel, host, staging)
 
 

@@ -139,12 +139,12 @@ class StepGrads:
         return clipping.unscale(self._norm, scale, self._limit)
 
     def used(self) -> None:
-        """An update has taken the gradients."""
+        """An update has used the gradients."""
         self._drops = 0
         self._start_anew()
 
     def dropped(self, is_midway: bool) -> None:
-        """The gradients were dropped, in the midst of an accumulation or not."""
+        """The gradients were dropped; `is_midway` if during an accumulation."""
         self._drops += is_midway
         self._start_anew()
         if self._drops == 2:

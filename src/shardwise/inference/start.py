@@ -15,7 +15,6 @@ from torch import nn
 
 from shardwise.checks import check_range
 from shardwise.comm import Comm, ProcessGroupComm
-from shardwise.comm.failing import fail_together
 from shardwise.comm.model_group import ModelGroup
 from shardwise.config.sections import KindPlacement, MeshSection, Placement, Precision, Tier
 from shardwise.config.shape import NodeShape
@@ -35,7 +34,7 @@ from shardwise.inference.opening import open_folder
 from shardwise.inference.quantized import QUANTIZED, quantize
 from shardwise.inference.streamed_model import WeightStream
 from shardwise.inference.working_memory import working_memory
-from shardwise.machine.memory import host_bytes
+from shardwise.machine.memory import host_bytes, host_share_bytes
 from shardwise.machine.process import end_with_launcher
 from shardwise.memory.placement import UnitSize, WeightPlacement, place
 from shardwise.partition import Span
@@ -44,8 +43,8 @@ from shardwise.partition.policy import DTYPES, Policy, is_storage
 from shardwise.partition.stored import stored_tensors
 from shardwise.partition.units import UnitSpec, divide
 from shardwise.sizes import format_bytes, parse_bytes
+from shardwise.unit.origins import ORIGIN
 from shardwise.unit.plan import UnitPlan, layout_for
-from shardwise.unit.weights import ORIGIN
 
 Weights = Literal["auto", "host", "disk"]
 CacheTier = Literal["device", "host"]
@@ -125,7 +124,7 @@ class StreamRequest:
 
 
 def _open_together(model: Any, weights: Weights, precision: str | None, kv: CacheTier, comm: Comm) -> nn.Module:
-    """The model to stream. If a rank cannot open it, no rank goes on and waits for that one."""
+    """The model to stream. If a rank cannot open it, all ranks raise."""
     failure: Exception | None = None
     try:
         if isinstance(model, nn.Module):
@@ -138,7 +137,7 @@ def _open_together(model: Any, weights: Weights, precision: str | None, kv: Cach
             _rest_cache_on_host(model, comm.device)
     except Exception as error:
         failure = error
-    fail_together(failure, comm, "the model to stream")
+    comm.everyone.fail_together(failure, "the model to stream")
     opened: nn.Module = model
     return opened
 
@@ -294,7 +293,7 @@ def _device_room(device: torch.device) -> int:
 def _host_room(model: nn.Module, comm: Comm) -> int:
     """This rank's share of what is free on its host, with what the model itself will give back."""
     own = sum(tensor.nbytes for tensor in stored_tensors(model).values() if tensor.device.type == "cpu")
-    return int(host_bytes("MemAvailable") * _HOST_SHARE) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) + own
+    return int(host_share_bytes() * _HOST_SHARE) + own
 
 
 def _device(model: Any, given: Any) -> torch.device:

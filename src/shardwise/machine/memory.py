@@ -27,6 +27,11 @@ def host_bytes(key: Literal["MemTotal", "MemAvailable"]) -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def host_share_bytes() -> int:
+    """What is free on this host, divided by the ranks that run here."""
+    return host_bytes("MemAvailable") // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def process_memory() -> ProcessMemory:
     """The memory of this process. Without /proc, its peak stands for both.
 

@@ -47,7 +47,7 @@ class BucketUpdate(Protocol):
 
 
 class Arrival(Protocol):
-    """Values on their way to the device; a handle like those of `comm`."""
+    """Values that are being copied to the device; a handle like those of `comm`."""
 
     def following(self) -> contextlib.AbstractContextManager[None]:
         """Within it, work is issued to a stream that is ordered after the arrival."""

@@ -1,4 +1,4 @@
-"""What the offloaded states of one engine share on their way between the device and where they rest."""
+"""What the offloaded states of one engine share to travel between the device and where they rest."""
 
 from __future__ import annotations
 

@@ -13,20 +13,16 @@ import torch
 from shardwise.errors import CheckpointError
 
 _MOST_HEADER_BYTES = 1 << 28
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
+DTYPES = {
+    **{f"F{bits}": getattr(torch, f"float{bits}") for bits in (16, 32, 64)},
+    **{f"I{bits}": getattr(torch, f"int{bits}") for bits in (8, 16, 32, 64)},
+    **{f"U{bits}": getattr(torch, f"uint{bits}") for bits in (8, 16, 32, 64)},
     "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "BOOL": torch.bool,
 }
+"""The dtypes by their names in these files."""
 
 
 class HeaderEntry(NamedTuple):
@@ -36,7 +32,7 @@ class HeaderEntry(NamedTuple):
     start: int
 
     def is_of(self, dtype: torch.dtype) -> bool:
-        return _DTYPES.get(self.dtype) == dtype
+        return DTYPES.get(self.dtype) == dtype
 
 
 def read_header(path: Path) -> Mapping[str, HeaderEntry]:

@@ -18,6 +18,7 @@ from shardwise.offload.staging import Staging
 from shardwise.offload.staging_buffers import Chunk
 from shardwise.offload.streams import PAST, Streams
 from shardwise.partition.layout import Span
+from shardwise.tensors import blank
 
 Parts = Sequence[tuple[Span, torch.Tensor]]
 """Flat values with the elements that they belong to. Where parts overlap, the later one counts."""
@@ -123,8 +124,7 @@ class DiskStorage:
         self._staging, self._ledger, self._entry = staging, ledger, entry
         self._buckets = buckets
         self._chunks: list[Chunk] | None = None
-        placeholder = float("nan") if dtype.is_floating_point else 0
-        self._placeholder = torch.full((), placeholder, dtype=dtype, device="cpu")
+        self._placeholder = blank(dtype)
 
     @property
     def chunks(self) -> list[Chunk]:

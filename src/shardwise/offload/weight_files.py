@@ -35,6 +35,7 @@ from shardwise.offload.staging_buffers import RequestDone, StagingBuffer, Stagin
 from shardwise.offload.storage import Origin, Parts
 from shardwise.offload.streams import Streams
 from shardwise.partition.layout import Span
+from shardwise.tensors import blank
 
 BLOCK_BYTES = 8 << 20
 _BUFFERS = 64
@@ -254,7 +255,7 @@ class FileStorage:
         self._blocks = None
 
     def at_rest(self, span: Span, shape: torch.Size) -> torch.Tensor:
-        return torch.full((), float("nan") if self.dtype.is_floating_point else 0, dtype=self.dtype).expand(shape)
+        return blank(self.dtype).expand(shape)
 
     def read(self, span: Span) -> torch.Tensor:
         values = torch.zeros(self.size_bytes, dtype=torch.uint8)

@@ -9,7 +9,7 @@ What the host learns of a step (`was_skipped`) is copied asynchronously; asking 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -60,49 +60,44 @@ class Scaler:
         return at_minimum
 
 
-class Outcome:
-    """How one step ended: known on the device at once, on the host when the copy has arrived."""
-
-    def __init__(self, overflow: torch.Tensor, at_minimum: torch.Tensor) -> None:
-        self._flags = HostFlags(torch.stack([overflow, at_minimum]))
-
-    def was_skipped(self) -> bool:
-        """Whether the step was skipped. Waits for the device."""
-        return self._flags.wait()[0]
-
-    def is_exhausted(self) -> bool:
-        """Whether it overflowed at the smallest scale. Waits for the device."""
-        return self._flags.wait()[1]
-
-
 class LossScaling:
-    """The scaler of an engine, if its precision needs one, and what became of its steps as far as the host knows."""
+    """The scaler of an engine, if its precision needs one, and the outcomes of its steps as far as the host knows."""
 
     def __init__(self, precision: Precision, device: torch.device) -> None:
         self.scaler = Scaler.of(precision, device)
         self.skipped_steps = 0
         self.was_skipped = False
         self.is_exhausted = False
-        self._outcome: Outcome | None = None
+        self._outcome: HostFlags | None = None
+        """Whether the last step was skipped, and whether at the smallest scale; being copied to the host."""
 
     @property
     def scale(self) -> torch.Tensor | None:
         return self.scaler.scale if self.scaler is not None else None
 
     def note(self, overflow: torch.Tensor) -> None:
-        """A step was taken; its outcome is on its way to the host."""
+        """Record the outcome of a step, and start its copy to the host."""
         assert self.scaler is not None
-        self._outcome = Outcome(overflow, self.scaler.update(overflow))
+        self._outcome = HostFlags(torch.stack([overflow, self.scaler.update(overflow)]))
 
     def learn(self) -> bool:
         """Wait for the outcome of the last step; returns whether it is news that it was applied."""
         outcome, self._outcome = self._outcome, None
         if outcome is None:
             return False
-        self.was_skipped = outcome.was_skipped()
-        self.is_exhausted = outcome.is_exhausted()
+        self.was_skipped, self.is_exhausted = outcome.wait()
         self.skipped_steps += self.was_skipped
         return not self.was_skipped
+
+    def check_not_exhausted(self, drop: Callable[[], None]) -> None:
+        """Drop the gradients and raise if they overflow even at the smallest scale. All ranks call it in the same step,
+        and all know the outcome."""
+        if self.is_exhausted:
+            drop()
+            raise FloatingPointError(
+                "gradients overflow in fp16 even at the smallest loss scale (precision.loss_scale.minimum): the model "
+                "diverges, or its values do not fit fp16; lower the learning rate, or compute in bf16"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """What checkpoints keep."""

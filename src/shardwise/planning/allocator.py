@@ -192,18 +192,19 @@ class _Pool:
         before, behind = block.before, block.behind
         if behind is not None and behind.state is block.state:
             self._leave(behind)
-            block.size += behind.size
-            block.behind = behind.behind
-            if block.behind is not None:
-                block.behind.before = block
+            _join(block, behind)
         if before is not None and before.state is block.state:
             self._leave(before)
-            before.size += block.size
-            before.behind = block.behind
-            if before.behind is not None:
-                before.behind.before = before
-            return before
+            return _join(before, block)
         return block
+
+
+def _join(first: _Block, second: _Block) -> _Block:
+    first.size += second.size
+    first.behind = second.behind
+    if first.behind is not None:
+        first.behind.before = first
+    return first
 
 
 def _reach(block: _Block) -> int:

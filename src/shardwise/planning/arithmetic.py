@@ -71,14 +71,6 @@ def saving(preset: str, world_size: int, each: Accounting) -> Fraction:
     return total_bytes("zero0", 1, world_size, each) / total_bytes(preset, 1, world_size, each)
 
 
-def wire_elements(
-    preset: str, trainable: int, frozen: int, ranks: int | NodeShape, accumulation: int, axis: Axis = "inner"
-) -> int:
-    """Elements that a rank sends per step over an axis, at most: contract C3."""
-    times = costs.wire_times(PRESETS[preset], accumulation, axis)
-    return costs.sent(sum(times) * trainable + times.gathers * frozen, ranks, axis)
-
-
 class Moved(NamedTuple):
     """Bytes that a rank brings to its device in a step, and takes back."""
 
@@ -107,11 +99,6 @@ def sent_by_axis(preset: str, model: ModelSpec, workload: Workload, ranks: int |
     return sent
 
 
-def sent_bytes(preset: str, model: ModelSpec, workload: Workload, ranks: int | NodeShape) -> int:
-    """By a rank in a step, at most."""
-    return sum(sent_by_axis(preset, model, workload, ranks).values())
-
-
 def tp_bytes(model: ModelSpec, workload: Workload) -> int:
     """Bytes that a rank, which holds `model` of it, sends in a step to the others of its copy of the model, in rings.
 
@@ -131,9 +118,9 @@ def tp_bytes(model: ModelSpec, workload: Workload) -> int:
 def moved_bytes(config: Config, trainable: int, frozen: int, world_size: int) -> Moved:
     """Between a rank's device and the tiers below it: `trainable` elements whose states rest there.
 
-    States come up for the update and go down again. Gradients go down as they are made; where several micro-batches are
-    added up, each but the first is preceded by what is there. Weights that rest elsewhere are brought for every gather,
-    of which one is the update's.
+    States are copied to the device for the update, and back. Gradients are copied down as they are made; where several
+    micro-batches are added up, the sum is copied up before each but the first. Weights that rest elsewhere are copied
+    up for every gather, of which one is the update's.
     """
     count, placement = config.batch.accumulation, config.placement
     away = {part.kind: part.bytes_each for part in costs.resting(config) if part.tier != "device"}

@@ -21,8 +21,9 @@ from shardwise.planning import arithmetic, report, scaling, search
 from shardwise.planning import hardware as machines
 from shardwise.planning.hardware import Hardware
 from shardwise.planning.inference import plan_inference
+from shardwise.planning.pipelines import about_pipelines
 from shardwise.planning.planner import plan
-from shardwise.planning.pp_search import about_pipelines
+from shardwise.planning.plot import draw_plan, draw_scaling
 from shardwise.planning.report import Plan
 from shardwise.planning.workload import DEFAULT_TARGETS, ModelSpec, Workload, find_model
 from shardwise.plotting import check_path
@@ -147,7 +148,7 @@ def run(options: Mapping[str, Any]) -> None:
             typer.echo(f"{path}: {line}", err=True)
     if (path := options["plot"]) is not None:
         with _writing("--plot", path):
-            report.draw(made, path)
+            draw_plan(made, path)
 
 
 def _device(options: Mapping[str, Any]) -> DeviceTimes | None:
@@ -174,7 +175,7 @@ def _show_scaling(model: ModelSpec, on: Hardware, options: Mapping[str, Any], de
         (Console() if Console().is_terminal else Console(width=scaling.WIDTH)).print(scaling.render(found))
     if (path := options["plot"]) is not None:
         with _writing("--plot", path):
-            scaling.draw(found, path)
+            draw_scaling(found, path)
 
 
 def _console() -> Console:

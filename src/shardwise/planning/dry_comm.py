@@ -1,4 +1,4 @@
-"""The communicator of a dry run: one rank alone, which counts what it would send."""
+"""The ranks of a dry run: one alone, which counts what it would send, in groups that send nothing."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from shardwise.comm import DONE, Comm, Handle, Hop
 from shardwise.comm.interface import EVERYWHERE, REDUCE
+from shardwise.comm.model_group import ModelGroup
 from shardwise.config.shape import Axis, NodeShape, shape_of
+from shardwise.errors import ConfigError
 from shardwise.timing.tape import Mark, Tape
 
 _MOST_ROWS = 8
@@ -123,3 +126,39 @@ class _OneBlock(list[torch.Tensor]):
         self._tape.times = self._times
         yield from super().__iter__()
         self._tape.times = 1.0
+
+
+class DryModelGroup(ModelGroup):
+    """The first of `size` ranks, alone: it leaves as it is what it would receive."""
+
+    def share(self, values: torch.Tensor) -> torch.Tensor:
+        return values[None] if self.size == 1 else values.new_empty(self.size, *values.shape)
+
+    def share_object(self, value: Any) -> list[Any]:
+        return [value] * self.size
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def fake_group(size: int, rank: int = 0) -> Iterator[bool]:
+    """Within it, this process is one of `size` ranks of a group that sends nothing; not for one rank, then False."""
+    if size == 1:
+        yield False
+        return
+    if dist.is_initialized():
+        raise ConfigError(
+            f"a dry run of a model on {size} ranks needs a process group of its own: run it before "
+            "torch.distributed.init_process_group, or in another process"
+        )
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        yield True
+    finally:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()  # it refers to the group
+        dist.destroy_process_group()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
@@ -17,7 +18,6 @@ from shardwise.planning.allocator import CachingAllocator
 from shardwise.planning.dry_streams import DryHostMemory
 from shardwise.planning.fakes import Fakes
 from shardwise.planning.kernels import Kernels
-from shardwise.planning.tp_axis import tp_sent_bytes
 from shardwise.timing.tape import Tape
 
 _SCRATCH = -1
@@ -59,7 +59,7 @@ class DryObserver(StorageObserver):
         if func is torch.ops.aten._local_scalar_dense.default and self.is_updating:
             return 0  # the engine asks whether gradients overflowed: they did not
         if self.counts_tp and func.namespace == "_c10d_functional":
-            self._note_tp(tp_sent_bytes(func, args))
+            self._note_tp(_sent_in_ring(func, args))
         if func.is_view and args[0].__class__ is FakeTensor:
             return self.run(func, args, kwargs or {})  # half of all operators; their storages are known
         result = super().__torch_dispatch__(func, types, args, kwargs)
@@ -96,6 +96,19 @@ class DryObserver(StorageObserver):
 
     def _lies_here(self, tensor: torch.Tensor) -> bool:
         return True  # all tensors are fake ones on the CPU; to ask each for its device would take long
+
+
+def _sent_in_ring(func: Any, args: Any) -> int:
+    """What a collective of torch's sends from one rank, in a ring."""
+    name, tensor = func.__name__.partition(".")[0], args[0]
+    if not isinstance(tensor, torch.Tensor) or name == "wait_tensor":
+        return 0
+    sizes = [arg for arg in args[1:] if isinstance(arg, int)]
+    count = sizes[0] if sizes else dist.get_world_size()
+    if name.startswith("all_gather"):
+        return tensor.nbytes * (count - 1)
+    times = 2 if name.startswith("all_reduce") else 1
+    return times * tensor.nbytes * (count - 1) // count
 
 
 class LogitsLabelling(Labelling):

@@ -34,12 +34,11 @@ from shardwise.models.tensor_parallel import tensor_parallel
 from shardwise.observe.labels import by_kind
 from shardwise.partition.policy import DTYPES
 from shardwise.partition.stored import stored_tensors
-from shardwise.planning.dry_comm import DryComm
+from shardwise.planning.dry_comm import DryComm, DryModelGroup
 from shardwise.planning.dry_observer import DryObserver, LogitsLabelling
 from shardwise.planning.estimate import CATEGORIES, Estimate
 from shardwise.planning.kernels import CPU, Kernels, cuda, replacing
 from shardwise.planning.pp_axis import DryPipeline, PipelineRank, model_axes
-from shardwise.planning.tp_axis import DryModelGroup
 from shardwise.planning.workload import ModelSpec, Workload
 from shardwise.tensors import map_tensors
 from shardwise.timing.tape import Issued, Tape

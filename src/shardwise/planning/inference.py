@@ -75,7 +75,7 @@ def plan_inference(of: Dimensions, on: Hardware, batch: int, context: int, preci
     shares = {tier: sum(unit.shard_bytes * unit.uses for unit in _on(found, tier)) for tier in ("host", "disk")}
     pass_s = max(
         sum(shares.values()) / rates["host_link"], shares["disk"] * ranks / rates["disk"]
-    )  # what comes from the disk passes the link too
+    )  # what is read from the disk also crosses the link
     if on.disk_bytes is not None and found.bytes_on("disk") * ranks > on.disk_bytes:
         raise ConfigError(f"the model takes {format_bytes(of.parameters * itemsize)}, more than --disk: give more room")
     return InferencePlan(found, working, pass_s)

@@ -20,7 +20,7 @@ from shardwise.engine import Engine
 from shardwise.pipelining.cut import find_blocks
 from shardwise.pipelining.pipeline import PipelineLayout, assemble, schedule_class
 from shardwise.pipelining.stage import EngineStage
-from shardwise.planning.tp_axis import fake_group
+from shardwise.planning.dry_comm import fake_group
 
 _DURATIONS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")

@@ -6,9 +6,8 @@ them, and accumulate less.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -17,17 +16,15 @@ from rich.text import Text
 from shardwise.errors import ConfigError
 from shardwise.planning.estimate import estimate
 from shardwise.planning.hardware import Hardware
-from shardwise.planning.planner import judge
+from shardwise.planning.recommend import judge
 from shardwise.planning.seconds import StepTime, computing_s, device_for, sketched, step_time
 from shardwise.planning.workload import ModelSpec, Workload
-from shardwise.plotting import RED, check_path, figure
 from shardwise.timing.device import DeviceTimes
 
 PER_NODE = 8
 WIDTH = 150
 STOPS_PAYING = 0.10
 """A way to train stops paying where more than this part of a step waits for communication."""
-_COLORS = ("#3b6fb6", "#7fa3d1", "#2f6e46", "#e08a2e", "#b25a8f", "#6b6b6b")
 
 
 @dataclass(frozen=True)
@@ -210,38 +207,3 @@ def _endings(found: Scaling) -> list[str]:
         waits = f"from {stops} on" if stops else "never"
         lines.append(f"{way}: {fit}; more than {STOPS_PAYING:.0%} of a step waits for communication: {waits}")
     return lines
-
-
-def draw(found: Scaling, path: str | Path) -> None:
-    """Step, efficiency, exposed communication and memory against GPUs."""
-    check_path(path)
-    with figure(path, 2, 2, (11, 8)) as (made, axes):
-        panels: tuple[tuple[str, Callable[[ScalePoint], float]], ...] = (
-            ("step, s", lambda point: point.time.step_s),
-            ("efficiency", lambda point: point.efficiency),
-            ("exposed communication, part of the step", lambda point: point.exposed),
-            ("peak of a GPU, GB", lambda point: point.peak_bytes / 1e9),
-        )
-        for axis, (title, value) in zip(axes.flat, panels, strict=True):
-            for color, way in zip(_COLORS, found.ways, strict=False):
-                points = [point for gpus in found.counts if (point := found.at(way, gpus))]
-                axis.plot([p.gpus for p in points], [value(p) for p in points], color=color, label=way, linewidth=1.6)
-                for point in points:
-                    face = color if point.fits else "white"
-                    axis.plot([point.gpus], [value(point)], "o", color=color, markerfacecolor=face, markersize=5)
-            axis.set_title(title, fontsize=10, loc="left")
-            axis.set_xscale("log", base=2)
-            axis.set_xticks(found.counts, [str(count) for count in found.counts], minor=False)
-            axis.grid(color="#dddddd", linewidth=0.6)
-        axes[0][1].set_ylim(0, 1.05)
-        axes[1][0].set_ylim(bottom=0)
-        for axis in (axes[0][0], axes[1][1]):
-            axis.set_yscale("log")
-            axis.yaxis.set_major_formatter("{x:g}")
-            axis.yaxis.set_minor_formatter("")
-        axes[1][1].axhline(found.gpu_bytes / 1e9, color=RED, linewidth=1.2)
-        for axis in axes[1]:
-            axis.set_xlabel("GPUs", fontsize=9)
-        handles, labels = axes[0][0].get_legend_handles_labels()
-        made.legend(handles, labels, loc="outside lower center", ncols=6, fontsize=9, frameon=False)
-        made.suptitle(f"{found.model.name} on {PER_NODE} GPUs a node (hollow: does not fit)", fontweight="bold")

@@ -20,7 +20,7 @@ from shardwise.errors import ConfigError
 from shardwise.planning.arithmetic import moved_bytes, sent_by_axis, tp_bytes
 from shardwise.planning.estimate import away_bytes, estimate
 from shardwise.planning.hardware import Hardware
-from shardwise.planning.planner import device_budget, judge, order_for
+from shardwise.planning.recommend import device_budget, judge, order_for
 from shardwise.planning.seconds import device_for, sketched
 from shardwise.planning.workload import ModelSpec, Workload
 from shardwise.sizes import format_bytes

@@ -204,7 +204,7 @@ class Sketch:
             self._new[index] = arrived
 
     def _carry(self, unit: SketchUnit) -> Mark:
-        """States come up, are updated, and go down again."""
+        """Copy states to the device, update them, and copy them back."""
         owned = self._owned(unit.trained)
         moved = owned * self._away
         up = self._bring(unit, moved)

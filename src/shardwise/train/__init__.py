@@ -4,8 +4,9 @@
     command   checks them and starts local ranks, or runs as one of torchrun's
     worker    one rank: process group, signals, failure report
     job       the options resolved for a number of ranks
-    run       builds the engine, resumes, trains, then writes sample, report, export and plot
-    loop      the training loop
+    run       builds the engine, resumes and trains
+    loop      the training loop; `step_watch` measures the memory of its last steps
+    finish    writes sample, report, export and plot
 
 `corpus` and `data` decide which sample comes when, with integers only.
 """

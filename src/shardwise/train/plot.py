@@ -8,7 +8,7 @@ from typing import Any
 
 from shardwise.plotting import DARK, KIND_COLORS, RED, figure
 from shardwise.train.folder import StepMetrics
-from shardwise.train.loop import MemoryTrace
+from shardwise.train.step_watch import MemoryTrace
 
 NARROW = 0.1
 """Phases shorter than this part of the step are not named in the figure."""

@@ -1,7 +1,7 @@
 """The gradients of a unit: where autograd leaves them, how they are reduced, and what is held of them.
 
 Names, used throughout:
-- *local*: gradients as autograd makes them, in `p.grad` (see `reduce_scatter`).
+- *local*: gradients as autograd makes them, in `p.grad` (see `grad_source`).
 - *full*: where gradients are replicated, the unit's flat gradients of this rank. Local gradients are moved there when
   the backward has left the unit, and `p.grad` is then a view of it, to which later micro-batches add in place, until
   the reduce-scatter.
@@ -45,10 +45,11 @@ from shardwise.offload.unit_states import UnitStates
 from shardwise.partition import Span
 from shardwise.partition.dtensors import like
 from shardwise.profiling import mark
+from shardwise.unit.grad_source import AutogradGrads, FlatGrads, Packing
 from shardwise.unit.held_grads import HeldGrads
 from shardwise.unit.param_guard import PLAINLY
 from shardwise.unit.plan import UnitPlan
-from shardwise.unit.reduce_scatter import AutogradGrads, FlatGrads, Packing, ReduceScatter
+from shardwise.unit.reduce_scatter import ReduceScatter
 from shardwise.unit.reduced_shard import HeldShard, OffloadedShard, ReducedShard, SegmentShard
 
 

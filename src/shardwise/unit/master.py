@@ -8,7 +8,7 @@ its own shape where the optimizer needs whole ones (`Layout.updates`).
                      allocated and moves to a buffer of its own when that is released: no element is held twice
     SeparateMaster   on the device, in a buffer of its own; the segment gets a cast of it
     OffloadedMaster  on the host or a disk; the segment is filled from there
-    MirroredMaster     on the host or a disk, with a copy of the weights of this rank's shard on the device
+    MirroredMaster   on the host or a disk, with a copy of the weights of this rank's shard on the device
 """
 
 from __future__ import annotations

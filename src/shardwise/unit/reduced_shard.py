@@ -2,7 +2,7 @@
 
 SegmentShard    a segment of the unit's full gradients, where gradients are replicated
 HeldShard       a buffer of its own on the device, to which later micro-batches add
-OffloadedShard  host memory; it leaves the device when it is made, and comes back to add the next micro-batch
+OffloadedShard  host memory; copied there when it is made, and back to the device to add the next micro-batch
 """
 
 from __future__ import annotations

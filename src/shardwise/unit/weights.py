@@ -4,7 +4,7 @@ Names, used throughout:
 - *full*: the unit's flat buffer in the dtype that computes; the parameters of the model are views of it.
 - *segment*: this rank's part of `full`, the elements it owns. It is filled from the *master* (see `master`), the other
   ranks' segments by a gather.
-- *stand-in*: what a parameter points to while released: NaN expanded to its shape. Reads give NaN, writes raise.
+- *stand-in*: what a parameter points to while released (see `param_binding`). Reads give NaN, writes raise.
 
 The states, and what makes the transitions:
 
@@ -28,24 +28,16 @@ import torch
 
 from shardwise.comm import DONE, Comm, Handle
 from shardwise.config.shape import AXES, Axis, axes_between
-from shardwise.errors import ModelChangedError
 from shardwise.memory import Buffer, Entry, Kind, Ledger, Tier
 from shardwise.offload.buckets import HERE, Arrival
 from shardwise.offload.unit_states import UnitStates
-from shardwise.partition import Span
-from shardwise.partition.dtensors import local, locals_of, set_dtype
-from shardwise.partition.stored import rebind_copies
 from shardwise.profiling import mark
 from shardwise.unit.master import MasterPiece, OffloadedMaster, make_master, pieces_of
-from shardwise.unit.param_guard import PLAINLY, ParamGuard, writes
+from shardwise.unit.origins import ORIGIN, has_origin, read_values
+from shardwise.unit.param_binding import ParamBinding
+from shardwise.unit.param_guard import ParamGuard, writes
 from shardwise.unit.plan import UnitPlan
 from shardwise.unit.resting_part import RestingPart
-
-ORIGIN = "_shardwise_origin"
-"""The attribute of a parameter that is built without values (see `deferred`): a function of a part of its flat elements
-that returns the values there."""
-SHARED_ORIGIN = "_shardwise_shared_origin"
-"""The same for values that the ranks hold together: a function that returns all flat elements. A collective."""
 
 
 class WeightsState(enum.Enum):
@@ -58,7 +50,6 @@ class WeightsState(enum.Enum):
 
 
 _RELEASED, _GATHERING, _GATHERED, _FREED = WeightsState
-_ADDRESS = torch.Tensor.data_ptr
 _NEXT = {
     _RELEASED: {_GATHERING, _GATHERED, _FREED},
     _GATHERING: {_GATHERED, _FREED},
@@ -83,7 +74,6 @@ class Weights:
         self.name = plan.name
         self.policy = policy
         self.params = list(params)
-        self._locals = locals_of(params)
         self.state = WeightsState.RELEASED
         self.generation = 0
         self.owned = comm.part(layout.numel, policy.optim_cut)
@@ -99,7 +89,7 @@ class Weights:
         self._aside: tuple[Buffer, Handle] | None = None
         entry = Entry(Kind.WEIGHTS, plan.name, Tier.DEVICE)
         self._full = Buffer(ledger, entry, layout.numel, policy.weight_dtype, comm.device)
-        self._views = self._full.views(layout)
+        self._binding = ParamBinding(plan, self.params, self._full)
         self._axes = AXES[policy.optim_cut]
         self._segment = self._full.view(self.owned)
         self._rest: RestingPart | None = None
@@ -110,9 +100,6 @@ class Weights:
             self._rest = RestingPart(part, rest, self._full.view(part), others)
             self._axes = AXES[policy.weights_cut]
             self._segment = rest.view(self.owned.shift(-part.start))
-        blank = _blank(policy.weight_dtype, comm.device)
-        self._stand_ins = [blank.expand(slot.spec.shape) for slot in layout.slots]
-        self._bound: Sequence[torch.Tensor] = self._views
         runs = layout.updates(self.owned) if policy.trainable else ()
         self._master = make_master(plan, pieces_of(states.split(runs)), self._segment, states, ledger)
 
@@ -162,8 +149,8 @@ class Weights:
             exact = self._full.allocate().zero_()
         else:
             exact = torch.zeros(self._full.tensor.numel(), dtype=self.policy.master_dtype, device=self._comm.device)
-        is_shared = not any(hasattr(param, ORIGIN) or hasattr(param, SHARED_ORIGIN) for param in self.params)
-        self._read_origins(exact)
+        is_shared = not any(map(has_origin, self.params))
+        read_values(exact, self._plan.layout, self.params, self._comm.part(exact.numel(), self.policy.weights_cut))
         for slot in self._plan.layout.slots:
             if slot.spec.part is not None and slot.spec.part.dim is None:
                 self._comm.model_group.broadcast(exact[slot.span.slice])
@@ -174,12 +161,7 @@ class Weights:
         self._master.adopt(exact[self.owned.slice], in_segment=True)
         if not is_exact:
             self._full.allocate().copy_(exact)
-        for param in self.params:
-            set_dtype(param, self.policy.weight_dtype)
-        self._locals = locals_of(self.params)
-        self._bind(self._views)
-        for param, view in zip(self.params, self._views, strict=True):
-            rebind_copies(param, view)
+        self._binding.adopt(self.policy.weight_dtype)
         self._enter(WeightsState.GATHERED)
         if self.policy.weights_sharded:
             self.release()
@@ -196,23 +178,9 @@ class Weights:
             origin = param.__dict__.pop(ORIGIN)
             if part := slot.span.intersect(self.owned):
                 master.load(part.shift(-self.owned.start), origin, part.shift(-slot.span.start))
-        self._bind(self._stand_ins)
+        self._binding.bind_stand_ins()
         self._guard.begin()
         return True
-
-    def _read_origins(self, exact: torch.Tensor) -> None:
-        base = self._full.tensor.storage_offset()
-        needed = self._comm.part(exact.numel(), self.policy.weights_cut)
-        for param, view in zip(self.params, self._views, strict=True):
-            start = int(view.storage_offset() - base)
-            slot, origin = Span(start, start + view.numel()), param.__dict__.pop(ORIGIN, None)
-            shared = param.__dict__.pop(SHARED_ORIGIN, None)
-            if shared is not None:
-                exact[slot.slice].copy_(shared())
-            elif origin is None:
-                exact[slot.slice].copy_(local(param).detach().reshape(-1))
-            elif part := slot.intersect(needed):
-                exact[part.slice].copy_(origin(part.shift(-start)))
 
     def gather(self) -> None:
         """Start to bring the current values into `full`; `wait_gather` waits for them."""
@@ -221,7 +189,7 @@ class Weights:
         if self.state is _RELEASED:
             with mark("gather", self.name):
                 self._full.allocate()
-                self._bind(self._views)
+                self._binding.bind_views()
                 self._publish()
 
     def gather_for_others(self) -> None:
@@ -277,7 +245,7 @@ class Weights:
             return
         self.wait_gather()
         with mark("release", self.name):
-            self._bind(self._stand_ins)
+            self._binding.bind_stand_ins()
             if self._rest is None:
                 self._master.leave_segment()
             self._full.free()
@@ -323,7 +291,7 @@ class Weights:
         self.wait_gather()
         if self.state is not _GATHERED:
             raise RuntimeError(f"the weights of {self.name} are {self.state.value}: what was written into them is lost")
-        self._reclaim()
+        self._binding.reclaim()
         if source is not None:
             self._comm.broadcast(self._full.tensor, source, self.name)
         if self._rest is not None:
@@ -334,19 +302,14 @@ class Weights:
 
     def check_bound(self) -> None:
         """Refuse a parameter to which the user has given other storage."""
-        for name, _, _ in self._rebound():
-            raise ModelChangedError(
-                f"{name!r} was given other storage (`param.data = ...`), which the engine neither updates nor saves: "
-                "assign inside `with shardwise.gathered(params, write=True):`, and resize before shardwise.initialize"
-            )
+        self._binding.check()
 
     def was_written(self) -> torch.Tensor | None:
         """Whether others wrote into `full` in place, by a few elements of each parameter; None if that cannot be told.
 
         Such a write is not seen by any counter if it goes through `param.data`, and an update would undo it.
         """
-        is_fake = type(self._full.tensor) is not torch.Tensor  # in a dry run
-        if self.state is not _GATHERED or self._locks or is_fake or not self.policy.trainable:
+        if self.state is not _GATHERED or self._locks or self._binding.is_fake or not self.policy.trainable:
             return None
         return self._master.differs(self._places)
 
@@ -355,32 +318,10 @@ class Weights:
         """Some elements of each parameter in this rank's segment, as indices into it."""
         return torch.tensor(self._plan.layout.samples(self.owned, 8), dtype=torch.int64, device=self._comm.device)
 
-    def _reclaim(self) -> None:
-        """Copy what the user has put into storage of its own into `full`, and bind the parameters to that again."""
-        for name, param, tensor in self._rebound():
-            values = local(param)
-            if values.shape != tensor.shape:
-                raise ModelChangedError(
-                    f"{name!r} has the shape {tuple(values.shape)} now and had {tuple(tensor.shape)}: resize before "
-                    "shardwise.initialize; copy.deepcopy(engine.module) gives a plain model to resize"
-                )
-            tensor.copy_(values.detach())
-            values.data = tensor
-
-    def _rebound(self) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
-        """The parameters that are not where the engine has put them: name, parameter, and that place."""
-        if type(self._full.tensor) is not torch.Tensor:
-            return []  # the fake tensors of a dry run have no address
-        with PLAINLY():
-            if list(map(_ADDRESS, locals_of(self.params))) == list(map(_ADDRESS, self._bound)):
-                return []
-            bound = zip(self._plan.layout.slots, self.params, self._bound, strict=True)
-            return [(slot.spec.name, param, at) for slot, param, at in bound if _ADDRESS(local(param)) != _ADDRESS(at)]
-
     def free(self) -> None:
         """Drop every buffer; the parameters become stand-ins."""
         self.wait_streams()
-        self._bind(self._stand_ins)
+        self._binding.bind_stand_ins()
         self._master.free()
         self._full.free()
         if self._rest is not None:
@@ -447,16 +388,6 @@ class Weights:
         elif self.state is _GATHERED:
             self._guard.begin()
         self.state = state
-
-    def _bind(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._bound = tensors
-        with PLAINLY():  # guarded parameters would ask first
-            for param, tensor in zip(self._locals, tensors, strict=True):
-                param.data = tensor
-
-
-def _blank(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device)
 
 
 class _Both:

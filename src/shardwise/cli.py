@@ -158,7 +158,7 @@ def plan(
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Predict what every rank will hold, whether it fits, and which preset to take."""
+    """Predict what every rank will hold, whether it fits, and which preset to use."""
     values = locals()  # every parameter by name
     from shardwise.planning import command
 
@@ -207,7 +207,7 @@ def run(
         typer.Option(help="Threads per process (default: its share of the cores).", callback=within(1, MOST_THREADS)),
     ] = None,
     as_deepspeed: Annotated[
-        bool, typer.Option("--as-deepspeed", help="Have `import deepspeed` in the script or command be shardwise.")
+        bool, typer.Option("--as-deepspeed", help="Make `import deepspeed` in the script or command load shardwise.")
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="With --as-deepspeed: hide an installed DeepSpeed.")] = False,
     debug: Debug = False,
@@ -240,7 +240,7 @@ def as_deepspeed(
     status: Annotated[bool, typer.Option("--status", help="Show what `import deepspeed` finds (default).")] = False,
     debug: Debug = False,
 ) -> None:
-    """Have `import deepspeed` be shardwise where SHARDWISE_AS_DEEPSPEED=1 is set."""
+    """Make `import deepspeed` load shardwise where SHARDWISE_AS_DEEPSPEED=1 is set."""
     from shardwise.compat import activation
 
     if install:

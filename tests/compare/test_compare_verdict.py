@@ -106,7 +106,7 @@ def test_tables_fit_100_columns_with_long_names_and_failed_rows(tmp_path):
         "train.data",
         "train.job",
         "train.plot",
-        "train.run",
+        "train.finish",
         "train.screen",
     ],
 )

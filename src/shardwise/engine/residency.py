@@ -24,7 +24,7 @@ from shardwise.errors import ConfigError, DiskError
 from shardwise.machine.memory import host_share_bytes
 from shardwise.memory import Ledger
 from shardwise.offload.context import OffloadContext, bucket_numel, host_memory
-from shardwise.offload.disk_room import shortage
+from shardwise.offload.disk_file import shortage
 from shardwise.offload.pinned import HostMemory
 from shardwise.offload.staging import Staging, staging_bytes
 from shardwise.optim import Updater

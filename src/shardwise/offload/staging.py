@@ -15,8 +15,7 @@ import torch
 
 from shardwise.config.sections import Offload
 from shardwise.memory.ledger import Ledger
-from shardwise.offload.disk_file import DiskFile, aligned
-from shardwise.offload.disk_room import DiskDemand
+from shardwise.offload.disk_file import DiskDemand, DiskFile, aligned
 from shardwise.offload.pinned import HostMemory
 from shardwise.offload.read_ahead import DiskTransfer, ReadAhead
 from shardwise.offload.staging_buffers import Chunk, RequestDone, StagingBuffer, StagingBuffers

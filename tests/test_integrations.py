@@ -1,7 +1,5 @@
 """What the integrations share, without the libraries that they are for; tests/clients has the rest."""
 
-import doctest
-
 import pytest
 import torch
 from torch import nn
@@ -12,15 +10,9 @@ from shardwise.config.sections import Precision
 from shardwise.errors import ConfigError
 from shardwise.integrations import detach as detaching
 from shardwise.integrations import settings
-from shardwise.partition import stored
 from support import ranks
 
 BF16 = Precision(compute="bf16")
-
-
-@pytest.mark.parametrize("module", [detaching, settings, stored])
-def test_examples_in_docstrings_run(module):
-    assert doctest.testmod(module).failed == 0
 
 
 def test_a_trainers_settings_complete_the_configuration():

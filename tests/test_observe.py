@@ -1,6 +1,5 @@
 """The observers against independent measures: the allocator's events for memory, arithmetic and c10d for the wire."""
 
-import doctest
 import gc
 import inspect
 import threading
@@ -205,13 +204,6 @@ def test_observers_import_nothing_of_shardwise(module):
     """So they can judge it."""
     assert "import shardwise" not in inspect.getsource(module)
     assert "from shardwise" not in inspect.getsource(module)
-
-
-@pytest.mark.parametrize("module", [shardwise.observe.storage, shardwise.observe.wire])
-def test_examples_in_docstrings_run(module):
-    result = doctest.testmod(module)
-    assert result.attempted
-    assert not result.failed
 
 
 @ranks(2)

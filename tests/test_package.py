@@ -58,6 +58,27 @@ def test_examples_run_as_written(page, tmp_path):
         run_example(code, tmp_path / f"{number}.py")
 
 
+DOCTESTS = """
+import doctest, importlib, sys
+import torch.distributed as dist
+failed = 0
+for name in sys.argv[1:]:
+    failed += doctest.testmod(importlib.import_module(name)).failed
+    if dist.is_initialized():  # by the example of an engine
+        dist.destroy_process_group()
+sys.exit(failed > 0)
+"""
+
+
+def test_examples_in_docstrings_run(tmp_path):
+    source = ROOT / "src"
+    paths = [path for path in sorted(source.rglob("*.py")) if ">>> " in path.read_text()]
+    names = [".".join(path.relative_to(source).with_suffix("").parts).removesuffix(".__init__") for path in paths]
+    assert len(names) > 60
+    (tmp_path / "run.py").write_text(DOCTESTS)
+    run_command([sys.executable, tmp_path / "run.py", *names], cwd=tmp_path, timeout=EXAMPLE_LIMIT_S, forked=True)
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/measured.md"])
 def test_measured_tables_are_those_of_the_newest_results(page):
     run_command([sys.executable, ROOT / "benchmarks/readme_tables.py", ROOT / page, "--check"], timeout=60, forked=True)

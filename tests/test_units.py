@@ -1,14 +1,11 @@
 """The division of models into units: whole blocks, sensible leftovers, ties, and hooks that fire before every use."""
 
-import doctest
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from shardwise.partition import units as units_module
 from shardwise.partition.units import describe_units, divide
 
 BIG = 10**9
@@ -507,9 +504,3 @@ def test_any_model_is_divided_soundly(model, min_bytes):
         above = {id(model.get_submodule(".".join(parts[:n]))) for n in range(len(parts) + 1)}
         hooked = {id(model.get_submodule(path)) for run in owner[id(param)].runs for path in run}
         assert above & hooked, f"nothing tells when {name} is used"
-
-
-def test_examples_in_docstrings():
-    result = doctest.testmod(units_module)
-    assert result.attempted >= 3
-    assert result.failed == 0

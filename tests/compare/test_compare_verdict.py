@@ -1,8 +1,5 @@
 """Verdicts, tables and plots from given figures, without processes."""
 
-import doctest
-import importlib
-
 import pytest
 from rich.console import Console
 
@@ -91,26 +88,3 @@ def test_tables_fit_100_columns_with_long_names_and_failed_rows(tmp_path):
     assert "RuntimeError:" in text
     plot(comparison, tmp_path / "x.png")
     assert (tmp_path / "x.png").stat().st_size > 10_000
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "compare.job",
-        "compare.result",
-        "compare.session",
-        "observe.labels",
-        "observe.analyzer",
-        "machine.launch",
-        "machine.memory",
-        "train.data",
-        "train.job",
-        "train.plot",
-        "train.finish",
-        "train.screen",
-    ],
-)
-def test_examples_in_docstrings_run(name):
-    result = doctest.testmod(importlib.import_module(f"shardwise.{name}"))
-    assert result.attempted
-    assert not result.failed

@@ -1,11 +1,7 @@
 """The command, the examples in docstrings, and what an import costs."""
 
-import doctest
-import importlib
 import subprocess
 import sys
-
-import pytest
 
 
 def test_config_explains_a_file(tmp_path, cli):
@@ -27,17 +23,6 @@ def test_a_config_error_is_one_message_and_code_2(tmp_path, cli):
     result = subprocess.run([*shell, "--debug"], capture_output=True, text=True, timeout=60)
     assert result.returncode != 0
     assert "Traceback" in result.stderr
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["sizes"] + [f"config.{name}" for name in ("sections", "config", "costs", "optimizers", "schedules", "values")],
-)
-def test_examples_in_docstrings_run(name):
-    module = importlib.import_module(f"shardwise.{name}")
-    result = doctest.testmod(module)
-    assert result.attempted
-    assert not result.failed
 
 
 def test_importing_the_configuration_imports_nothing_optional():

@@ -1,7 +1,5 @@
 """The command as a user sees it: table, files, messages; and the figures of docs/claims.md and docs/lora-24gb.md."""
 
-import doctest
-import importlib
 import json
 import re
 import shlex
@@ -270,10 +268,3 @@ def test_a_model_that_cannot_be_traced_gets_arithmetic_and_a_note(run, tmp_path)
     assert code == 0, err
     assert "no dry run: DataDependent" in out
     assert "arithmetic" in out
-
-
-@pytest.mark.parametrize("name", ["arithmetic", "dry_run", "pipelines", "planner", "pp_axis"])
-def test_examples_in_docstrings_run(name):
-    result = doctest.testmod(importlib.import_module(f"shardwise.planning.{name}"))
-    assert result.attempted > 0
-    assert result.failed == 0

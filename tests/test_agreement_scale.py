@@ -124,7 +124,7 @@ def test_ranks_that_meet(holder):
     holder.replay(calls)
     ended, texts = holder.ended(30.0)
     assert (ended < float("inf"), texts) == (True, [""])
-    assert (Counter(holder.requests) - before)["add"] == 3 * RANKS
+    assert (Counter(holder.requests) - before)["add"] == RANKS
 
 
 def test_a_rank_that_deviates_is_never_let_through():

@@ -7,7 +7,8 @@ import enum
 import json
 import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 FAILED = "it ended with"
@@ -63,13 +64,19 @@ class Post:
 
     def dump(self) -> str:
         issued = {channel: (first, " ".join(digests)) for channel, (first, digests) in self.issued.items()}
-        return json.dumps([self.state.value, self.at, issued, self.detail, self.polls, self.waits_for])
+        return f"{self.polls} {json.dumps([self.state.value, self.at, issued, self.detail, self.waits_for])}"
 
-    @classmethod
-    def load(cls, text: bytes) -> Post:
-        state, at, issued, detail, polls, waits_for = json.loads(text)
-        operations = {channel: (first, digests.split()) for channel, (first, digests) in issued.items()}
-        return cls(RankState(state), tuple(at) if at else None, operations, detail, polls, waits_for)
+    @staticmethod
+    def load(text: bytes) -> Post:
+        polls, _, rest = text.partition(b" ")
+        return replace(_load(rest), polls=int(polls))
+
+
+@lru_cache(maxsize=256)  # the posts of ranks that wait for one operation differ in `polls` alone
+def _load(text: bytes) -> Post:
+    state, at, issued, detail, waits_for = json.loads(text)
+    operations = {channel: (first, digests.split()) for channel, (first, digests) in issued.items()}
+    return Post(RankState(state), tuple(at) if at else None, operations, detail, waits_for=waits_for)
 
 
 class Answer(NamedTuple):
@@ -79,6 +86,11 @@ class Answer(NamedTuple):
     number: int
     place: str
     text: str = ""
+
+    @staticmethod
+    @lru_cache(maxsize=256)
+    def load(text: bytes) -> Answer:
+        return Answer(*json.loads(text))
 
 
 def descriptions(posts: Iterable[Post], answers: Iterable[Answer | None] = ()) -> Mapping[str, str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from shardwise.comm import agreement, inquiry, pace, roll_call, turns
+from shardwise.comm import agreement, inquiry, pace, posts, turns
 from shardwise.comm.board import Board
 from shardwise.comm.turns import Turns
 
@@ -48,7 +48,7 @@ def holder(crowd, request):
 
 
 def test_the_examples_of_the_pure_modules():
-    for module in (pace, roll_call, turns):
+    for module in (pace, posts, turns):
         found = doctest.testmod(module)
         assert (found.failed, found.attempted > 0) == (0, True)
 

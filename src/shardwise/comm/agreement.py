@@ -6,8 +6,8 @@ channels, because they run side by side.
 
 - Where the backend has tags (Gloo on the CPU), number and description make the tag of an operation's messages. An
   operation that another rank does not issue finds no partner: no data is mixed, and its ranks wait.
-- Where it has none (NCCL), an operation that does not follow the same two operations as before is issued only once all
-  ranks have met over it in the store.
+- Where it has none (NCCL), an operation that the ranks do not expect after those before it (see `turns`) is issued only
+  once all of them have met over it in the store.
 
 Ranks that repeat what they did before send nothing for the check.
 

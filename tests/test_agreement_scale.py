@@ -141,6 +141,18 @@ def test_a_rank_that_deviates_is_never_let_through():
         other.restart("gather", "the forward was broken off")
 
 
+def test_after_what_an_exchange_announced_the_same_exchange_is_expected_alone():
+    one, other = Turns(), Turns()
+    for each in (one, other):
+        each.name_units(["embed", "blocks.0", "blocks.1"])
+        assert not each.take("gather", "share what is next, 2 elements", "")
+        for unit in ("blocks.1", "embed"):
+            assert each.take("gather", f"gather {unit}, 8 elements", unit, is_announced=True)
+    assert one.take("gather", "share what is next, 2 elements", "")
+    assert not other.take("gather", "gather blocks.0, 8 elements", "blocks.0")
+    assert not other.take("gather", "share what is next, 2 elements", "")
+
+
 def test_a_rank_that_starts_late_was_not_silent_before():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     first = Board(store, 0, 2, 5.0)

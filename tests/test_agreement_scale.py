@@ -117,14 +117,15 @@ def test_ranks_that_close_lose_nothing(holder, monkeypatch):
     assert not enlisted  # to find out why
 
 
-def test_ranks_that_meet(holder):
+def test_ranks_that_meet(holder, monkeypatch):
     units = [f"blocks.{number}" for number in range(30)]
     calls = [["name_units", units], *(["issue", "gather", f"gather {unit}, 8 elements", False, unit] for unit in units)]
-    before = Counter(holder.requests)
+    met, arrive = [], Board.arrive
+    monkeypatch.setattr(Board, "arrive", lambda self, name, check: (met.append(name), arrive(self, name, check))[1])
     holder.replay(calls)
     ended, texts = holder.ended(30.0)
     assert (ended < float("inf"), texts) == (True, [""])
-    assert (Counter(holder.requests) - before)["add"] == RANKS
+    assert met == ["gather/0/gather blocks.0, 8 elements"] * RANKS
 
 
 def test_a_rank_that_deviates_is_never_let_through():

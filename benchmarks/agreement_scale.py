@@ -4,13 +4,15 @@
 
 A few processes hold many ranks each. Every rank is a real `Agreement` with its threads and its own connection to one
 real TCPStore in a process of its own; only the operations are not sent. All processes share this machine's cores with
-the store, so seconds are upper bounds, and `served_per_s`, what the store serves at most, is a lower bound: a store on
-a core of its own, asked by other machines, serves more.
+the store, so seconds are upper bounds (`simulation_cpu_s` is what the ranks compute, on two cores instead of one each),
+and `served_per_s`, what the store serves at most, is a lower bound: a store on a core of its own, asked by other
+machines, serves more.
 
 served_per_s      `check` requests a second that the store answers to clients that do nothing else
 rest              every rank computes: requests and bytes a second, as a share of what is served
 waits             all ranks wait for one that computes
-meetings          seconds that the meetings of the first two steps add, replayed from a real engine without tags
+meetings          the first three steps (initialize included), replayed from a real engine without tags: seconds that
+                  they take without compute, operations, how many of them are met over, CPU seconds of the store
 standstill        one rank waits for another operation in another channel: until every rank has the error
 disagreement      one rank issues another operation
 death             a process with 8 ranks is killed, and all others lose their connections at once
@@ -24,6 +26,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import sys
 import tempfile
 import threading
 import time
@@ -44,7 +47,7 @@ from shardwise.errors import DisagreementError
 from shardwise.machine import env, process
 
 PER_NODE = 8
-PROCESSES = 4
+RANKS_PER_PROCESS = 64
 HISTORY = 300
 REST_S, SERVED_S, LIMIT_S, STEP_LIMIT_S = 10.0, 4.0, 60.0, 90.0
 BLOCKS = 32
@@ -155,6 +158,9 @@ class Holder:
     def count(self) -> dict[str, int]:
         return dict(self.requests)
 
+    def cpu_s(self) -> float:
+        return time.process_time()
+
     def wait(self, operations: dict[int, tuple[str, str]], usual: tuple[str, str] | None) -> None:
         for rank in self.ranks:
             operation = operations.get(rank.rank, usual)
@@ -208,6 +214,8 @@ class Holder:
 
 
 def _serve(pipe: Any, ranks: range, world_size: int, port: int) -> None:
+    # A thread that waits for Python's lock wakes up once in an interval: those of 64 ranks fill the cores with it.
+    sys.setswitchinterval(0.2)
     holder = Holder(ranks, world_size, port)
     while True:
         name, args = pipe.recv()
@@ -220,18 +228,38 @@ def _hold_store(pipe: Any) -> None:
     pipe.recv()
 
 
-class World:
-    """The processes of one world: `PROCESSES` with most ranks, and a node of 8 ranks that may be killed."""
+class HeldStore:
+    """A store in a process of its own."""
 
-    def __init__(self, world_size: int, port: int, context: Any) -> None:
-        self.world_size, self.port, self._context = world_size, port, context
+    def __init__(self, context: Any) -> None:
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_hold_store, args=(theirs,), daemon=True)
+        self._process.start()
+        self.port = self._pipe.recv()
+
+    def cpu_s(self) -> float:
+        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def end(self) -> None:
+        self._process.kill()
+
+
+class World:
+    """The processes of one world: of at most 64 ranks each, and a node of 8 ranks that may be killed."""
+
+    def __init__(self, world_size: int, store: HeldStore, context: Any) -> None:
+        self.world_size, self.store, self._context = world_size, store, context
         last = world_size - PER_NODE
-        cuts = [last * index // PROCESSES for index in range(PROCESSES + 1)] + [world_size]
+        count = -(-last // RANKS_PER_PROCESS)
+        cuts = [last * index // count for index in range(count + 1)] + [world_size]
         self._started = [self._start(range(a, b)) for a, b in pairwise(cuts)]
 
     def _start(self, ranks: range) -> tuple[Any, Any]:
         ours, theirs = self._context.Pipe()
-        started = self._context.Process(target=_serve, args=(theirs, ranks, self.world_size, self.port), daemon=True)
+        started = self._context.Process(
+            target=_serve, args=(theirs, ranks, self.world_size, self.store.port), daemon=True
+        )
         started.start()
         return started, ours
 
@@ -254,15 +282,33 @@ class World:
             started.kill()
             started.join()
 
+    def requests(self) -> Counter[str]:
+        return sum((Counter(count) for count in self.call("count")), Counter())
+
     def counted(self, seconds: float) -> dict[str, float]:
         """Requests and bytes a second."""
-        before = sum((Counter(count) for count in self.call("count")), Counter())
-        began = time.monotonic()
+        before, began = self.requests(), time.monotonic()
         time.sleep(seconds)
-        after = sum((Counter(count) for count in self.call("count")), Counter())
-        took = time.monotonic() - began
+        after, took = self.requests(), time.monotonic() - began
         found = {name: (after[name] - before[name]) / took for name in after}
         return {"requests_per_s": round(sum(found.values()) - found["bytes"]), "bytes_per_s": round(found["bytes"])}
+
+    def replayed(self, step: list[list[Any]]) -> dict[str, Any]:
+        """One step of all ranks: until the last one is through, and what the store and the simulation computed."""
+        before, store_s, ranks_s = self.requests(), self.store.cpu_s(), sum(self.call("cpu_s"))
+        began = time.monotonic()
+        self.call("replay", step)
+        found = self.call("ended", STEP_LIMIT_S)
+        asked = self.requests() - before
+        return {
+            "operations": sum(name == "issue" for name, *_ in step),
+            "met": round(asked["add"] / self.world_size),
+            "seconds": round(max(when for when, _ in found) - began, 2),
+            "requests": sum(asked.values()) - asked["bytes"],
+            "store_cpu_s": round(self.store.cpu_s() - store_s, 2),
+            "simulation_cpu_s": round(sum(self.call("cpu_s")) - ranks_s, 2),
+            "error": next((text[:300] for _, texts in found for text in texts if text), ""),
+        }
 
     def stopped(self, began: float) -> dict[str, Any]:
         """Seconds until the last rank had the error, and its text."""
@@ -323,9 +369,11 @@ def recorded_steps(context: Any) -> list[list[list[Any]]]:
     return steps  # type: ignore[no-any-return]
 
 
-def measure(world_size: int, port: int, context: Any, steps: list[list[list[Any]]], parts: set[str]) -> dict[str, Any]:
+def measure(
+    world_size: int, store: HeldStore, context: Any, steps: list[list[list[Any]]], parts: set[str]
+) -> dict[str, Any]:
     row: dict[str, Any] = {"ranks": world_size}
-    world = World(world_size, port, context)
+    world = World(world_size, store, context)
     usual = ("gather", "gather model.layers.7, 202383360 elements")
 
     def began(prefix: str, operations: dict[int, tuple[str, str]], is_seen: bool = True) -> float:
@@ -348,14 +396,7 @@ def measure(world_size: int, port: int, context: Any, steps: list[list[list[Any]
         print(json.dumps(row), flush=True)
     if "meetings" in parts:
         world.call("make", f"meet-{world_size}", False)
-        row["meetings"] = {"operations": [len([c for c in step if c[0] == "issue"]) for step in steps], "seconds": []}
-        for step in steps[:2]:
-            start = time.monotonic()
-            world.call("replay", step)
-            found = world.call("ended", STEP_LIMIT_S)
-            row["meetings"]["seconds"].append(round(max(when for when, _ in found) - start, 2))
-            row["meetings"]["error"] = next((text[:300] for _, texts in found for text in texts if text), "")
-        row["meetings"]["seconds_of_a_known_step"] = _known_step(world, steps[2]) if len(steps) > 2 else None
+        row["meetings"] = [world.replayed(step) for step in steps]
         world.call("close")
         print(json.dumps(row), flush=True)
     if "faults" in parts:
@@ -381,13 +422,6 @@ def measure(world_size: int, port: int, context: Any, steps: list[list[list[Any]
     return row
 
 
-def _known_step(world: World, step: list[list[Any]]) -> float:
-    """The same bookkeeping without meetings: what the simulation itself costs."""
-    start = time.monotonic()
-    world.call("replay", step)
-    return round(max(when for when, _ in world.call("ended", STEP_LIMIT_S)) - start, 2)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", default="64,256,1024")
@@ -399,14 +433,11 @@ def main() -> None:
     os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["shardwise", "shardwise.models.built_in"])
-    ours, theirs = context.Pipe()
-    holder = context.Process(target=_hold_store, args=(theirs,), daemon=True)
-    holder.start()
-    port = ours.recv()
+    store = HeldStore(context)
     parts = set(options.parts.split(","))
     steps = recorded_steps(context) if "meetings" in parts else []
-    rows = [measure(int(ranks), port, context, steps, parts) for ranks in options.ranks.split(",")]
-    holder.kill()
+    rows = [measure(int(ranks), store, context, steps, parts) for ranks in options.ranks.split(",")]
+    store.end()
     result = {**env.made(), "versions": env.versions(), "cores": os.cpu_count(), "rows": rows}
     print(json.dumps(result, indent=1))
     if options.json:

@@ -12,6 +12,11 @@ table_bytes         of all ranks' tables
 manifest_bytes      which every rank reads in a load
 compose_s, read_s   to make the manifest from the tables, and to read and check it
 
+`stall_foreseen`: seconds for which `engine.save(blocking=False)` of this model stops training on 8 ranks, states on the
+GPUs, by the time model of `plan`: a copy of the rank's bytes to host memory over its own PCIe link, and the issue of
+the copies. Not in the model: the first save of a process also allocates the pinned memory for them, and host memory
+that is slower than the links of all GPUs.
+
 `stall`: the parts of `engine.save(blocking=False)`, with two ranks that share this machine's cores.
 """
 
@@ -40,6 +45,7 @@ from shardwise.checkpoint.manifest import BLOCK_BYTES, read_manifest
 from shardwise.checkpoint.plain import rng_states, to_plain
 from shardwise.machine import env
 from shardwise.partition.layout import Layout, Span, TensorSpec
+from shardwise.timing.device import published
 
 LAYERS, WIDTH, HIDDEN, VOCABULARY = 32, 4096, 11008, 32000
 KINDS = ("param", "optim/exp_avg", "optim/exp_avg_sq")
@@ -115,6 +121,20 @@ def of_ranks(world_size: int, folder: Path) -> dict[str, Any]:
     }
 
 
+def foreseen_stall(world_size: int, name: str) -> dict[str, Any]:
+    layouts = [Layout.build(specs, world_size, 2) for specs in units()]
+    slices, device = contents(layouts, 0).slices, published(name)
+    size_bytes = sum(each.size_bytes for each in slices)
+    return {
+        "ranks": world_size,
+        "device": name,
+        "rank_bytes": size_bytes,
+        "copies": len(slices),
+        "down_gb_per_s": round(device.down / 1e9, 1),
+        "seconds": round(size_bytes / device.down + len(slices) * device.issue_s, 3),
+    }
+
+
 def stall(rank: int, folder: str, layers: int, width: int, results: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
@@ -171,8 +191,11 @@ def main() -> None:
         processes.spawn(stall, (folder, options.layers, options.width, results), nprocs=2)
         stalled = results.get()
     print(json.dumps(stalled), flush=True)
+    foreseen = [foreseen_stall(8, name) for name in ("a100", "h100", "h200")]
+    print(json.dumps(foreseen), flush=True)
     if options.json:
-        result = {**env.made(), "versions": env.versions(), "model": "7 B, AdamW", "rows": rows, "stall": stalled}
+        result = {**env.made(), "versions": env.versions(), "model": "7 B, AdamW", "rows": rows}
+        result |= {"stall_foreseen": foreseen, "stall": stalled}
         options.json.write_text(json.dumps(result, indent=1) + "\n")
 
 

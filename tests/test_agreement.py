@@ -267,8 +267,13 @@ def test_without_tags_what_is_repeated_is_not_met_over(rank, world_size, preset,
     with mock.patch("shardwise.engine.initialize.ProcessGroupComm", WithoutTags):
         engine = begin(preset, batch={"accumulation": 2}, **bucket)
     assert max(unit.grads.reduce_plan.parts for unit in engine.units) >= pieces
-    for index in range(2):
-        train_step(engine, rank, index)
+    met, meet = [], agreement.Agreement._meet
+    with mock.patch.object(agreement.Agreement, "_meet", lambda self, it: (met.append(it.text), meet(self, it))):
+        train_step(engine, rank, 0)
+    # What an exchange announced is not met over, and after it the same exchange is expected: once in each direction.
+    assert len([text for text in met if "gathers next" in text]) == (2 if preset == "zero3" else 0)
+    assert len([text for text in met if text.startswith("share the order")]) <= 1
+    train_step(engine, rank, 1)
     with mock.patch.object(agreement.Agreement, "_meet", side_effect=AssertionError("met over what is known")):
         for index in range(2, 4):
             train_step(engine, rank, index)

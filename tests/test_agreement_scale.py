@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from shardwise.comm import agreement, inquiry, pace, roll_call, turns
+from shardwise.comm import agreement, inquiry, pace, posts, turns
 from shardwise.comm.board import Board
 from shardwise.comm.turns import Turns
 
@@ -48,7 +48,7 @@ def holder(crowd, request):
 
 
 def test_the_examples_of_the_pure_modules():
-    for module in (pace, roll_call, turns):
+    for module in (pace, posts, turns):
         found = doctest.testmod(module)
         assert (found.failed, found.attempted > 0) == (0, True)
 
@@ -117,14 +117,15 @@ def test_ranks_that_close_lose_nothing(holder, monkeypatch):
     assert not enlisted  # to find out why
 
 
-def test_ranks_that_meet(holder):
+def test_ranks_that_meet(holder, monkeypatch):
     units = [f"blocks.{number}" for number in range(30)]
     calls = [["name_units", units], *(["issue", "gather", f"gather {unit}, 8 elements", False, unit] for unit in units)]
-    before = Counter(holder.requests)
+    met, arrive = [], Board.arrive
+    monkeypatch.setattr(Board, "arrive", lambda self, name, check: (met.append(name), arrive(self, name, check))[1])
     holder.replay(calls)
     ended, texts = holder.ended(30.0)
     assert (ended < float("inf"), texts) == (True, [""])
-    assert (Counter(holder.requests) - before)["add"] == 3 * RANKS
+    assert met == ["gather/0/gather blocks.0, 8 elements"] * RANKS
 
 
 def test_a_rank_that_deviates_is_never_let_through():
@@ -139,6 +140,18 @@ def test_a_rank_that_deviates_is_never_let_through():
     for text, unit in [("gather blocks.2", "blocks.2"), ("reduce blocks.3", "blocks.3"), ("gather head", "head")]:
         assert not other.take("gather", f"{text}, 8 elements", unit)
         other.restart("gather", "the forward was broken off")
+
+
+def test_after_what_an_exchange_announced_the_same_exchange_is_expected_alone():
+    one, other = Turns(), Turns()
+    for each in (one, other):
+        each.name_units(["embed", "blocks.0", "blocks.1"])
+        assert not each.take("gather", "share what is next, 2 elements", "")
+        for unit in ("blocks.1", "embed"):
+            assert each.take("gather", f"gather {unit}, 8 elements", unit, is_announced=True)
+    assert one.take("gather", "share what is next, 2 elements", "")
+    assert not other.take("gather", "gather blocks.0, 8 elements", "blocks.0")
+    assert not other.take("gather", "share what is next, 2 elements", "")
 
 
 def test_a_rank_that_starts_late_was_not_silent_before():

@@ -22,8 +22,7 @@ from shardwise.comm.groups import set_timeout
 from shardwise.comm.hosts import RankHost, describe_hosts, this_host
 from shardwise.comm.jury import Jury
 from shardwise.comm.pace import Pace
-from shardwise.comm.posts import Answer, Post, RankState, digest
-from shardwise.comm.roll_call import Silence
+from shardwise.comm.posts import Answer, Post, RankState, Silence, digest
 from shardwise.comm.store_link import StoreLink, StoreSilentError, own_connection
 from shardwise.machine import process
 from shardwise.machine.local_ranks import FOLDER

@@ -6,8 +6,8 @@ channels, because they run side by side.
 
 - Where the backend has tags (Gloo on the CPU), number and description make the tag of an operation's messages. An
   operation that another rank does not issue finds no partner: no data is mixed, and its ranks wait.
-- Where it has none (NCCL), an operation that does not follow the same two operations as before is issued only once all
-  ranks have met over it in the store.
+- Where it has none (NCCL), an operation that the ranks do not expect after those before it (see `turns`) is issued only
+  once all of them have met over it in the store.
 
 Ranks that repeat what they did before send nothing for the check.
 
@@ -60,6 +60,7 @@ POLL_VARIABLE = "SHARDWISE_AGREEMENT_POLL_S"
 FROZEN_VARIABLE = "SHARDWISE_FROZEN_S"
 """The environment variable for how long a rank may be silent while others wait for it, at most and by default the
 timeout of the process group. Its thread answers unless the process stands still, or a call holds Python's lock."""
+_ARRIVAL_S = 1e-4  # between two ranks that enter a meeting: the store serves them in less, but they are not in step
 _LOG = logging.getLogger("shardwise")
 
 
@@ -137,12 +138,12 @@ class Agreement:
         """The units in an order that is the same on all ranks."""
         self._turns.name_units(names)
 
-    def issue(self, channel: str, text: str, has_tags: bool, unit: str = "") -> Ticket:
+    def issue(self, channel: str, text: str, has_tags: bool, unit: str = "", is_announced: bool = False) -> Ticket:
         """Number an operation that is about to be issued, of a `unit` or of none. Without tags, wait for all ranks if
-        it is not the one that followed the last two operations before."""
+        it is not the one to expect after the last two, nor follows from what the one before sent: `is_announced`."""
         self._raise_failure()
         ticket = self._log.add(channel, text)
-        if not has_tags and not self._turns.take(channel, text, unit):
+        if not has_tags and not self._turns.take(channel, text, unit, is_announced):
             self._meet(ticket)
         return ticket
 
@@ -239,7 +240,7 @@ class Agreement:
         error = self._wire.error() if self.failure is None and not self.is_ending else None
         waits = not look.has_moved and self.failure is None
         is_judge = waits and (self._pace.is_judge(self._rank, self._polls) or self._inquiry.sees_death())
-        if not is_judge and error is None and not self._is_due(waits):
+        if error is None and not self._is_due(waits, is_judge):
             return None
         self._asked = self._polled
         verdict = self._jury.hear(self._ran_s)
@@ -252,10 +253,10 @@ class Agreement:
         self._reached = time.monotonic()
         return verdict
 
-    def _is_due(self, waits: bool) -> bool:
+    def _is_due(self, waits: bool, is_judge: bool) -> bool:
         """Whether to ask the store in this poll. A rank that begins to wait says so soon."""
         begins = waits and self._state is RankState.RUNS
-        return self._polled - self._asked > (0.25 if begins else 0.9) * self._pace.ask_s
+        return self._polled - self._asked > (0.45 if begins or is_judge else 0.9) * self._pace.ask_s
 
     def _look(self) -> Look:
         """What this rank waits for, in the engine or outside of it, and whether it has moved since the last poll."""
@@ -301,14 +302,14 @@ class Agreement:
         """Wait until every rank is about to issue this very operation."""
         self._waits_for = ticket
         name = f"{ticket.channel}/{ticket.number}/{ticket.text}"
-        pause_s, longest_s = self._pace.meeting_s
         try:
-            has_met = self._board.arrive(name, self._raise_failure)
+            missing = self._board.arrive(name, self._raise_failure)
+            pause_s, has_met = missing * _ARRIVAL_S, not missing
             while not has_met:
-                time.sleep(pause_s)
+                time.sleep(min(pause_s, self._pace.meeting_s))
                 self._raise_failure()
                 has_met = self._board.has_met(name, self._raise_failure)
-                pause_s = min(2 * pause_s, longest_s)
+                pause_s *= 2
         except RuntimeError as error:
             if isinstance(error, DisagreementError):
                 raise

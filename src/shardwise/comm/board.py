@@ -121,7 +121,7 @@ class Board:
 
     def answers(self) -> list[Answer | None]:
         """The last answer of every rank; None for a rank that has not started yet."""
-        return [Answer(*json.loads(text)) if text is not None else None for text in self._read("answer")]
+        return [Answer.load(text) if text is not None else None for text in self._read("answer")]
 
     def verdict(self) -> str | None:
         return self._link.run(lambda store: store.get("verdict").decode() if store.check(["verdict"]) else None)
@@ -142,15 +142,15 @@ class Board:
 
     # Meetings
 
-    def arrive(self, name: str, check: Callable[[], None]) -> bool:
-        """Enter the meeting `name`; returns whether this rank completes it."""
+    def arrive(self, name: str, check: Callable[[], None]) -> int:
+        """Enter the meeting `name`; returns how many ranks it still waits for."""
 
-        def enter(store: Any) -> bool:
-            is_last = bool(store.add(f"came/{name}", 1) == self._world_size)
-            if is_last:
+        def enter(store: Any) -> int:
+            missing = self._world_size - int(store.add(f"came/{name}", 1))
+            if not missing:
                 store.set(f"met/{name}", "")
                 store.delete_key(f"came/{name}")
-            return is_last
+            return missing
 
         return self._link.run(enter, check)
 

@@ -87,6 +87,7 @@ class ProcessGroupComm(Comm):
         self.sent_bytes = Counter()
         self.axis_bytes = Counter()
         self.micro_step = 0
+        self._is_announced = False  # what is issued now: see `announced`
         self._groups = groups = ChannelGroups(group, device, members, CHANNELS)
         self.rank = groups.rank
         self.world_size = groups.size
@@ -234,7 +235,8 @@ class ProcessGroupComm(Comm):
             sizes = self.share(torch.tensor([mine.numel()], device=self.device), f"{name} (size)").flatten().tolist()
             padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self.device)
             padded[: mine.numel()] = mine
-            rows = self.share(padded, name).cpu()
+            with self.announced():
+                rows = self.share(padded, name).cpu()
             return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
         except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
             # An operation that a death broke off on the device ends like any other, with zeros instead of values.
@@ -264,6 +266,14 @@ class ProcessGroupComm(Comm):
     def note(self, what: str) -> None:
         if self._agreement is not None:
             self._agreement.note(CHANNELS, what)
+
+    @contextlib.contextmanager
+    def announced(self) -> Iterator[None]:
+        self._is_announced = True
+        try:
+            yield
+        finally:
+            self._is_announced = False
 
     def name_units(self, names: Sequence[str]) -> None:
         if self._agreement is not None:
@@ -322,7 +332,7 @@ class ProcessGroupComm(Comm):
         text, channel = f"{f'{what} {unit}'.rstrip()}{place}, {numel} elements", self._channels[channel]
         if self._agreement is None:
             return Ticket(channel, 0, text, 0)
-        return self._agreement.issue(channel, text, self._sends_directly and has_tags, unit)
+        return self._agreement.issue(channel, text, self._sends_directly and has_tags, unit, self._is_announced)
 
     def _checked(self, ticket: Ticket, works: list[Any], sends: Sequence[Any] = ()) -> Handle:
         if self._agreement is None:

@@ -139,6 +139,11 @@ class Comm(ABC):
     def note(self, what: str) -> None:
         """Record an event that sends nothing but must happen on all ranks or on none, such as an interrupted pass."""
 
+    @contextlib.contextmanager
+    def announced(self) -> Iterator[None]:
+        """Around operations that follow on all ranks from what the operation before sent to all of them."""
+        yield
+
     def name_units(self, names: Sequence[str]) -> None:
         """Tell the units of the model, in an order that is the same on all ranks: passes go from one to the next."""
 

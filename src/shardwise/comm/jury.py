@@ -10,8 +10,7 @@ from shardwise.comm.board import Board
 from shardwise.comm.inquiry import Inquiry
 from shardwise.comm.judge import Finding, judge
 from shardwise.comm.pace import Pace
-from shardwise.comm.posts import Place, Post, RankState
-from shardwise.comm.roll_call import Silence
+from shardwise.comm.posts import Place, Post, RankState, Silence
 from shardwise.comm.sight import main_place
 from shardwise.machine.process import Condition
 

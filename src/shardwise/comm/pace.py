@@ -45,6 +45,6 @@ class Pace(NamedTuple):
         return 0.1 * max(1.0, self.stride / 16)
 
     @property
-    def meeting_s(self) -> tuple[float, float]:
-        """The first and the longest pause of a rank that waits for the others in a meeting."""
-        return max(1e-4, 2.5e-4 * (self.stride - 1)), max(0.05, self.stride / 256)
+    def meeting_s(self) -> float:
+        """The longest pause of a rank that waits for the others in a meeting."""
+        return max(0.05, self.stride / 256)

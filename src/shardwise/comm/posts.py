@@ -1,4 +1,4 @@
-"""What a rank posts about itself for the other ranks, and what it answers to a roll call. Pure."""
+"""What a rank posts about itself for the other ranks, what it answers to roll calls, and how long it has not. Pure."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import base64
 import enum
 import json
 import zlib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 FAILED = "it ended with"
 """How the detail of a rank that an exception ended begins."""
+_REMEMBERED = 1000  # roll calls
 Operations = tuple[int, list[str]]
 """Consecutive operations of one channel: the number of the first, and the digests of all."""
 Place = tuple[str, int]
@@ -63,13 +66,19 @@ class Post:
 
     def dump(self) -> str:
         issued = {channel: (first, " ".join(digests)) for channel, (first, digests) in self.issued.items()}
-        return json.dumps([self.state.value, self.at, issued, self.detail, self.polls, self.waits_for])
+        return f"{self.polls} {json.dumps([self.state.value, self.at, issued, self.detail, self.waits_for])}"
 
-    @classmethod
-    def load(cls, text: bytes) -> Post:
-        state, at, issued, detail, polls, waits_for = json.loads(text)
-        operations = {channel: (first, digests.split()) for channel, (first, digests) in issued.items()}
-        return cls(RankState(state), tuple(at) if at else None, operations, detail, polls, waits_for)
+    @staticmethod
+    def load(text: bytes) -> Post:
+        polls, _, rest = text.partition(b" ")
+        return replace(_load(rest), polls=int(polls))
+
+
+@lru_cache(maxsize=256)  # the posts of ranks that wait for one operation differ in `polls` alone
+def _load(text: bytes) -> Post:
+    state, at, issued, detail, waits_for = json.loads(text)
+    operations = {channel: (first, digests.split()) for channel, (first, digests) in issued.items()}
+    return Post(RankState(state), tuple(at) if at else None, operations, detail, waits_for=waits_for)
 
 
 class Answer(NamedTuple):
@@ -80,8 +89,43 @@ class Answer(NamedTuple):
     place: str
     text: str = ""
 
+    @staticmethod
+    @lru_cache(maxsize=256)
+    def load(text: bytes) -> Answer:
+        return Answer(*json.loads(text))
+
 
 def descriptions(posts: Iterable[Post], answers: Iterable[Answer | None] = ()) -> Mapping[str, str]:
     """The descriptions of operations that ranks have told, by digest."""
     told = [post.waits_for for post in posts] + [answer.text for answer in answers if answer is not None]
     return {digest(text): text for text in told if text}
+
+
+class Silence:
+    """How long each rank has been silent, in seconds during which the listening rank itself was running.
+
+    A rank is silent from the first call on that it did not answer, as this rank heard of the calls. So any rank can
+    tell it from one reading of the answers.
+
+    >>> silence = Silence()
+    >>> silence.hear(1, now_s=0.0)
+    >>> silence.hear(2, now_s=4.0)
+    >>> silence.listen([Answer(2, ""), Answer(1, ""), Answer(0, ""), None], now_s=5.0)
+    [0.0, 1.0, 5.0, 0.0]
+    """
+
+    def __init__(self) -> None:
+        self._calls: list[tuple[int, float]] = []
+
+    def hear(self, called: int, now_s: float) -> None:
+        """Take in the number of the last call."""
+        if not self._calls or called > self._calls[-1][0]:
+            self._calls = [*self._calls[-_REMEMBERED:], (called, now_s)]
+
+    def listen(self, answers: Sequence[Answer | None], now_s: float) -> list[float]:
+        """Seconds of silence. A rank that has not started yet, so that it cannot answer, is not silent."""
+        return [now_s - self._since(answer.number, now_s) if answer is not None else 0.0 for answer in answers]
+
+    def _since(self, answered: int, now_s: float) -> float:
+        index = bisect_right(self._calls, answered, key=lambda call: call[0])
+        return self._calls[index][1] if index < len(self._calls) else now_s

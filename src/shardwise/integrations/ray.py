@@ -14,6 +14,7 @@ import ray.train
 from pyarrow.fs import LocalFileSystem
 from ray.train import Checkpoint, CheckpointUploadMode
 
+from shardwise.checkpoint.storage import Location
 from shardwise.engine.engine import Engine
 from shardwise.errors import ConfigError
 
@@ -22,18 +23,26 @@ def resume(engine: Engine) -> Any:
     """Continue from the newest checkpoint of the run, if there is one; the state that was saved with it.
 
     A collective. A run without checkpoints continues from that of `TorchTrainer(resume_from_checkpoint=...)`. Of its
-    own checkpoints, the newest that is complete counts: Ray may not have noted it yet when a worker died.
+    own checkpoints, the newest that is complete counts. If a worker died before Ray noted it, it is reported now,
+    without metrics, so that `CheckpointConfig(num_to_keep=...)` removes it in its turn.
     """
-    state, checkpoint = engine.load(_storage(), missing_ok=True), ray.train.get_checkpoint()
-    if engine.steps or checkpoint is None:
-        return state
-    path = Path(checkpoint.path)
-    return engine.load(path.parent, tag=path.name)
+    state, known = engine.load(_storage(), missing_ok=True), ray.train.get_checkpoint()
+    if engine.steps:
+        newest = _storage() / f"step-{engine.steps}"
+        if known is None or Path(known.path) != newest:
+            _report(newest, {})
+    elif known is not None:
+        path = Path(known.path)
+        state = engine.load(path.parent, tag=path.name)
+    return state
 
 
 def report(engine: Engine, metrics: dict[str, Any], state: dict[str, Any] | None = None) -> None:
     """Save a checkpoint in the storage of the run, with `state`, and report it to Ray with `metrics`. A collective."""
-    path = engine.save(_storage(), state=state)
+    _report(engine.save(_storage(), state=state), metrics)
+
+
+def _report(path: Location, metrics: dict[str, Any]) -> None:
     is_first = ray.train.get_context().get_world_rank() == 0
     checkpoint = Checkpoint.from_directory(path) if is_first else None
     ray.train.report(metrics, checkpoint=checkpoint, checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD)

@@ -315,10 +315,11 @@ class GatherOrder:
         )
         for index in numbers:
             self._recorded.append(self._units[index])
-            if index == mine:
-                self._units[index].weights.gather()
-            else:
-                self._take_part(self._units[index])
+            with self._comm.announced():
+                if index == mine:
+                    self._units[index].weights.gather()
+                else:
+                    self._take_part(self._units[index])
         return bool(numbers)
 
     def _with_siblings(self, recorded: list[Unit]) -> list[Unit]:

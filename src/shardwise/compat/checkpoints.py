@@ -43,6 +43,19 @@ def save(
     torch.distributed.barrier()
 
 
+def agreed_tag(tag: str, validation: str | None) -> str:
+    """Rank 0's tag. Where ranks give others, that is an error, a warning or nothing, as the settings say. A collective."""
+    tags: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(tags, tag)
+    mode = (validation or "warn").lower()
+    if len(set(tags)) > 1 and mode != "ignore":
+        sentence = f"ranks save a checkpoint under different tags, {tags}: pass the same tag on all ranks"
+        if mode == "fail":
+            raise AssertionError(sentence)
+        logging.getLogger("DeepSpeed").warning("%s; here, the first is taken", sentence)
+    return str(tags[0])
+
+
 def load(engine: Engine, folder: str, tag: Any, with_schedule: bool) -> tuple[str | None, dict[str, Any] | None]:
     found = _find(folder, tag)
     if found is None:
@@ -198,6 +211,13 @@ def get_model_state_file(checkpoint_dir: str, zero_stage: int) -> str:
 def get_optim_files(checkpoint_dir: str) -> list[str]:
     """A file that tells a client the stage, written into a temporary folder; `get_model_state_file` ignores it."""
     return [_written("zero_pp_rank_0_mp_rank_00_optim_states.pt", {"optimizer_state_dict": {"zero_stage": 3}})]
+
+
+def get_model_ckpt_name_for_rank(base_folder: str, mp_rank_str: str) -> str:
+    """A file with a checkpoint's weights as `module` for `torch.load`, written into a temporary folder."""
+    folder = Path(base_folder)
+    content = _read(str(folder.parent), folder.name)
+    return _written(f"mp_rank_{mp_rank_str}_model_states.pt", {"module": content.weights, **content.client_state})
 
 
 def _written(name: str, content: Any) -> str:

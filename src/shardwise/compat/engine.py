@@ -12,6 +12,8 @@ from torch import nn
 
 from shardwise.compat.early_shard import EarlyShard, early_device
 from shardwise.compat.engine_facts import EngineFacts
+from shardwise.compat.outputs import with_gradients_changed
+from shardwise.compat.names import logger
 from shardwise.compat.retraining import unwrap_in_trainers
 from shardwise.compat.unused import UnusedParameters
 from shardwise.compat.zero import mark_module, note_units, put_back
@@ -41,6 +43,7 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
         self.loss_total = 0.0
         self._unused = UnusedParameters.of(self.module, settings, stage)
         self._is_in_no_sync = False
+        self._is_in_backward = False
         self._has_updated = False
         self._is_destroyed = False
 
@@ -52,7 +55,20 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
                 "this engine was destroyed, as accelerator.free_memory() does: call accelerator.prepare(...) or "
                 "deepspeed.initialize(model=engine.module, ...) again"
             )
-        return self.shardwise_engine(*args, **kwargs)
+        outputs = self.shardwise_engine(*args, **kwargs)
+        if self.gradient_accumulation_steps() == 1 or not torch.is_grad_enabled():
+            return outputs
+        return with_gradients_changed(outputs, self._divided)
+
+    def _divided(self, grad: torch.Tensor) -> torch.Tensor:
+        """A gradient that enters the model: a plain `loss.backward()` counts as one of the micro-batches of a step."""
+        return grad if self._is_in_backward else grad / self.gradient_accumulation_steps()
+
+    def scale(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
+        """The loss for a plain `.backward()`: in fp16 times the loss scale, else as it is."""
+        if loss.numel() != 1 or not loss.requires_grad:
+            raise AssertionError(f"scale() takes a scalar tensor with a gradient, not one of shape {tuple(loss.shape)}")
+        return self.shardwise_engine.scale(loss)
 
     def backward(
         self,
@@ -71,15 +87,18 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
             )
         count = self.gradient_accumulation_steps() if scale_wrt_gas else 1
         scaled = loss * (1.0 / count) if count > 1 else loss
-        if not retain_graph:
-            self.shardwise_engine.backward(scaled, scale=False)
-            return scaled
-        if self.fp16_enabled():
-            raise CompatibilityError(
-                "engine.backward(retain_graph=True) in fp16: call it once on the sum of the losses"
-            )
-        scaled.backward(retain_graph=True)
+        self._is_in_backward = True
+        try:
+            if retain_graph:
+                self.shardwise_engine.scale(scaled).backward(retain_graph=True)
+            else:
+                self.shardwise_engine.backward(scaled, scale=False)
+        finally:
+            self._is_in_backward = False
         return scaled
+
+    def allreduce_gradients(self, *args: Any, **kwargs: Any) -> None:
+        """Does nothing: backward reduces the gradients."""
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """At the boundary of an accumulation: clip, update, step the schedule, drop the gradients."""
@@ -210,9 +229,9 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
         Without a tag it is `global_step<N>`. With `exclude_frozen_parameters`, a load keeps the model's own values of
         these.
         """
-        from shardwise.compat.checkpoints import save
+        from shardwise.compat.checkpoints import agreed_tag, save
 
-        name = str(tag or f"global_step{self.global_steps}")
+        name = agreed_tag(str(tag or f"global_step{self.global_steps}"), self._setting("checkpoint", "tag_validation"))
         save(self.shardwise_engine, save_dir, name, client_state, save_latest, not exclude_frozen_parameters)
         return True
 
@@ -243,6 +262,16 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
     def _get_optimizer_ckpt_name(self, checkpoints_path: str, tag: Any, *ranks: Any) -> str:
         """Where a checkpoint has the optimizer's states: beside everything else."""
         return os.path.join(checkpoints_path, str(tag))
+
+    def offload_states(self, *args: Any, **kwargs: Any) -> None:
+        """Moves nothing, and says so: states rest where `offload_param` and `offload_optimizer` say."""
+        logger.warning(
+            "engine.offload_states() has no effect in shardwise: give offload_optimizer and offload_param in the "
+            "configuration for states that rest on the host"
+        )
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Does nothing, see `offload_states`."""
 
     def empty_partition_cache(self) -> None:
         """Does nothing: units are released after their use."""

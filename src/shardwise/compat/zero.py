@@ -172,7 +172,7 @@ class Init:
         **further: Any,
     ) -> None:
         self._enabled = enabled
-        self._built: list[nn.Parameter] = []
+        self._built: dict[int, nn.Module] = {}
         self._remove: Callable[[], None] = _nothing
         zero = _zero_section(config_dict_or_path if config_dict_or_path is not None else config)
         offload = zero.get("offload_param")
@@ -195,14 +195,15 @@ class Init:
 
     def _note(self, module: nn.Module, name: str, param: Any) -> None:
         if isinstance(param, nn.Parameter):
-            self._built.append(param)
+            self._built[id(module)] = module
 
     def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
         Init._depth -= self._enabled
         self._remove()
         if kind is None:
-            self._shard(self._built)
-        self._built = []
+            # What a module has now: `to_empty` replaces parameters without registering them.
+            self._shard(param for module in self._built.values() for param in module.parameters(recurse=False))
+        self._built = {}
 
     def _shard(self, params: Iterable[nn.Parameter]) -> None:
         device = early_device(self._offloads)

@@ -79,6 +79,7 @@ class Engine(nn.Module):
         self.steps = 0
         self._micro_step = 0
         self._boundary: bool | None = None
+        self._is_loss_scaled = False  # by `scale`, for the next plain backward
         self._syncs = True
         self._is_destroyed = False
         self._saving: checkpoint.AsyncSave | None = None
@@ -148,6 +149,16 @@ class Engine(nn.Module):
             self.zero_grad()
             self._watch.examine()  # a better reason than torch's, if a parameter was resized
             raise
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss as a plain `.backward()` needs it: in fp16 times the loss scale, else as it is.
+
+        For options that `backward` does not have: `engine.scale(loss).backward(retain_graph=True)`.
+        """
+        if (loss_scale := self._scaling.scale) is None:
+            return loss
+        self._is_loss_scaled = True
+        return loss.float() * loss_scale
 
     def step(self, closure: None = None) -> None:
         """At the accumulation boundary: clip, update, and send the new weights on their way. Otherwise count."""
@@ -501,8 +512,12 @@ class Engine(nn.Module):
         return self.is_boundary and self._syncs and self.config.gradients.reduce_at == "backward"
 
     def _check_plain_backward(self) -> None:
-        if self._scaling.scaler is not None:
-            raise RuntimeError("in fp16 the loss has to be scaled: call engine.backward(loss), not loss.backward()")
+        is_scaled, self._is_loss_scaled = self._is_loss_scaled, False
+        if self._scaling.scaler is not None and not is_scaled:
+            raise RuntimeError(
+                "Loss scaling is required in fp16: call engine.backward(loss), or engine.scale(loss).backward(), not "
+                "loss.backward()"
+            )
 
     def _on_begin_backward(self) -> None:
         self._step_grads.check_may_grow()

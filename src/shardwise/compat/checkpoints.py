@@ -44,7 +44,10 @@ def save(
 
 
 def agreed_tag(tag: str, validation: str | None) -> str:
-    """Rank 0's tag. Where ranks give others, that is an error, a warning or nothing, as the settings say. A collective."""
+    """Rank 0's tag. A collective.
+
+    Where ranks give different ones, that is an error, a warning or nothing, by `checkpoint.tag_validation`.
+    """
     tags: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(tags, tag)
     mode = (validation or "warn").lower()

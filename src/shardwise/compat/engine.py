@@ -12,8 +12,8 @@ from torch import nn
 
 from shardwise.compat.early_shard import EarlyShard, early_device
 from shardwise.compat.engine_facts import EngineFacts
-from shardwise.compat.outputs import with_gradients_changed
 from shardwise.compat.names import logger
+from shardwise.compat.outputs import with_gradients_changed
 from shardwise.compat.retraining import unwrap_in_trainers
 from shardwise.compat.unused import UnusedParameters
 from shardwise.compat.zero import mark_module, note_units, put_back

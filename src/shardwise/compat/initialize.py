@@ -205,9 +205,8 @@ def _freeze_others(model: nn.Module, groups: list[Any]) -> None:
         return
     for param in others.values():
         param.requires_grad_(False)
-    _say_once(
-        f"{len(others)} parameters are in no group of the optimizer, and are frozen; the first is {next(iter(others))!r}"
-    )
+    first = next(iter(others))
+    _say_once(f"{len(others)} parameters are in no group of the optimizer, and are frozen; the first is {first!r}")
 
 
 def _prepare(model: nn.Module, is_stage_3: bool, is_offloaded: bool) -> dict[str, torch.dtype]:

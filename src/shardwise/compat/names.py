@@ -55,7 +55,7 @@ class ZeroStageEnum(int, enum.Enum):
     max_stage = 3  # noqa: PIE796  # an alias
 
 
-class OffloadDeviceEnum(str, enum.Enum):
+class OffloadDeviceEnum(enum.StrEnum):
     """Where offloaded states rest."""
 
     none = "none"
@@ -63,7 +63,7 @@ class OffloadDeviceEnum(str, enum.Enum):
     nvme = "nvme"
 
 
-class OffloadStateTypeEnum(str, enum.Enum):
+class OffloadStateTypeEnum(enum.StrEnum):
     """Kinds of states that `engine.offload_states` names."""
 
     optim_states = "optim_states"

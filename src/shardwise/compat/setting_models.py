@@ -26,7 +26,7 @@ _BATCH_KEYS = {
 
 
 class _SettingsSection(BaseModel):
-    """A section. Keys that have no field here become attributes as they are; those that are "auto" have their default."""
+    """A section. Keys without a field become attributes as they are; those that are "auto" have their default."""
 
     model_config = ConfigDict(extra="allow", validate_default=True)
 

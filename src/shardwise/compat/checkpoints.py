@@ -32,7 +32,9 @@ convert_zero_checkpoint_to_fp32_state_dict(*sys.argv[1:])
 def save(
     engine: Engine, folder: str, tag: str, client_state: dict[str, Any] | None, save_latest: bool, frozen: bool
 ) -> None:
-    saved = engine.save(folder, tag, state=dict(client_state or {}), frozen=frozen)
+    if not engine.is_at_rest:
+        logging.getLogger("DeepSpeed").warning("a checkpoint between the micro-batches of a step: it has no gradients")
+    saved = engine.save(folder, tag, state=dict(client_state or {}), frozen=frozen, midway=True)
     if engine.comm.everyone.rank == 0:
         # A checkpoint that replaced one of the same tag has a number after it. Clients look for the tag alone.
         if saved.name != tag:
@@ -67,7 +69,7 @@ def load(engine: Engine, folder: str, tag: Any, with_schedule: bool) -> tuple[st
     if not with_schedule:
         engine.lr_scheduler = None
     try:
-        state = engine.load(folder, found)
+        state = engine.load(*_place(folder, found))
     finally:
         engine.lr_scheduler = schedule
     return str(Path(folder) / found), state or {}
@@ -87,6 +89,14 @@ def load_weights(
         if with_schedule and engine.lr_scheduler is not None and content.training["lr_scheduler"] is not None:
             engine.lr_scheduler.load_state_dict(content.training["lr_scheduler"])
     return str(Path(folder) / found), content.client_state
+
+
+def _place(folder: str, tag: str) -> tuple[Path, str]:
+    """Where a checkpoint is looked for: the folder of this name, or the checkpoint of this name in `folder`."""
+    from shardwise.checkpoint.folder import LATEST
+
+    own = Path(folder) / tag
+    return (own, LATEST) if (own / "manifest.json").is_file() else (Path(folder), tag)
 
 
 def _find(folder: str, tag: Any) -> str | None:
@@ -122,7 +132,7 @@ def _read(folder: str, tag: str | None) -> Content:
     from shardwise.checkpoint.plain import from_plain
     from shardwise.optim.states import MASTER
 
-    path = candidates(Path(folder), tag or LATEST, fallback=False)[0]
+    path = candidates(*_place(folder, tag or LATEST), fallback=False)[0]
     manifest = read_manifest(path)
     with CheckpointReader(path, manifest) as reader:
         weights = {
@@ -131,7 +141,10 @@ def _read(folder: str, tag: str | None) -> Content:
             for key in manifest.tensors
             if (name := key.removeprefix(prefix)) != key
         }
+        aliases = {alias: name for name, info in manifest.params.items() for alias in info.aliases}
+        weights |= {alias: weights[name] for alias, name in aliases.items() if name in weights}
         frozen = {name for name, info in manifest.params.items() if info.group is None}
+        frozen |= {alias for alias, name in aliases.items() if name in frozen}
         training = from_plain(manifest.training, reader.whole)
         return Content(weights, frozen, training, from_plain(manifest.state, reader.whole) or {})
 

@@ -12,7 +12,6 @@ from torch import nn
 
 from shardwise.compat.early_shard import EarlyShard, early_device
 from shardwise.compat.engine_facts import EngineFacts
-from shardwise.compat.names import logger
 from shardwise.compat.outputs import with_gradients_changed
 from shardwise.compat.retraining import unwrap_in_trainers
 from shardwise.compat.unused import UnusedParameters
@@ -80,6 +79,7 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
         **further: Any,
     ) -> torch.Tensor:
         """Gradients of `loss`, divided by the number of micro-batches unless `scale_wrt_gas` is False; returns that."""
+        self._check_has_optimizer("backward")
         if not allreduce_gradients:
             raise CompatibilityError(
                 "engine.backward(allreduce_gradients=False) leaves the reduction to another call: use engine.no_sync() "
@@ -102,6 +102,7 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """At the boundary of an accumulation: clip, update, step the schedule, drop the gradients."""
+        self._check_has_optimizer("step")
         if self._is_in_no_sync:
             raise AssertionError("It is illegal to call Engine.step() inside no_sync context manager")
         if self._unused is not None and self.is_gradient_accumulation_boundary():
@@ -109,6 +110,10 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
         self._has_updated = self.is_gradient_accumulation_boundary()
         self.shardwise_engine.step()
         self.micro_steps += 1
+
+    def _check_has_optimizer(self, call: str) -> None:
+        if self.basic_optimizer is None:
+            raise AssertionError(f"must provide optimizer during init in order to use {call}: pass it to initialize")
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip the gradients of the coming `step()`, beside `gradient_clipping`; returns their norm. A collective."""
@@ -263,16 +268,6 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
         """Where a checkpoint has the optimizer's states: beside everything else."""
         return os.path.join(checkpoints_path, str(tag))
 
-    def offload_states(self, *args: Any, **kwargs: Any) -> None:
-        """Moves nothing, and says so: states rest where `offload_param` and `offload_optimizer` say."""
-        logger.warning(
-            "engine.offload_states() has no effect in shardwise: give offload_optimizer and offload_param in the "
-            "configuration for states that rest on the host"
-        )
-
-    def reload_states(self, non_blocking: bool = False) -> None:
-        """Does nothing, see `offload_states`."""
-
     def empty_partition_cache(self) -> None:
         """Does nothing: units are released after their use."""
 
@@ -313,11 +308,26 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
                 ) from None
 
 
+_ADAPTED = "_deepspeed_engine"
+
+
+def release(model: nn.Module) -> bool:
+    """Destroy the engines that have parameters of a model; whether there was one. A collective."""
+    from shardwise.compat.fragments import engine_of
+
+    found = [vars(engine)[_ADAPTED] for param in model.parameters() if (engine := engine_of(param)) is not None]
+    alive = [adapted for adapted in dict.fromkeys(found) if not adapted._is_destroyed]
+    for adapted in alive:
+        adapted.destroy()
+    return bool(alive)
+
+
 def adapt(engine: Engine, settings: dict[str, Any], stage: int, dtypes: dict[str, torch.dtype]) -> DeepSpeedEngine:
     """The engine with DeepSpeed's methods."""
     from shardwise.compat.fragments import register
 
     adapted = DeepSpeedEngine(engine, settings, stage, dtypes)
+    vars(engine)[_ADAPTED] = adapted
     register(engine)
     if adapted.zero_optimization_stage() == 3:
         mark_module(engine.module)

@@ -25,6 +25,12 @@ def register(engine: Engine) -> None:
         _ENGINES[param] = weakref.ref(engine), name
 
 
+def engine_of(param: torch.Tensor) -> Engine | None:
+    """The engine that has a parameter now."""
+    found = _find(param)
+    return found[0] if found is not None else None
+
+
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
     """The value that is updated, whole; None of a frozen parameter. A collective."""
     found = _find_trained(param)

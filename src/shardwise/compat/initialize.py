@@ -17,7 +17,7 @@ from shardwise._version import __version__
 from shardwise.compat.accelerator import get_accelerator
 from shardwise.compat.comm import init_distributed
 from shardwise.compat.early_shard import early_device
-from shardwise.compat.engine import DeepSpeedEngine, adapt
+from shardwise.compat.engine import DeepSpeedEngine, adapt, release
 from shardwise.compat.optimizer import OPTIMIZERS
 from shardwise.compat.zero import hand_over, is_early, mark_module, shard_early
 from shardwise.errors import CompatibilityError, ConfigError
@@ -57,6 +57,8 @@ def initialize(
     stage, weights = _stage(parsed), parsed.placement.weights
     is_stage_3 = stage == 3
     parsed = _in_one_order(parsed)
+    if release(model):
+        _say_once("the model was under an engine, which is destroyed: a model has one engine at a time")
     groups = list(model_parameters) if model_parameters is not None else []
     _check_scheduler(lr_scheduler, optimizer)
     _check_tested(optimizer, settings)

@@ -381,6 +381,7 @@ class Engine(nn.Module):
         state: dict[str, Any] | None = None,
         keep: int | None = None,
         frozen: bool = True,
+        midway: bool = False,
     ) -> Location:
         """Write a checkpoint into the folder `dir`; it is there complete, or not at all. A collective.
 
@@ -389,13 +390,14 @@ class Engine(nn.Module):
         It holds everything that training goes on from: weights, master copies, optimizer state, counters, schedules,
         random number generators, and rank 0's `state`, a dictionary of numbers, strings, lists and tensors. `tag`
         names it (`step-100`); with `keep`, only that many of the newest are kept. With `frozen` False, the values of
-        frozen parameters are left out, and a load keeps those that the model has. With `blocking` False, training goes
-        on as soon as everything is copied to host memory; the next `save` or `load`, or `finish_save`, waits for it
-        and raises what went wrong.
+        frozen parameters are left out, and a load keeps those that the model has. With `midway`, a save between the
+        micro-batches of a step leaves their gradients out; else it is refused. With `blocking` False, training goes on
+        as soon as everything is copied to host memory; the next `save` or `load`, or `finish_save`, waits for it and
+        raises what went wrong.
         """
         self._check_not_paused("engine.save() would take other weights than those that train")
         self.finish_save()
-        job = checkpoint.prepare(ModelParts.of(self), dir, tag, state, keep, staged=not blocking, frozen=frozen)
+        job = checkpoint.prepare(ModelParts.of(self), dir, tag, state, keep, not blocking, frozen, midway)
         if blocking:
             checkpoint.save(job, self._comm.everyone)
         else:

@@ -53,7 +53,7 @@ def gathered(
                 unit.weights.take_back(source)
     finally:
         for unit in units:
-            unit.weights.unlock(leaves_views=True)
+            unit.weights.unlock()
 
 
 def full_param(units: Sequence[Unit], name: str) -> torch.Tensor:

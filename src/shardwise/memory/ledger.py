@@ -187,9 +187,10 @@ class Buffer:
             self.live = False
 
     def leave(self) -> None:
-        """As `free`; but on the CPU, views that the user has keep the storage.
+        """As `free`, for the last time: on the CPU, views that the user has keep the storage.
 
-        There, `param.detach().cpu()` is no copy (test_engine.test_views_of_the_user_outlive_what_they_are_views_of).
+        A process that read such a view ended in a segmentation fault
+        (test_engine.test_views_of_the_user_outlive_what_they_are_views_of).
         """
         if self.live and self.tensor.device.type == "cpu":
             self._renew()

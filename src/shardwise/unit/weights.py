@@ -269,7 +269,7 @@ class Weights:
             self._rest.wait()
         self._master.wait()
 
-    def release(self, leaves_views: bool = False) -> None:
+    def release(self) -> None:
         """Free `full`; the parameters become stand-ins. Not while they are locked, nor where it would free nothing:
         one rank in one dtype holds in `full` just what would rest."""
         frees_nothing = self.is_whole and self._master.frees_nothing
@@ -280,7 +280,7 @@ class Weights:
             self._bind(self._stand_ins)
             if self._rest is None:
                 self._master.leave_segment()
-            (self._full.leave if leaves_views else self._full.free)()
+            self._full.free()
             self._enter(_RELEASED)
 
     def lock(self) -> None:
@@ -290,12 +290,11 @@ class Weights:
         self.gather()
         self.wait_gather()
 
-    def unlock(self, leaves_views: bool = False) -> None:
-        """Allow the release again; with `leaves_views`, tensors that the user made of the values stay valid."""
+    def unlock(self) -> None:
         self._locks -= 1
         self._drop_aside()
         if self.policy.weights_sharded:
-            self.release(leaves_views)
+            self.release()
 
     def whole(self, owned: torch.Tensor) -> torch.Tensor:
         """The flat tensor of the whole unit, from every rank's `owned` elements. A collective."""

@@ -390,7 +390,7 @@ def test_what_a_forward_writes_into_weights_is_kept(rank, world_size):
 
 
 @ranks(2)
-def test_a_numpy_view_of_gathered_weights_outlives_their_release(rank, world_size):
+def test_views_of_the_user_outlive_what_they_are_views_of(rank, world_size):
     engine = start("mlp", {"preset": "zero3"})
     weight = engine.module.layers[2].weight
     with shardwise.gathered(weight):
@@ -400,6 +400,12 @@ def test_a_numpy_view_of_gathered_weights_outlives_their_release(rank, world_siz
     assert (array == expected).all()
     assert train("mlp", {"preset": "zero3"}, rank, steps=1) == [digest(engine)]
     engine.destroy()
+
+    engine = start("mlp", {"preset": "zero1"})
+    view = engine.state_dict()["layers.2.weight"]
+    expected = view.clone()
+    engine.destroy()
+    assert torch.equal(view, expected)
 
 
 @ranks(2)

@@ -7,6 +7,8 @@ import os
 import re
 import sys
 import warnings
+from argparse import Namespace
+from collections import OrderedDict
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -240,9 +242,163 @@ def test_small_calls_of_users_are_served_and_others_named(rank, world_size):
     with pytest.raises(ModuleNotFoundError, match=r"deepspeed\.monitor is not in the module .* from the loop"):
         importlib.import_module("deepspeed.monitor.monitor")
     with pytest.raises(ModuleNotFoundError, match="without a conversion"):
-        importlib.import_module("deepspeed.checkpoint.ds_to_universal")
+        importlib.import_module("deepspeed.checkpoint.reshape_utils")
     with pytest.raises(CompatibilityError, match="shardwise plan MODEL"):
         ds.runtime.zero.stage3.estimate_zero3_model_states_mem_needs_all_live(net, num_gpus_per_node=8)
+
+
+class Tied(nn.Module):
+    """A model with a tied, a frozen and an unused parameter; its loss is returned beside what it is computed from."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.unused = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.second.weight = self.first.weight
+        self.first.bias.requires_grad_(False)
+
+    def forward(self, x):
+        logits = self.second(torch.tanh(self.first(x)))
+        return OrderedDict(logits=logits, loss=logits.square().mean())
+
+
+def tied_engine(ds, stage, **further):
+    torch.manual_seed(3)
+    with ds.zero.Init(config_dict_or_path=settings(stage), enabled=stage == 3):
+        with ds.zero.Init(config_dict_or_path=settings(stage), enabled=stage == 3):
+            net = Tied()
+        assert hasattr(net.first.weight, "ds_id") == (stage == 3)
+    trained = [param for name, param in net.named_parameters() if not name.startswith("unused")]
+    return ds.initialize(model=net, model_parameters=trained, config=settings(stage, **further))[0]
+
+
+@ranks(2)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_gradients_are_the_same_however_backward_is_called(rank, world_size, stage):
+    ds, grads = deepspeed(), []
+    calls = {
+        "engine": lambda engine, out: engine.backward(out["loss"]),
+        "kept": lambda engine, out: engine.backward(out["loss"], retain_graph=True),
+        "loss": lambda engine, out: out["loss"].backward(),
+        "logits": lambda engine, out: engine.scale(out["logits"].square().mean()).backward(),
+    }
+    for call in calls.values():
+        engine = tied_engine(ds, stage)
+        net = engine.module
+        for n in range(2):
+            call(engine, engine(torch.full((2, 8), float(rank + n))))
+            if not engine.is_gradient_accumulation_boundary():
+                engine.step()
+        grads.append([ds.utils.safe_get_full_grad(param) for param in (net.first.weight, net.second.bias)])
+        for frozen in (net.first.bias, net.unused.weight):
+            assert not frozen.requires_grad  # the latter is in no group of the optimizer
+            assert ds.utils.safe_get_full_fp32_param(frozen) is None
+            assert ds.utils.safe_get_local_grad(frozen) is None
+        engine.allreduce_gradients()
+    assert all(torch.equal(*pair) for other in grads[1:] for pair in zip(grads[0], other, strict=True))
+    bias, doubled = net.second.bias, 2 * grads[0][1]
+    ds.utils.safe_update_full_grad_vectorized([bias], lambda old, param: 2 * old)
+    assert torch.equal(ds.utils.safe_get_full_grad(bias), doubled)
+    ds.utils.safe_set_local_grad(bias, 2 * ds.utils.safe_get_local_grad(bias))
+    assert torch.equal(ds.utils.safe_get_full_grad(bias), 2 * doubled)
+    engine.step()
+
+
+@ranks(2)
+def test_a_checkpoint_is_saved_between_micro_batches_and_found_under_another_name(rank, world_size, tmp_path):
+    ds = deepspeed()
+    universal = importlib.import_module("deepspeed.checkpoint.ds_to_universal")
+    engine = tied_engine(ds, 2)
+    engine.backward(engine(torch.ones(2, 8))["loss"])
+    engine.step()
+    engine.save_checkpoint(tmp_path, tag=f"of-rank-{rank}", client_state={"epoch": 1})
+    if rank == 0:
+        universal.main(Namespace(input_folder=tmp_path / "of-rank-0", output_folder=tmp_path / "copied"))
+    dist.barrier()
+    merged = ds.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path, tag="copied")
+    Tied().load_state_dict(merged, strict=True)
+    saved = engine.state_dict()
+    again = ds.initialize(model=engine.module, config=settings(1))[0]  # destroys the first engine
+    with pytest.raises(CompatibilityError, match="this engine was destroyed"):
+        engine(torch.ones(2, 8))
+    assert again.load_checkpoint(tmp_path, tag="copied")[1] == {"epoch": 1}
+    assert all(torch.equal(saved[f"module.{name}"], value) for name, value in again.module.state_dict().items())
+    strict = tied_engine(ds, 1, checkpoint={"tag_validation": "Fail"})
+    with pytest.raises(AssertionError, match="under different tags"):
+        strict.save_checkpoint(tmp_path, tag=str(rank))
+    with pytest.raises(ds.DeepSpeedConfigError, match="tag_validation"):
+        tied_engine(ds, 1, checkpoint={"tag_validation": "never"})
+
+
+@ranks(1)
+def test_what_deepspeed_refuses_of_an_optimizer_is_refused(rank, world_size):
+    ds, net = deepspeed(), nn.Linear(8, 8)
+    plain = {key: value for key, value in settings(2).items() if key not in ("optimizer", "scheduler")}
+    own = type("Own", (torch.optim.SGD,), {"__module__": "script"})(net.parameters())
+    with pytest.raises(AssertionError, match="zero_allow_untested_optimizer is false"):
+        ds.initialize(model=net, optimizer=own, config=plain | {"zero_allow_untested_optimizer": False})
+    engine, *_ = ds.initialize(model=net, config=plain)
+    for call in (lambda: engine.backward(engine(torch.ones(2, 8)).mean()), engine.step):
+        with pytest.raises(AssertionError, match="must provide optimizer"):
+            call()
+    half = {"fp16": {"enabled": True, "loss_scale": 138.0}}
+    fused = ds.ops.adam.FusedAdam(params=net.parameters(), lr=1e-3)
+    engine, optimizer, *_ = ds.initialize(model=net, optimizer=fused, config=plain | half)
+    assert isinstance(optimizer, ds.runtime.base_optimizer.ZeROOptimizer)
+    assert optimizer.needs_scaler()
+    assert (optimizer.dynamic_loss_scale, optimizer.loss_scaler.loss_scale) == (False, 138.0)
+    with pytest.raises(RuntimeError, match="Loss scaling is required"):
+        engine(torch.ones(2, 8)).mean().backward()
+    with pytest.raises(AssertionError, match="scalar tensor"):
+        engine.scale(engine(torch.ones(2, 8)))
+    engine.scale(engine(torch.ones(2, 8)).mean()).backward()
+    assert ds.utils.safe_get_full_grad(net.weight) is not None
+
+
+def test_configurations_are_read_as_objects():
+    deepspeed()
+    config = importlib.import_module("deepspeed.runtime.config")
+    zero = importlib.import_module("deepspeed.runtime.zero.config")
+    given = config.DeepSpeedConfig(
+        {
+            "train_batch_size": 32,
+            "train_micro_batch_size_per_gpu": 8,
+            "zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 5, "cpu_offload": True},
+            "bf16": {"enabled": True},
+        }
+    )
+    assert (given.gradient_accumulation_steps, given.bfloat16_enabled, given.fp16_enabled) == (4, True, False)
+    assert (given.zero_config.prefetch_bucket_size, given.zero_config.overlap_comm) == (5, True)
+    assert isinstance(given.zero_config.offload_optimizer, zero.DeepSpeedZeroOffloadOptimizerConfig)
+    with pytest.raises(AssertionError, match="batch"):
+        config.DeepSpeedConfig({"train_batch_size": 33, "gradient_accumulation_steps": 2})
+    with pytest.raises(ValueError, match="reduce_bucket_size"):
+        zero.DeepSpeedZeroConfig(reduce_bucket_size=0)
+
+
+def test_the_launcher_reads_hostfiles_and_filters(tmp_path, monkeypatch):
+    deepspeed()
+    runner = importlib.import_module("deepspeed.launcher.runner")
+    pool = runner._parse_hostfile(["worker-0 slots=4", "", "# a comment", "worker-1 slots=2"])
+    assert pool == {"worker-0": 4, "worker-1": 2}
+    assert runner.parse_inclusion_exclusion(pool, "worker-0:0,2@worker-1", "") == {
+        "worker-0": [0, 2],
+        "worker-1": [0, 1],
+    }
+    assert runner.parse_inclusion_exclusion(pool, "", "worker-0@worker-1:1") == {"worker-1": [0]}
+    for wrong in (["worker-0"], ["worker-0 slots=1", "worker-0 slots=2"], []):
+        with pytest.raises(ValueError, match="hostfile"):
+            runner._parse_hostfile(wrong)
+    for wrong in ("worker-2", "worker-1:2"):
+        with pytest.raises(ValueError, match=r"not found|No slot"):
+            runner.parse_inclusion_exclusion(pool, wrong, "")
+    with pytest.raises(ValueError, match="leave out --num_gpus"):
+        runner.main(["--num_gpus", "1", "-i", "localhost", "script.py"])
+    started = []
+    monkeypatch.setattr("shardwise.machine.launch.run", lambda count, target: started.append(count))
+    (tmp_path / "hosts").write_text("localhost slots=3")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    runner.main(["--hostfile", str(tmp_path / "hosts"), "-e", "localhost:1", "script.py"])
+    assert (started, os.environ["CUDA_VISIBLE_DEVICES"]) == ([2], "0,2")
 
 
 @ranks(1)

@@ -44,13 +44,15 @@ def prepare(
     keep: int | None,
     staged: bool,
     frozen: bool = True,
+    midway: bool = False,
 ) -> CheckpointWrite:
     """Agree on a checkpoint and collect what each rank writes, copied to host memory if `staged`. A collective.
 
-    Without `frozen`, the values of frozen parameters are left out.
+    Without `frozen`, the values of frozen parameters are left out. With `midway`, gradients may be accumulated; they
+    are not saved.
     """
     comm, own_tag = model.everyone, f"step-{model.first.steps}"
-    on_all_ranks(comm, lambda: _check(model, tag, keep))
+    on_all_ranks(comm, lambda: _check(model, tag, keep, midway))
     if model.pp > 1:
         _check_groups(model)
     draft = on_rank_0(comm, lambda: CheckpointDraft.begin(locate(root), tag if tag is not None else own_tag))
@@ -276,12 +278,12 @@ def _check_groups(model: ModelParts) -> None:
         )
 
 
-def _check(model: ModelParts, tag: str | None, keep: int | None) -> None:
+def _check(model: ModelParts, tag: str | None, keep: int | None, midway: bool) -> None:
     if tag is not None:
         check_tag(tag)
     if keep is not None and keep < 1:
         raise CheckpointError(f"keep is {keep}: it counts the newest checkpoint and is at least 1")
-    if not all(engine.is_at_rest for engine in model.engines):
+    if not midway and not all(engine.is_at_rest for engine in model.engines):
         raise CheckpointError(
             "the engine is in the middle of an accumulation, whose gradients a checkpoint does not hold: save after "
             "the engine.step() that updates"

@@ -13,9 +13,12 @@ zero               `zero.Init`, `zero.GatheredParameters`, and the attributes of
 early_shard        what a rank holds of a parameter before there is an engine
 fragments          `safe_get_full_grad` and its relatives
 checkpoints        `save_checkpoint`, `load_checkpoint`, `zero_to_fp32`
+universal          `ds_to_universal`
+settings           DeepSpeed's configuration classes by name, made in setting_models
+outputs            what is done to gradients that enter a model
 schedules          DeepSpeed's learning-rate schedules as classes
 comm, accelerator  what DeepSpeed puts around torch.distributed and torch.cuda
-launcher           the command `deepspeed`
+launcher, hosts    the command `deepspeed`
 unused             the check for parameters without a gradient
 retraining         a second `train()` of Trainer
 absent             what is not served, by name

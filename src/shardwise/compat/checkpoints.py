@@ -32,7 +32,9 @@ convert_zero_checkpoint_to_fp32_state_dict(*sys.argv[1:])
 def save(
     engine: Engine, folder: str, tag: str, client_state: dict[str, Any] | None, save_latest: bool, frozen: bool
 ) -> None:
-    saved = engine.save(folder, tag, state=dict(client_state or {}), frozen=frozen)
+    if not engine.is_at_rest:
+        logging.getLogger("DeepSpeed").warning("a checkpoint between the micro-batches of a step: it has no gradients")
+    saved = engine.save(folder, tag, state=dict(client_state or {}), frozen=frozen, midway=True)
     if engine.comm.everyone.rank == 0:
         # A checkpoint that replaced one of the same tag has a number after it. Clients look for the tag alone.
         if saved.name != tag:
@@ -43,6 +45,22 @@ def save(
     torch.distributed.barrier()
 
 
+def agreed_tag(tag: str, validation: str | None) -> str:
+    """Rank 0's tag. A collective.
+
+    Where ranks give different ones, that is an error, a warning or nothing, by `checkpoint.tag_validation`.
+    """
+    tags: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(tags, tag)
+    mode = (validation or "warn").lower()
+    if len(set(tags)) > 1 and mode != "ignore":
+        sentence = f"ranks save a checkpoint under different tags, {tags}: pass the same tag on all ranks"
+        if mode == "fail":
+            raise AssertionError(sentence)
+        logging.getLogger("DeepSpeed").warning("%s; here, the first is taken", sentence)
+    return str(tags[0])
+
+
 def load(engine: Engine, folder: str, tag: Any, with_schedule: bool) -> tuple[str | None, dict[str, Any] | None]:
     found = _find(folder, tag)
     if found is None:
@@ -51,7 +69,7 @@ def load(engine: Engine, folder: str, tag: Any, with_schedule: bool) -> tuple[st
     if not with_schedule:
         engine.lr_scheduler = None
     try:
-        state = engine.load(folder, found)
+        state = engine.load(*_place(folder, found))
     finally:
         engine.lr_scheduler = schedule
     return str(Path(folder) / found), state or {}
@@ -71,6 +89,14 @@ def load_weights(
         if with_schedule and engine.lr_scheduler is not None and content.training["lr_scheduler"] is not None:
             engine.lr_scheduler.load_state_dict(content.training["lr_scheduler"])
     return str(Path(folder) / found), content.client_state
+
+
+def _place(folder: str, tag: str) -> tuple[Path, str]:
+    """Where a checkpoint is looked for: the folder of this name, or the checkpoint of this name in `folder`."""
+    from shardwise.checkpoint.folder import LATEST
+
+    own = Path(folder) / tag
+    return (own, LATEST) if (own / "manifest.json").is_file() else (Path(folder), tag)
 
 
 def _find(folder: str, tag: Any) -> str | None:
@@ -106,7 +132,7 @@ def _read(folder: str, tag: str | None) -> Content:
     from shardwise.checkpoint.plain import from_plain
     from shardwise.optim.states import MASTER
 
-    path = candidates(Path(folder), tag or LATEST, fallback=False)[0]
+    path = candidates(*_place(folder, tag or LATEST), fallback=False)[0]
     manifest = read_manifest(path)
     with CheckpointReader(path, manifest) as reader:
         weights = {
@@ -115,7 +141,10 @@ def _read(folder: str, tag: str | None) -> Content:
             for key in manifest.tensors
             if (name := key.removeprefix(prefix)) != key
         }
+        aliases = {alias: name for name, info in manifest.params.items() for alias in info.aliases}
+        weights |= {alias: weights[name] for alias, name in aliases.items() if name in weights}
         frozen = {name for name, info in manifest.params.items() if info.group is None}
+        frozen |= {alias for alias, name in aliases.items() if name in frozen}
         training = from_plain(manifest.training, reader.whole)
         return Content(weights, frozen, training, from_plain(manifest.state, reader.whole) or {})
 
@@ -198,6 +227,13 @@ def get_model_state_file(checkpoint_dir: str, zero_stage: int) -> str:
 def get_optim_files(checkpoint_dir: str) -> list[str]:
     """A file that tells a client the stage, written into a temporary folder; `get_model_state_file` ignores it."""
     return [_written("zero_pp_rank_0_mp_rank_00_optim_states.pt", {"optimizer_state_dict": {"zero_stage": 3}})]
+
+
+def get_model_ckpt_name_for_rank(base_folder: str, mp_rank_str: str) -> str:
+    """A file with a checkpoint's weights as `module` for `torch.load`, written into a temporary folder."""
+    folder = Path(base_folder)
+    content = _read(str(folder.parent), folder.name)
+    return _written(f"mp_rank_{mp_rank_str}_model_states.pt", {"module": content.weights, **content.client_state})
 
 
 def _written(name: str, content: Any) -> str:

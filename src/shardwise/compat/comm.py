@@ -56,6 +56,12 @@ def is_initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
+def known_world_size(world_size: int) -> int | None:
+    """The number of ranks, given or in the environment; None if it is only in an init_method."""
+    found = os.environ.get("WORLD_SIZE")
+    return world_size if world_size > 0 else int(found) if found else None
+
+
 def is_available() -> bool:
     return dist.is_available()
 

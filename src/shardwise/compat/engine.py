@@ -12,6 +12,7 @@ from torch import nn
 
 from shardwise.compat.early_shard import EarlyShard, early_device
 from shardwise.compat.engine_facts import EngineFacts
+from shardwise.compat.outputs import with_gradients_changed
 from shardwise.compat.retraining import unwrap_in_trainers
 from shardwise.compat.unused import UnusedParameters
 from shardwise.compat.zero import mark_module, note_units, put_back
@@ -41,6 +42,7 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
         self.loss_total = 0.0
         self._unused = UnusedParameters.of(self.module, settings, stage)
         self._is_in_no_sync = False
+        self._is_in_backward = False
         self._has_updated = False
         self._is_destroyed = False
 
@@ -52,7 +54,20 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
                 "this engine was destroyed, as accelerator.free_memory() does: call accelerator.prepare(...) or "
                 "deepspeed.initialize(model=engine.module, ...) again"
             )
-        return self.shardwise_engine(*args, **kwargs)
+        outputs = self.shardwise_engine(*args, **kwargs)
+        if self.gradient_accumulation_steps() == 1 or not torch.is_grad_enabled():
+            return outputs
+        return with_gradients_changed(outputs, self._divided)
+
+    def _divided(self, grad: torch.Tensor) -> torch.Tensor:
+        """A gradient that enters the model: a plain `loss.backward()` counts as one of the micro-batches of a step."""
+        return grad if self._is_in_backward else grad / self.gradient_accumulation_steps()
+
+    def scale(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
+        """The loss for a plain `.backward()`: in fp16 times the loss scale, else as it is."""
+        if loss.numel() != 1 or not loss.requires_grad:
+            raise AssertionError(f"scale() takes a scalar tensor with a gradient, not one of shape {tuple(loss.shape)}")
+        return self.shardwise_engine.scale(loss)
 
     def backward(
         self,
@@ -64,6 +79,7 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
         **further: Any,
     ) -> torch.Tensor:
         """Gradients of `loss`, divided by the number of micro-batches unless `scale_wrt_gas` is False; returns that."""
+        self._check_has_optimizer("backward")
         if not allreduce_gradients:
             raise CompatibilityError(
                 "engine.backward(allreduce_gradients=False) leaves the reduction to another call: use engine.no_sync() "
@@ -71,18 +87,22 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
             )
         count = self.gradient_accumulation_steps() if scale_wrt_gas else 1
         scaled = loss * (1.0 / count) if count > 1 else loss
-        if not retain_graph:
-            self.shardwise_engine.backward(scaled, scale=False)
-            return scaled
-        if self.fp16_enabled():
-            raise CompatibilityError(
-                "engine.backward(retain_graph=True) in fp16: call it once on the sum of the losses"
-            )
-        scaled.backward(retain_graph=True)
+        self._is_in_backward = True
+        try:
+            if retain_graph:
+                self.shardwise_engine.scale(scaled).backward(retain_graph=True)
+            else:
+                self.shardwise_engine.backward(scaled, scale=False)
+        finally:
+            self._is_in_backward = False
         return scaled
+
+    def allreduce_gradients(self, *args: Any, **kwargs: Any) -> None:
+        """Does nothing: backward reduces the gradients."""
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """At the boundary of an accumulation: clip, update, step the schedule, drop the gradients."""
+        self._check_has_optimizer("step")
         if self._is_in_no_sync:
             raise AssertionError("It is illegal to call Engine.step() inside no_sync context manager")
         if self._unused is not None and self.is_gradient_accumulation_boundary():
@@ -90,6 +110,10 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
         self._has_updated = self.is_gradient_accumulation_boundary()
         self.shardwise_engine.step()
         self.micro_steps += 1
+
+    def _check_has_optimizer(self, call: str) -> None:
+        if self.basic_optimizer is None:
+            raise AssertionError(f"must provide optimizer during init in order to use {call}: pass it to initialize")
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip the gradients of the coming `step()`, beside `gradient_clipping`; returns their norm. A collective."""
@@ -210,9 +234,9 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
         Without a tag it is `global_step<N>`. With `exclude_frozen_parameters`, a load keeps the model's own values of
         these.
         """
-        from shardwise.compat.checkpoints import save
+        from shardwise.compat.checkpoints import agreed_tag, save
 
-        name = str(tag or f"global_step{self.global_steps}")
+        name = agreed_tag(str(tag or f"global_step{self.global_steps}"), self._setting("checkpoint", "tag_validation"))
         save(self.shardwise_engine, save_dir, name, client_state, save_latest, not exclude_frozen_parameters)
         return True
 
@@ -284,11 +308,26 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
                 ) from None
 
 
+_ADAPTED = "_deepspeed_engine"
+
+
+def release(model: nn.Module) -> bool:
+    """Destroy the engines that have parameters of a model; whether there was one. A collective."""
+    from shardwise.compat.fragments import engine_of
+
+    found = [vars(engine)[_ADAPTED] for param in model.parameters() if (engine := engine_of(param)) is not None]
+    alive = [adapted for adapted in dict.fromkeys(found) if not adapted._is_destroyed]
+    for adapted in alive:
+        adapted.destroy()
+    return bool(alive)
+
+
 def adapt(engine: Engine, settings: dict[str, Any], stage: int, dtypes: dict[str, torch.dtype]) -> DeepSpeedEngine:
     """The engine with DeepSpeed's methods."""
     from shardwise.compat.fragments import register
 
     adapted = DeepSpeedEngine(engine, settings, stage, dtypes)
+    vars(engine)[_ADAPTED] = adapted
     register(engine)
     if adapted.zero_optimization_stage() == 3:
         mark_module(engine.module)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,9 +25,15 @@ def register(engine: Engine) -> None:
         _ENGINES[param] = weakref.ref(engine), name
 
 
-def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """The value that is updated, whole. A collective."""
+def engine_of(param: torch.Tensor) -> Engine | None:
+    """The engine that has a parameter now."""
     found = _find(param)
+    return found[0] if found is not None else None
+
+
+def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
+    """The value that is updated, whole; None of a frozen parameter. A collective."""
+    found = _find_trained(param)
     return found[0].full_param(found[1]) if found is not None else None
 
 
@@ -48,8 +54,8 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """A state of the optimizer, whole. A collective."""
-    found = _find(param)
+    """A state of the optimizer, whole; None of a frozen parameter. A collective."""
+    found = _find_trained(param)
     return found[0].full_state(found[1]).get(optim_state_key) if found is not None else None
 
 
@@ -65,34 +71,40 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, opti
 
 def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     """Replace the reduced gradient, before `step()`. All ranks pass the same."""
-    unit, flat = _unit(param), value.reshape(-1)
-    shard, slot = unit.layout.shard(unit.comm.shard_index), _slot(param)
-    part = slot.intersect(shard)
+    _, part = _own_part(param)
+    _write_local_grad(param, value.reshape(-1)[part.shift(-_slot(param).start).slice] if part else value)
 
-    def change(grads: torch.Tensor) -> None:
-        if part:
-            grads[part.shift(-shard.start).slice].copy_(flat[part.shift(-slot.start).slice])
 
-    unit.grads.shard.edit(change)
+def safe_update_full_grad_vectorized(
+    params: Iterable[nn.Parameter], update_func: Callable[[torch.Tensor | None, nn.Parameter], torch.Tensor]
+) -> None:
+    """Replace gradients by what a function makes of them and their parameters, before `step()`. A collective."""
+    for param in params:
+        safe_set_full_grad(param, update_func(safe_get_full_grad(param), param))
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """This rank's elements of the value that is updated, flat."""
-    return local_values(param) if _find(param) is not None else None
+    """This rank's elements of the value that is updated, flat; None of a frozen parameter."""
+    return local_values(param) if _find_trained(param) is not None else None
 
 
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """This rank's elements of the reduced gradient, flat."""
-    unit = _unit(param)
-    shard, slot = unit.layout.shard(unit.comm.shard_index), _slot(param)
-    part = slot.intersect(shard)
-    values = unit.grads.shard.tensor
+    """This rank's elements of the reduced gradient, flat; None if there is none."""
+    if _find_trained(param) is None or not _unit(param).grads.has_gradients:
+        return None
+    shard, part = _own_part(param)
+    values = _unit(param).grads.shard.tensor
     return values[part.shift(-shard.start).slice].clone() if part else values.new_empty(0)
 
 
+def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
+    """Replace this rank's elements of the reduced gradient, before `step()`. All ranks call it."""
+    _write_local_grad(param, value.reshape(-1))
+
+
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """This rank's elements of a state of the optimizer, flat."""
-    return _local(param, f"optim/{optim_state_key}")
+    """This rank's elements of a state of the optimizer, flat; None of a frozen parameter."""
+    return _local(param, f"optim/{optim_state_key}") if _find_trained(param) is not None else None
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -113,6 +125,27 @@ def _find(param: torch.Tensor) -> tuple[Engine, str] | None:
     reference, name = _ENGINES.get(param, (None, ""))
     engine = reference() if reference is not None else None
     return (engine, name) if engine is not None else None
+
+
+def _find_trained(param: nn.Parameter) -> tuple[Engine, str] | None:
+    return _find(param) if param.requires_grad else None
+
+
+def _own_part(param: torch.Tensor) -> tuple[Span, Span]:
+    """Where this rank's shard and its elements of a parameter lie in the unit's flat buffer."""
+    unit = _unit(param)
+    shard = unit.layout.shard(unit.comm.shard_index)
+    return shard, _slot(param).intersect(shard)
+
+
+def _write_local_grad(param: torch.Tensor, values: torch.Tensor) -> None:
+    shard, part = _own_part(param)
+
+    def change(grads: torch.Tensor) -> None:
+        if part:
+            grads[part.shift(-shard.start).slice].copy_(values)
+
+    _unit(param).grads.shard.edit(change)
 
 
 def _unit(param: torch.Tensor) -> Unit:

@@ -17,7 +17,7 @@ from shardwise._version import __version__
 from shardwise.compat.accelerator import get_accelerator
 from shardwise.compat.comm import init_distributed
 from shardwise.compat.early_shard import early_device
-from shardwise.compat.engine import DeepSpeedEngine, adapt
+from shardwise.compat.engine import DeepSpeedEngine, adapt, release
 from shardwise.compat.optimizer import OPTIMIZERS
 from shardwise.compat.zero import hand_over, is_early, mark_module, shard_early
 from shardwise.errors import CompatibilityError, ConfigError
@@ -50,15 +50,19 @@ def initialize(
     if model is None:
         raise AssertionError("deepspeed.initialize requires a model")
     _refuse_parallelism(mpu, mesh_param, model)
-    init_distributed(distributed_port=distributed_port)
+    init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     _check_client_counts_all_ranks()
     settings, parsed = read_config(config if config is not None else config_params, args)
     _say_who_serves(parsed)
     stage, weights = _stage(parsed), parsed.placement.weights
     is_stage_3 = stage == 3
     parsed = _in_one_order(parsed)
+    if release(model):
+        _say_once("the model was under an engine, which is destroyed: a model has one engine at a time")
     groups = list(model_parameters) if model_parameters is not None else []
     _check_scheduler(lr_scheduler, optimizer)
+    _check_tested(optimizer, settings)
+    _freeze_others(model, optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else groups)
     dtypes = _prepare(model, is_stage_3, is_offloaded=weights.tier != "device")
     from shardwise.engine.initialize import initialize as shard
 
@@ -80,12 +84,20 @@ def initialize(
 def read_config(config: Any, args: Any = None) -> tuple[dict[str, Any], Config]:
     """A configuration as DeepSpeed's dictionary and as shardwise's object."""
     from shardwise.config import Config
-    from shardwise.config.files import read_file, read_text
 
     if config is None:
         config = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
     if config is None:
         raise AssertionError("DeepSpeed requires --deepspeed_config to specify configuration file")
+    config = read_settings(config)
+    settings = copy.deepcopy(config)
+    return config, Config.load(_without_idle_sections(settings) or {"zero_optimization": {"stage": 0}})
+
+
+def read_settings(config: Any) -> dict[str, Any]:
+    """A configuration as DeepSpeed's dictionary, from a dictionary, a path or JSON text."""
+    from shardwise.config.files import read_file, read_text
+
     if isinstance(config, str) and config.lstrip().startswith("{"):
         config = read_text(config, "JSON text")
     elif isinstance(config, str | os.PathLike):
@@ -96,8 +108,7 @@ def read_config(config: Any, args: Any = None) -> tuple[dict[str, Any], Config]:
         config = read_file(Path(config))
     if not isinstance(config, dict):
         raise ConfigError(f"config is {type(config).__name__}: pass a dictionary, a path or JSON text")
-    settings = copy.deepcopy(config)
-    return config, Config.load(_without_idle_sections(settings) or {"zero_optimization": {"stage": 0}})
+    return config
 
 
 def _stage(config: Config) -> int:
@@ -172,6 +183,32 @@ def _check_scheduler(lr_scheduler: Any, optimizer: Any) -> None:
             "lr_scheduler is an instance on another optimizer: pass that optimizer as well, or a callable that takes "
             "the optimizer and returns the scheduler"
         )
+
+
+def _check_tested(optimizer: Any, settings: dict[str, Any]) -> None:
+    """Where a configuration says that only DeepSpeed's and torch's optimizers may run on shards, others may not."""
+    is_own = isinstance(optimizer, torch.optim.Optimizer) and not type(optimizer).__module__.startswith(
+        ("torch.optim", "shardwise.config")
+    )
+    if is_own and settings.get("zero_allow_untested_optimizer") is False and settings.get("zero_optimization"):
+        raise AssertionError(
+            f"zero_allow_untested_optimizer is false, and {type(optimizer).__name__} is not one of torch's: set it to "
+            "true, or leave it out; an optimizer that needs whole tensors gets them"
+        )
+
+
+def _freeze_others(model: nn.Module, groups: list[Any]) -> None:
+    """Freeze the parameters that are in none of the optimizer's groups, which DeepSpeed never updates."""
+    members = [group["params"] if isinstance(group, dict) else group for group in groups]
+    listed = [[member] if isinstance(member, torch.Tensor) else list(member) for member in members]
+    held = {id(param) for params in listed for param in params}
+    others = {name: param for name, param in model.named_parameters() if param.requires_grad and id(param) not in held}
+    if not held or not others:
+        return
+    for param in others.values():
+        param.requires_grad_(False)
+    first = next(iter(others))
+    _say_once(f"{len(others)} parameters are in no group of the optimizer, and are frozen; the first is {first!r}")
 
 
 def _prepare(model: nn.Module, is_stage_3: bool, is_offloaded: bool) -> dict[str, torch.dtype]:

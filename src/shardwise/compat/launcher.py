@@ -8,22 +8,26 @@ import runpy
 import sys
 from collections.abc import Sequence
 
+from shardwise.compat.hosts import fetch_hostfile, parse_inclusion_exclusion
 from shardwise.errors import CompatibilityError
 
 DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(args: Sequence[str] | None = None) -> None:
     """Replace this process by torchrun. Options that only DeepSpeed's launcher of several machines has are refused."""
     from shardwise.machine.launch import run
 
-    options = _parser().parse_args(arguments)
-    if options.num_nodes > 1 or options.hostfile:
+    options = _parser().parse_args(args)
+    if (options.include or options.exclude) and (options.num_nodes > 0 or options.num_gpus > 0):
+        raise ValueError("--include and --exclude choose the devices: leave out --num_gpus and --num_nodes")
+    pool = fetch_hostfile(options.hostfile) or {}
+    if options.num_nodes > 1 or len(pool) > 1:
         raise CompatibilityError(
             "`deepspeed` on several machines is not served by shardwise: start torchrun on each of them, with "
             "--nnodes, --node-rank and --rdzv-endpoint"
         )
-    count = options.num_gpus if options.num_gpus > 0 else _devices(options.include)
+    count = options.num_gpus if options.num_gpus > 0 else _devices(pool, options.include, options.exclude)
     target = ["-m", options.user_script] if options.module else [options.user_script]
     if not options.no_local_rank:
         target = ["-m", "shardwise.compat.launcher", *target]
@@ -33,9 +37,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("deepspeed", description="Start a script on this machine's devices.")
     parser.add_argument("--num_gpus", type=int, default=-1, help="Processes (default: one for each GPU).")
-    parser.add_argument("--num_nodes", type=int, default=1)
-    parser.add_argument("-H", "--hostfile", default="")
+    parser.add_argument("--num_nodes", type=int, default=-1)
+    parser.add_argument("-H", "--hostfile", default="/job/hostfile", help="A file of one line: this host, its slots.")
     parser.add_argument("-i", "--include", default="", help="Devices, as in localhost:0,1")
+    parser.add_argument("-e", "--exclude", default="", help="Devices to leave out, as in localhost:0,1")
     parser.add_argument("--master_addr", default="")
     parser.add_argument("--master_port", default="")
     parser.add_argument("--module", action="store_true", help="The script is the name of a module.")
@@ -46,15 +51,17 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _devices(include: str) -> int:
-    """How many processes to start; an `include` also chooses the devices."""
-    if include:
-        chosen = include.partition(":")[2]
-        os.environ["CUDA_VISIBLE_DEVICES"] = chosen
-        return len(chosen.split(","))
+def _devices(pool: dict[str, int], include: str, exclude: str) -> int:
+    """How many processes to start; a filter also chooses the devices."""
     import torch
 
-    return max(1, torch.cuda.device_count())
+    available = pool or {"localhost": max(1, torch.cuda.device_count())}
+    chosen = [slot for slots in parse_inclusion_exclusion(available, include, exclude).values() for slot in slots]
+    if not chosen:
+        raise ValueError(f"--include {include!r} and --exclude {exclude!r} leave no device of {available}")
+    if include or exclude:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, chosen))
+    return len(chosen)
 
 
 def launched(arguments: Sequence[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,12 @@ WARMUP_NUM_STEPS, WARMUP_TYPE, TOTAL_NUM_STEPS = "warmup_num_steps", "warmup_typ
 WARMUP_LOG_RATE, WARMUP_LINEAR_RATE = "log", "linear"
 WARMUP_MIN_RATIO, COS_MIN_RATIO = "warmup_min_ratio", "cos_min_ratio"
 
+UNIVERSAL_CHECKPOINT_INFO = "universal_checkpoint_info"
+OPTIMIZER_STATE_DICT, BASE_OPTIMIZER_STATE = "optimizer_state_dict", "base_optimizer_state"
+FP32_FLAT_GROUPS, SINGLE_PARTITION_OF_FP32_GROUPS = "fp32_flat_groups", "single_partition_of_fp32_groups"
+ZERO_STAGE, PARAM_SHAPES, BUFFER_NAMES, DS_VERSION = "zero_stage", "param_shapes", "buffer_names", "ds_version"
+MIN_SWAPPABLE_BYTES = 1 << 20
+
 logger = logging.getLogger("DeepSpeed")
 torch_info: dict[str, Any] = {
     "version": ".".join(torch.__version__.split(".")[:2]),
@@ -49,6 +55,24 @@ class ZeroStageEnum(int, enum.Enum):
     max_stage = 3  # noqa: PIE796  # an alias
 
 
+class OffloadDeviceEnum(enum.StrEnum):
+    """Where offloaded states rest."""
+
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
+
+
+class OffloadStateTypeEnum(enum.StrEnum):
+    """Kinds of states that `engine.offload_states` names."""
+
+    optim_states = "optim_states"
+    hp_params = "hp_params"
+    lp_params = "lp_params"
+    lp_grads = "lp_grads"
+    contiguous_grad_buffer = "contiguous_grad_buffer"
+
+
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
     """Log on some ranks; -1, or none given, means all."""
     rank = dist.get_rank() if dist.is_initialized() else -1
@@ -65,3 +89,20 @@ def required_torch_version(min_version: Any = None, max_version: Any = None) -> 
 
 def _numbers(version: Any) -> tuple[int, ...]:
     return tuple(int(part) for part in str(version).partition("+")[0].split(".")[:2] if part.isdigit())
+
+
+def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
+    """A call as it would be written."""
+    return f"{base}({', '.join([*map(repr, args), *(f'{key}={value!r}' for key, value in kwargs.items())])})"
+
+
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2, mpu: Any = None
+) -> torch.Tensor:
+    """torch's, for parameters outside an engine; `engine.clip_grad_norm_` clips those of an engine."""
+    return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
+
+
+def instrument_w_nvtx(func: Any) -> Any:
+    """The function itself: torch.profiler shows the phases of the engine."""
+    return func

@@ -27,4 +27,12 @@ def _builder(class_name: str, name: str) -> type[OpBuilder]:
 CPUAdamBuilder = _builder("CPUAdamBuilder", "cpu_adam")
 FusedAdamBuilder = _builder("FusedAdamBuilder", "fused_adam")
 FusedLambBuilder = _builder("FusedLambBuilder", "fused_lamb")
-__compatible_ops__ = {"cpu_adam": True, "fused_adam": True, "cpu_adagrad": True, "cpu_lion": True, "fused_lamb": False}
+AsyncIOBuilder = _builder("AsyncIOBuilder", "async_io")
+__compatible_ops__ = {
+    "cpu_adam": True,
+    "fused_adam": True,
+    "cpu_adagrad": True,
+    "cpu_lion": True,
+    "async_io": True,
+    "fused_lamb": False,
+}

@@ -50,6 +50,21 @@ class DeepSpeedOptimizer:
 
     loss_scale = cur_scale
 
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        return self.needs_scaler() and bool(self._engine.config.precision.loss_scale.dynamic)
+
+    @property
+    def loss_scaler(self) -> DeepSpeedOptimizer:
+        """Itself: it has the attributes `loss_scale`, `cur_scale` and `dynamic` of DeepSpeed's scaler."""
+        return self
+
+    dynamic = dynamic_loss_scale
+
+    def needs_scaler(self) -> bool:
+        """Whether the loss has to be multiplied, as `engine.backward` and `engine.scale` do: in fp16."""
+        return bool(self._engine.config.precision.compute == "fp16")
+
     def state_dict(self) -> dict[str, Any]:
         """This rank's part; `save_checkpoint` saves all parts."""
         return self.optimizer.state_dict()
@@ -80,13 +95,21 @@ class FP16_Optimizer(DeepSpeedOptimizer):
     """Of stage 0, where weights have 16 bits."""
 
 
-class DeepSpeedZeroOptimizer(DeepSpeedOptimizer):
+class FP16_UnfusedOptimizer(DeepSpeedOptimizer):
+    """Of DeepSpeed's stage 0 with optimizers that need whole tensors; never made here."""
+
+
+class ZeROOptimizer(DeepSpeedOptimizer):
+    """Of stages 1 to 3."""
+
+
+class DeepSpeedZeroOptimizer(ZeROOptimizer):
     """Of stages 1 and 2."""
 
     single_partition_of_fp32_groups = DeepSpeedOptimizer.fp32_groups_flat
 
 
-class DeepSpeedZeroOptimizer_Stage3(DeepSpeedOptimizer):
+class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):
     """Of stage 3."""
 
     def __init__(self, engine: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -141,6 +164,13 @@ class DeepSpeedCPUAdam(metaclass=_NamedAdam):
         return build("AdamW" if adamw_mode and adam_w_mode else "Adam", options, model_params)
 
 
+class FusedAdam(DeepSpeedCPUAdam):
+    """The same, with the names of arguments of DeepSpeed's kernel for GPUs."""
+
+    def __new__(cls, params: Any, *args: Any, **options: Any) -> Any:
+        return super().__new__(cls, params, *args, **options)
+
+
 class DeepSpeedCPUAdagrad(metaclass=_NamedAdam):
     """torch's Adagrad."""
 
@@ -161,6 +191,13 @@ class DeepSpeedCPULion(metaclass=_NamedAdam):
 
         options = {key: value for key, value in options.items() if key in ("lr", "betas", "weight_decay")}
         return build("Lion", options, model_params)
+
+
+class FusedLion(DeepSpeedCPULion):
+    """The same, with the names of arguments of DeepSpeed's kernel for GPUs."""
+
+    def __new__(cls, params: Any, **options: Any) -> Any:
+        return super().__new__(cls, params, **options)
 
 
 class RefusedOptimizer:

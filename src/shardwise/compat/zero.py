@@ -13,7 +13,7 @@ import enum
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -153,10 +153,10 @@ class Init:
     """Within it, models are built whole; at its end each rank keeps a shard of every parameter, with rank 0's values.
 
     The parameters keep the dtype that they are built in: `initialize` casts them, and the master copy is exact. Of
-    nested contexts, the outermost one counts.
+    nested contexts, the outermost one counts; what has an engine by then stays as it is.
     """
 
-    _depth = 0
+    _outermost: ClassVar[Init | None] = None
 
     def __init__(
         self,
@@ -172,7 +172,7 @@ class Init:
         **further: Any,
     ) -> None:
         self._enabled = enabled
-        self._built: list[nn.Parameter] = []
+        self._built: dict[int, nn.Module] = {}
         self._remove: Callable[[], None] = _nothing
         zero = _zero_section(config_dict_or_path if config_dict_or_path is not None else config)
         offload = zero.get("offload_param")
@@ -187,27 +187,37 @@ class Init:
             self._shard(module.parameters())
 
     def __enter__(self) -> Init:
-        if self._enabled:
-            Init._depth += 1
-            if Init._depth == 1:
-                self._remove = register_module_parameter_registration_hook(self._note).remove
+        if self._enabled and Init._outermost is None:
+            Init._outermost = self
+            self._remove = register_module_parameter_registration_hook(self._note).remove
         return self
 
     def _note(self, module: nn.Module, name: str, param: Any) -> None:
         if isinstance(param, nn.Parameter):
-            self._built.append(param)
+            self._built[id(module)] = module
 
     def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
-        Init._depth -= self._enabled
+        if not self._enabled or Init._outermost is None:
+            return
+        # What a module has now: `to_empty` replaces parameters without registering them.
+        modules = Init._outermost._built.values()
+        params = [param for module in modules for param in module.parameters(recurse=False)]
+        if Init._outermost is not self:
+            for param in params:
+                mark(param)
+            return
+        Init._outermost = None
         self._remove()
         if kind is None:
-            self._shard(self._built)
-        self._built = []
+            self._shard(params)
+        self._built = {}
 
     def _shard(self, params: Iterable[nn.Parameter]) -> None:
+        from shardwise.engine.access import unit_of
+
         device = early_device(self._offloads)
         for param in params:
-            if not param.is_meta:
+            if not param.is_meta and unit_of(param) is None:
                 shard_early(param, device, self._checks_writes)
 
 

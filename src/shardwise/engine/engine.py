@@ -76,6 +76,7 @@ class Engine(nn.Module):
         self.steps = 0
         self._micro_step = 0
         self._boundary: bool | None = None
+        self._is_loss_scaled = False  # by `scale`, for the next plain backward
         self._syncs = True
         self._is_destroyed = False
         self._saving: checkpoint.AsyncSave | None = None
@@ -149,6 +150,16 @@ class Engine(nn.Module):
             self.zero_grad()
             self._watch.examine()  # a better reason than torch's, if a parameter was resized
             raise
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss as a plain `.backward()` needs it: in fp16 times the loss scale, else as it is.
+
+        For options that `backward` does not have: `engine.scale(loss).backward(retain_graph=True)`.
+        """
+        if (loss_scale := self._scaling.scale) is None:
+            return loss
+        self._is_loss_scaled = True
+        return loss.float() * loss_scale
 
     def step(self, closure: None = None) -> None:
         """At the accumulation boundary: clip, update, and start the gathers of new weights. Otherwise only count."""
@@ -371,6 +382,7 @@ class Engine(nn.Module):
         state: dict[str, Any] | None = None,
         keep: int | None = None,
         frozen: bool = True,
+        midway: bool = False,
     ) -> Location:
         """Write a checkpoint into the folder `dir`, which appears there complete or not at all. A collective.
 
@@ -379,13 +391,14 @@ class Engine(nn.Module):
         It holds everything that training continues from: weights, master copies, optimizer state, counters, schedules,
         random number generators, and rank 0's `state`, a dictionary of numbers, strings, lists and tensors. `tag`
         names it (`step-100`); with `keep`, only that many of the newest are kept. With `frozen` False, the values of
-        frozen parameters are left out, and a load keeps those that the model has. With `blocking` False, training
+        frozen parameters are left out, and a load keeps those that the model has. With `midway`, a save between the
+        micro-batches of a step leaves their gradients out; else it is refused. With `blocking` False, training
         continues as soon as everything is copied to host memory; the next `save` or `load`, or `finish_save`, waits
         for it and raises what went wrong.
         """
         self._check_not_paused("engine.save() would take other weights than those that train")
         self.finish_save()
-        job = checkpoint.prepare(ModelParts.of(self), dir, tag, state, keep, staged=not blocking, frozen=frozen)
+        job = checkpoint.prepare(ModelParts.of(self), dir, tag, state, keep, not blocking, frozen, midway)
         if blocking:
             checkpoint.save(job, self._comm.everyone)
         else:
@@ -502,8 +515,12 @@ class Engine(nn.Module):
         return self.is_boundary and self._syncs and self.config.gradients.reduce_at == "backward"
 
     def _check_plain_backward(self) -> None:
-        if self._scaling.scaler is not None:
-            raise RuntimeError("in fp16 the loss has to be scaled: call engine.backward(loss), not loss.backward()")
+        is_scaled, self._is_loss_scaled = self._is_loss_scaled, False
+        if self._scaling.scaler is not None and not is_scaled:
+            raise RuntimeError(
+                "Loss scaling is required in fp16: call engine.backward(loss), or engine.scale(loss).backward(), not "
+                "loss.backward()"
+            )
 
     def _on_begin_backward(self) -> None:
         self._step_grads.check_may_grow()

@@ -186,10 +186,21 @@ class Buffer:
             self._ledger.remove(self._entry, self.size_bytes)
             self.live = False
 
-    def _renew(self) -> None:
-        """Move all views to new storage, because a numpy array of the user shares the old one and forbids to resize it.
+    def leave(self) -> None:
+        """As `free`, for the last time: on the CPU, views that the user has keep the storage.
 
-        test_engine.test_a_numpy_view_of_gathered_weights_outlives_their_release
+        A process that read such a view ended in a segmentation fault
+        (test_engine.test_views_of_the_user_outlive_what_they_are_views_of).
+        """
+        if self.live and self.tensor.device.type == "cpu":
+            self._renew()
+        self.free()
+
+    def _renew(self) -> None:
+        """Move all views to new storage and leave the old one to the user, who has a view of it. A numpy array also
+        forbids to resize it.
+
+        test_engine.test_views_of_the_user_outlive_what_they_are_views_of
         """
         fresh = torch.empty_like(self.tensor)
         for view in self._views:

@@ -323,9 +323,9 @@ class Weights:
         self.wait_streams()
         self._binding.bind_stand_ins()
         self._master.free()
-        self._full.free()
+        self._full.leave()
         if self._rest is not None:
-            self._rest.buffer.free()
+            self._rest.buffer.leave()
         self._enter(_FREED)
 
     def react(self, func: Callable[..., Any]) -> None:

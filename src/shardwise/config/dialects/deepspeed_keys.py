@@ -144,6 +144,7 @@ TORCH_AUTOCAST: Rules = {
 OPTIMIZER: Rules = {
     **dict.fromkeys(("type", "params"), BY_CODE),
     "legacy_fusion": KeyRule(any_value, "no effect: a setting of Apex"),
+    "torch_adam": KeyRule(flag, "no effect: optimizers are always torch's"),
 }
 SCHEDULER: Rules = dict.fromkeys(("type", "params"), BY_CODE)
 
@@ -171,7 +172,7 @@ SECTIONS: dict[str, Rules] = {
     },
     "checkpoint": {
         "load_universal": KeyRule(flag, "no effect: every checkpoint loads at any world size, stage and tier"),
-        "tag_validation": KeyRule(text, "no effect: a checkpoint is complete or absent"),
+        "tag_validation": KeyRule(choice("ignore", "warn", "fail"), "no effect: all ranks save under one tag"),
         "parallel_write": KeyRule(any_value, "no effect: every rank writes its own shard"),
         "writer": KeyRule(any_value, "no effect: there is one writer"),
         "checkpoint_serialization": KeyRule(flag, "no effect: there is one format"),

@@ -10,6 +10,7 @@ from shardwise.compat.initialize import add_config_arguments, initialize
 from shardwise.compat.loading import OnDevice
 from shardwise.compat.names import log_dist, logger
 from shardwise.compat.optimizer import DeepSpeedOptimizer
+from shardwise.errors import ConfigError as DeepSpeedConfigError
 
 from . import accelerator, checkpoint, checkpointing, comm, launcher, moe, ops, runtime, utils, zero
 

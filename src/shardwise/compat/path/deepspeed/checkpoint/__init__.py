@@ -1,1 +1,3 @@
-from . import utils
+from shardwise.compat.names import UNIVERSAL_CHECKPOINT_INFO
+
+from . import constants, utils

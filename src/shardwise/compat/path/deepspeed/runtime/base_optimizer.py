@@ -1,1 +1,1 @@
-from shardwise.compat.optimizer import DeepSpeedOptimizer
+from shardwise.compat.optimizer import DeepSpeedOptimizer, ZeROOptimizer

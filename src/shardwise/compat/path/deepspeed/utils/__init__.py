@@ -10,7 +10,9 @@ from shardwise.compat.fragments import (
     safe_set_full_grad,
     safe_set_full_optimizer_state,
     safe_set_local_fp32_param,
+    safe_set_local_grad,
     safe_set_local_optimizer_state,
+    safe_update_full_grad_vectorized,
 )
 from shardwise.compat.leaves import (
     get_z3_leaf_modules,
@@ -20,6 +22,6 @@ from shardwise.compat.leaves import (
     z3_leaf_module,
 )
 from shardwise.compat.loading import OnDevice, RepeatingLoader
-from shardwise.compat.names import log_dist, logger
+from shardwise.compat.names import instrument_w_nvtx, log_dist, logger
 
-from . import groups, init_on_device, logging, tensor_fragment, torch, zero_to_fp32
+from . import groups, init_on_device, logging, nvtx, tensor_fragment, torch, zero_to_fp32

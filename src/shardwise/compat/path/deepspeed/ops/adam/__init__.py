@@ -1,2 +1,1 @@
-from shardwise.compat.optimizer import DeepSpeedCPUAdam
-from shardwise.compat.optimizer import DeepSpeedCPUAdam as FusedAdam
+from shardwise.compat.optimizer import DeepSpeedCPUAdam, FusedAdam

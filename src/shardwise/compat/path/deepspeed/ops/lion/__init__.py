@@ -1,2 +1,1 @@
-from shardwise.compat.optimizer import DeepSpeedCPULion
-from shardwise.compat.optimizer import DeepSpeedCPULion as FusedLion
+from shardwise.compat.optimizer import DeepSpeedCPULion, FusedLion

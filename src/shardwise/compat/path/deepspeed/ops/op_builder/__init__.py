@@ -1,1 +1,1 @@
-from shardwise.compat.op_builder import CPUAdamBuilder, FusedAdamBuilder, FusedLambBuilder
+from shardwise.compat.op_builder import AsyncIOBuilder, CPUAdamBuilder, FusedAdamBuilder, FusedLambBuilder

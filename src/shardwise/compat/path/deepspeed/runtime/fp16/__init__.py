@@ -1,1 +1,1 @@
-from . import fused_optimizer
+from . import fused_optimizer, unfused_optimizer

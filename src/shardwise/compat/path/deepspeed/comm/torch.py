@@ -1,0 +1,1 @@
+from shardwise.compat.comm import known_world_size

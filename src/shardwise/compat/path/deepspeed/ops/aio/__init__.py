@@ -1,0 +1,1 @@
+from shardwise.compat.op_builder import AsyncIOBuilder

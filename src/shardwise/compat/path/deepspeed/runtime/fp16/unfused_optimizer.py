@@ -1,0 +1,1 @@
+from shardwise.compat.optimizer import FP16_UnfusedOptimizer

@@ -1,0 +1,1 @@
+from shardwise.compat.settings import precision_named as __getattr__

@@ -1,0 +1,1 @@
+from shardwise.compat.names import MIN_SWAPPABLE_BYTES

@@ -1,0 +1,1 @@
+from shardwise.errors import CompatibilityError as ZeRORuntimeException

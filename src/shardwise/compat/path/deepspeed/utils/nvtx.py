@@ -1,0 +1,1 @@
+from shardwise.compat.names import instrument_w_nvtx

@@ -17,7 +17,7 @@ from shardwise.planning.pp_search import about_pipelines
 from shardwise.planning.workload import Workload, find_model
 from support import run_ranks
 
-RUNS = (("GPipe", "zero2", False), ("1F1B", "zero1", False))
+RUNS = (("GPipe", "zero2", False), ("1F1B", "zero1", False), ("1F1B", "zero3", False))
 """Schedule, preset, and whether sharded weights stay gathered."""
 BATCH, LENGTH, HIDDEN, LAYERS, VOCABULARY, MICRO_BATCHES = 2, 64, 128, 8, 128, 4
 
@@ -108,6 +108,7 @@ def test_peaks_and_traffic_of_a_pipelines_ranks_are_the_measured_ones():
     peak_of = {run: [place[0] for place in predicted[number]] for number, run in enumerate(RUNS)}
     first, last = peak_of["1F1B", "zero1", False]
     assert first > last  # the first stage of 1F1B holds the activations of the most micro-batches
+    assert all(less < more for less, more in zip(peak_of["1F1B", "zero3", False], (first, last), strict=True))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

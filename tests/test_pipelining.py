@@ -342,6 +342,9 @@ def test_what_a_pipeline_cannot_do_is_refused(rank, world_size):
     pipe = shardwise.pipeline(make_gpt(False), mesh, sgd, micro_batches=3)
     with pytest.raises(ConfigError, match=r"\[8\] rows cannot be cut into 3 micro-batches"):
         pipe.train_step(tokens_of(0, 0))
+    pipe.train_step(tokens_of(0, 0)[:6])
+    with pytest.raises(ConfigError, match=r"shapes \[\(6, 5\)\], and those before had \[\(6, 9\)\]"):
+        pipe.train_step(tokens_of(0, 0)[:6, :5])
     pipe.destroy()
 
 

@@ -229,6 +229,7 @@ class Pipeline:
         self._parts = parts
         self._pass = forward_pass
         self._saver = checkpoint.Saver()
+        self._shapes: list[tuple[int, ...]] | None = None
         self._watch = parts.first.comm.watch
 
     @property
@@ -367,8 +368,19 @@ class Pipeline:
                 f"a batch with {sorted(sizes)} rows cannot be cut into {count} micro-batches: make it a multiple of "
                 "micro_batches"
             )
+        self._check_shapes([tuple(tensor.shape) for tensor in tensors_in((batch,), {})])
         rows = sizes.pop() // count
         return [map_tensors(batch, partial(_rows, start=number * rows, count=rows)) for number in range(count)]
+
+    def _check_shapes(self, shapes: list[tuple[int, ...]]) -> None:
+        """Refuse other shapes than those of the first step: stages would receive what is sent into buffers of these."""
+        if self._shapes is None:
+            self._shapes = shapes
+        if shapes != self._shapes:
+            raise ConfigError(
+                f"a batch of shapes {shapes}, and those before had {self._shapes}: what stages send each other has one "
+                "shape, make all batches alike (pad them, drop the last)"
+            )
 
 
 def _rows(tensor: torch.Tensor, start: int, count: int) -> torch.Tensor:

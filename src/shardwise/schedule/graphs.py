@@ -65,7 +65,6 @@ class ForwardGraphs:
         """A backward has reached a graph. Autograd goes through later ones first."""
         if graph not in self._reached:
             self._reached.append(graph)
-            graph.is_spent = False
 
     @property
     def in_backward(self) -> ForwardGraph:
@@ -78,11 +77,13 @@ class ForwardGraphs:
         self._reached = []
 
     def have_used(self, unit: Unit, before: ForwardGraph | None = None) -> bool:
-        """Whether a forward without a backward so far used a unit; of those `before` another, if that is given."""
+        """Whether a forward used a unit that has had no backward, or is in one; of those `before` another, if given."""
         for ref in self._alive:
             graph = ref()
-            if graph is before and before is not None:
+            if graph is None:
+                continue
+            if graph is before:
                 return False
-            if graph is not None and not graph.is_spent and graph.has_used(unit):
+            if graph.has_used(unit) and (not graph.is_spent or graph in self._reached):
                 return True
         return False

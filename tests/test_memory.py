@@ -2,11 +2,13 @@
 
 import dataclasses
 import gc
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import shardwise
 from shardwise.memory.ledger import Buffer, Entry, Kind, Ledger, Tier
@@ -175,6 +177,56 @@ def test_the_ledger_knows_the_peak(rank, world_size, precision, accumulation, pr
     states."""
     seen = measure("mlp-thin", preset, precision, accumulation, steps)
     assert seen.peak == pytest.approx(seen.ledger_peak, rel=0.01)
+
+
+@ranks(2)
+@pytest.mark.parametrize("checkpointed", [None, False, True], ids=["kept", "recomputed", "recomputed re-entrantly"])
+def test_forwards_before_their_backwards_hold_no_more_units(rank, world_size, checkpointed):
+    """zero3, on a model whose activations are nothing: micro-batches that run as in a pipeline hold the units that one
+    after the other hold, and forget the forward that has no backward."""
+    peaks, sent = [], []
+    for order in ("f0b0f1b1f2b2", "f0f1f2b0b1b2", "f0f1b0f2b1b2", "f9f0f1b1b0f2b2"):
+        model = MLP(width=448, depth=8)
+        if checkpointed is not None:
+            for number in range(1, len(model.layers), 2):
+                model.layers[number - 1].forward = recomputed(model.layers[number - 1].forward, checkpointed)
+        engine = shardwise.initialize(model, torch.optim.SGD(model.parameters(), lr=1e-4), "zero3")
+        x = torch.randn(1, 448, requires_grad=True)
+        for _ in range(2):
+            gc.collect()
+            before = engine.comm.sent_bytes.copy()
+            with StorageObserver() as observer:
+                losses = {}
+                for what, index in zip(order[::2], order[1::2], strict=True):
+                    if what == "f":
+                        losses[index] = engine(x)
+                    else:
+                        engine.backward(losses.pop(index))
+                engine.step()
+        peaks.append(observer.peak_bytes)
+        sent.append((engine.comm.sent_bytes - before)["reduce"])
+        engine.destroy()
+    assert max(peaks) <= 1.02 * peaks[0], peaks
+    assert len(set(sent)) == 1
+
+
+def recomputed(forward, reentrant):
+    return partial(checkpoint, forward, use_reentrant=reentrant)
+
+
+@ranks(2)
+def test_a_forward_without_a_backward_is_freed(rank, world_size):
+    """Also the first one, which hooks on saved tensors watch: ReLU saves its own output."""
+    model = MLP(width=64, depth=8)
+    engine = shardwise.initialize(model, torch.optim.SGD(model.parameters(), lr=1e-4), "zero3")
+    x = torch.randn(2048, 64)
+    with StorageObserver() as observer:
+        before = observer.current_bytes
+        for _ in range(3):
+            engine(x)
+        gc.collect()
+        assert observer.current_bytes - before < x.nbytes  # the units that the backward would begin with
+    engine.destroy()
 
 
 def test_fresh_buffers_are_poisoned_if_the_environment_says_so(monkeypatch):

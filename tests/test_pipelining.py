@@ -264,7 +264,10 @@ def test_models_train_in_a_pipeline_as_in_one_process(rank, world_size, name, sc
     optimizer = sgd(model.parameters())
     loss_fn = F.mse_loss if name == "Sequential" else None
     config = {"preset": "zero2" if schedule == "1F1B" else "zero3", "gradients": {"clip_norm": clip}}
-    pipe = shardwise.pipeline(make(), mesh, sgd, config, schedule=schedule, micro_batches=4, loss_fn=loss_fn)
+    split = ["1"] if (name, schedule) == ("Sequential", "1F1B") else None
+    pipe = shardwise.pipeline(
+        make(), mesh, sgd, config, schedule=schedule, micro_batches=4, loss_fn=loss_fn, split=split
+    )
     for step in range(STEPS):
         loss = pipe.train_step(batch(step, mesh["dp"].get_local_rank()))
         optimizer.zero_grad()
@@ -281,6 +284,7 @@ def test_models_train_in_a_pipeline_as_in_one_process(rank, world_size, name, sc
             torch.testing.assert_close(value, param.detach(), rtol=1e-5, atol=1e-6, msg=param_name)
             seen += 1
     assert seen
+    assert split is None or pipe.where.starts == (0, 1)
     pipe.destroy()
 
 
@@ -338,6 +342,9 @@ def test_what_a_pipeline_cannot_do_is_refused(rank, world_size):
     pipe = shardwise.pipeline(make_gpt(False), mesh, sgd, micro_batches=3)
     with pytest.raises(ConfigError, match=r"\[8\] rows cannot be cut into 3 micro-batches"):
         pipe.train_step(tokens_of(0, 0))
+    pipe.train_step(tokens_of(0, 0)[:6])
+    with pytest.raises(ConfigError, match=r"shapes \[\(6, 5\)\], and those before had \[\(6, 9\)\]"):
+        pipe.train_step(tokens_of(0, 0)[:6, :5])
     pipe.destroy()
 
 

@@ -12,12 +12,12 @@ from shardwise.errors import ConfigError
 from shardwise.models.built_in import GPT, tokens
 from shardwise.observe import StorageObserver
 from shardwise.planning.hardware import Hardware, Rates
-from shardwise.planning.pipelines import about_pipelines
+from shardwise.planning.pipelines import about_pipelines, run_micro_batches, with_micro_batches
 from shardwise.planning.pp_axis import SCHEDULES, bubble
 from shardwise.planning.workload import Workload, find_model
 from support import run_ranks
 
-RUNS = (("GPipe", "zero2", False), ("1F1B", "zero1", False))
+RUNS = (("GPipe", "zero2", False), ("1F1B", "zero1", False), ("1F1B", "zero3", False))
 """Schedule, preset, and whether sharded weights stay gathered."""
 BATCH, LENGTH, HIDDEN, LAYERS, VOCABULARY, MICRO_BATCHES = 2, 64, 128, 8, 128, 4
 
@@ -36,7 +36,23 @@ def foreseen(rank, world_size):
     with pytest.raises(ConfigError, match="give a multiple of 3"):
         shardwise.foresee_pipeline(build, "zero2", 4, pp=3)
     check_plan()
+    check_further_micro_batches(shape)
     return [[(each.peak_bytes, each.sent_bytes) for each in pipeline.ranks] for pipeline in found]
+
+
+def check_further_micro_batches(shape):
+    """A plan runs only some of many micro-batches where it knows what the others add."""
+    shape = {**shape, "schedule": "Interleaved1F1B"}
+    few = run_micro_batches(shape["schedule"], 2, 8)
+    assert few == 4
+    short, whole = (
+        shardwise.foresee_pipeline(build, "zero2", 4, **shape | {"micro_batches": count}).ranks for count in (few, 8)
+    )
+    for one, all_of_them in zip(short, whole, strict=True):
+        further = with_micro_batches(one, shape["schedule"], few, 8)
+        assert further.peak_bytes == pytest.approx(all_of_them.peak_bytes, rel=0.01)
+        assert further.sent_bytes["pp"] == all_of_them.sent_bytes["pp"]
+    assert run_micro_batches("ZBVZeroBubble", 2, 8) == 8
 
 
 def check_plan():
@@ -108,6 +124,7 @@ def test_peaks_and_traffic_of_a_pipelines_ranks_are_the_measured_ones():
     peak_of = {run: [place[0] for place in predicted[number]] for number, run in enumerate(RUNS)}
     first, last = peak_of["1F1B", "zero1", False]
     assert first > last  # the first stage of 1F1B holds the activations of the most micro-batches
+    assert all(less < more for less, more in zip(peak_of["1F1B", "zero3", False], (first, last), strict=True))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -69,6 +69,7 @@ def train(
     intervals=None,
     foresee=False,
     tp=1,
+    pp=1,
     **outputs,
 ):
     """One run on this rank, to its end or to a signal."""
@@ -78,7 +79,7 @@ def train(
         data={"paths": (text,)},
         model={"size": "nano", "context": 16, "layers": layers},
         updates={"steps": steps, "batch": 12, "accumulate": accumulate},
-        placing={"config": config, "foresee": foresee, "tp": tp},
+        placing={"config": config, "foresee": foresee, "tp": tp, "pp": pp},
         intervals={"eval_every": 3, "save_every": 0} | (intervals or {}),
         outputs={"out": out, "sample": 5, "plot": False} | outputs,
     )
@@ -144,16 +145,38 @@ def test_ranks_that_hold_one_copy_together_train_the_same_and_continue_without(r
     text, out = write_text(tmp_path, rank), tmp_path / "run"
     train(text, tmp_path / "whole", steps=3)
     train(text, out, steps=3, tp=2)
-    for got, expected in zip(results(out), results(tmp_path / "whole"), strict=True):
-        assert [each for each in got if each] == pytest.approx([each for each in expected if each], rel=1e-3)
-    saved = weights(out)
-    assert saved.keys() == weights(tmp_path / "whole").keys()
+    assert_about_equal(out, tmp_path / "whole")
     train(text, out, steps=4, config="zero1")  # at tp 1
     assert len(results(out)) == 4
     with pytest.raises(ConfigError, match=r"--tp 3 does not divide 4 rank\(s\): take --nproc 3"):
         train(text, out, tp=3)
     with pytest.raises(ConfigError, match=r"--tp 4 does not divide heads \(2\)"):
         train(text, out, tp=4)
+
+
+def assert_about_equal(out, expected):
+    """Losses, validation, rates and norms of all steps, and the names of what was exported."""
+    for got, wanted in zip(results(out), results(expected), strict=True):
+        assert [each for each in got if each] == pytest.approx([each for each in wanted if each], rel=1e-3)
+    assert weights(out).keys() == weights(expected).keys()
+
+
+@ranks(4)
+def test_stages_train_the_same_and_continue_without(rank, world_size, tmp_path):
+    text, out = write_text(tmp_path, rank), tmp_path / "run"
+    shape = {"layers": 2, "accumulate": 3}
+    train(text, tmp_path / "whole", steps=3, **shape)
+    train(text, out, steps=3, process=Process(1), pp=2, **shape)
+    train(text, out, steps=3, pp=2, **shape)
+    assert_about_equal(out, tmp_path / "whole")
+    train(text, out, steps=4, config="zero1", **shape)  # at pp 1
+    assert len(results(out)) == 4
+    with pytest.raises(ConfigError, match=r"--pp 3 does not divide 4 rank\(s\)"):
+        train(text, out, pp=3)
+    with pytest.raises(ConfigError, match="--pp 2 leaves a stage empty: the model has 1 layers"):
+        train(text, out, pp=2)
+    with pytest.raises(ConfigError, match="--accumulate 1: a pipeline of 2 stages needs at least 2 micro-batches"):
+        train(text, out, pp=2, layers=2)
 
 
 @ranks(3)

@@ -79,7 +79,7 @@ class Engine(nn.Module):
         self._is_loss_scaled = False  # by `scale`, for the next plain backward
         self._syncs = True
         self._is_destroyed = False
-        self._saving: checkpoint.AsyncSave | None = None
+        self._saver = checkpoint.Saver()
         self._comm = comm
         self._lr_steps = SchedulerSteps(self._notices)
         self._inputs = InputWatch(comm, self._notices)
@@ -397,19 +397,11 @@ class Engine(nn.Module):
         for it and raises what went wrong.
         """
         self._check_not_paused("engine.save() would take other weights than those that train")
-        self.finish_save()
-        job = checkpoint.prepare(ModelParts.of(self), dir, tag, state, keep, not blocking, frozen, midway)
-        if blocking:
-            checkpoint.save(job, self._comm.everyone)
-        else:
-            self._saving = checkpoint.AsyncSave(job, self._comm.everyone)
-        return job.draft.target
+        return self._saver.save(ModelParts.of(self), dir, tag, blocking, state, keep, frozen, midway)
 
     def finish_save(self) -> None:
         """Wait until an asynchronous save is complete; raise what went wrong. A collective."""
-        saving, self._saving = self._saving, None
-        if saving is not None:
-            saving.finish()
+        self._saver.finish()
 
     def load(self, dir: str | Path, tag: str = "latest", fallback: bool = False, missing_ok: bool = False) -> Any:
         """Continue from a checkpoint in `dir`, saved at any world size and placement; the user's state. A collective.
@@ -470,8 +462,7 @@ class Engine(nn.Module):
         if self._is_destroyed:
             return
         self._is_destroyed = True
-        if self._saving is not None:
-            self._saving.leave()
+        self._saver.leave()
         self._comm.begin_close()
         self._schedule.remove()
         self._recompute.remove()

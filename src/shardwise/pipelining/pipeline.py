@@ -228,7 +228,8 @@ class Pipeline:
         self._tied = tied
         self._parts = parts
         self._pass = forward_pass
-        self._saving: checkpoint.AsyncSave | None = None
+        self._saver = checkpoint.Saver()
+        self._shapes: list[tuple[int, ...]] | None = None
         self._watch = parts.first.comm.watch
 
     @property
@@ -316,21 +317,13 @@ class Pipeline:
     ) -> Location:
         """Write a checkpoint of the whole model into the folder `dir`, or into an object store; see `Engine.save`. A
         collective."""
-        self.finish_save()
         with self._watched():
-            job = checkpoint.prepare(self._parts, dir, tag, state, keep, staged=not blocking, frozen=frozen)
-            if blocking:
-                checkpoint.save(job, self._parts.everyone)
-            else:
-                self._saving = checkpoint.AsyncSave(job, self._parts.everyone)
-        return job.draft.target
+            return self._saver.save(self._parts, dir, tag, blocking, state, keep, frozen)
 
     def finish_save(self) -> None:
         """Wait until an asynchronous save is complete; raise what went wrong. A collective."""
-        saving, self._saving = self._saving, None
-        if saving is not None:
-            with self._watched():
-                saving.finish()
+        with self._watched():
+            self._saver.finish()
 
     def load(self, dir: str | Path, tag: str = "latest", fallback: bool = False, missing_ok: bool = False) -> Any:
         """Go on from a checkpoint, of any pipeline or engine that trained this model; see `Engine.load`. A
@@ -359,6 +352,7 @@ class Pipeline:
 
     def destroy(self) -> None:
         """Take the engines off their models and free every buffer."""
+        self._saver.leave()
         for engine in self.engines.values():
             engine.destroy()
 
@@ -374,8 +368,19 @@ class Pipeline:
                 f"a batch with {sorted(sizes)} rows cannot be cut into {count} micro-batches: make it a multiple of "
                 "micro_batches"
             )
+        self._check_shapes([tuple(tensor.shape) for tensor in tensors_in((batch,), {})])
         rows = sizes.pop() // count
         return [map_tensors(batch, partial(_rows, start=number * rows, count=rows)) for number in range(count)]
+
+    def _check_shapes(self, shapes: list[tuple[int, ...]]) -> None:
+        """Refuse other shapes than those of the first step: stages would receive what is sent into buffers of these."""
+        if self._shapes is None:
+            self._shapes = shapes
+        if shapes != self._shapes:
+            raise ConfigError(
+                f"a batch of shapes {shapes}, and those before had {self._shapes}: what stages send each other has one "
+                "shape, make all batches alike (pad them, drop the last)"
+            )
 
 
 def _rows(tensor: torch.Tensor, start: int, count: int) -> torch.Tensor:

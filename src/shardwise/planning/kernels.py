@@ -33,19 +33,19 @@ class Kernels:
 
 
 @contextlib.contextmanager
-def replacing(replaced: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """Replace functions of `torch.nn.functional` inside the context.
+def replacing(replaced: Mapping[str, Callable[..., Any]], of: Any = F) -> Iterator[None]:
+    """Replace functions of a module inside the context, by default of `torch.nn.functional`.
 
     A torch function mode would not do: it is off in what checkpoints recompute inside a backward.
     """
-    originals = {name: getattr(F, name) for name in replaced}
+    originals = {name: getattr(of, name) for name in replaced}
     for name, function in replaced.items():
-        setattr(F, name, function)
+        setattr(of, name, function)
     try:
         yield
     finally:
         for name, function in originals.items():
-            setattr(F, name, function)
+            setattr(of, name, function)
 
 
 def _attention(

@@ -90,7 +90,8 @@ def foresee_pipeline(
 
 def foresee_stages(model: ModelSpec, workload: Workload, preset: str, world_size: int, nodes: int) -> Foreseen | str:
     """As `foresee_workload`, of all ranks of a pipeline: the fullest, and the peaks of all."""
-    shape, count = NodeShape(nodes, world_size // nodes), run_micro_batches(workload)
+    shape, total = NodeShape(nodes, world_size // nodes), workload.accumulation
+    count = run_micro_batches(workload.schedule, workload.pp, total)
     config = replace(workload, accumulation=1).config(preset).for_shape(shape)
     build = model.build or partial(build_decoder, model, workload)
     found = []
@@ -98,24 +99,26 @@ def foresee_stages(model: ModelSpec, workload: Workload, preset: str, world_size
         for rank in range(workload.pp):
             at = PipelineRank(workload.pp, rank, workload.schedule, count)
             one = dry_run(Scenario(build, config, world_size, cuda(), shape, workload.tp, at))
-            found.append(with_micro_batches(one, count, workload.accumulation))
+            found.append(with_micro_batches(one, workload.schedule, count, total))
     except Untraceable as failure:
         return str(failure)
     fullest = max(found, key=lambda each: each.peak_bytes)
     return replace(fullest, places=tuple(each.peak_bytes for each in found))
 
 
-def run_micro_batches(workload: Workload) -> int:
-    """How many micro-batches a dry run runs: further ones hold nothing more, except where all forwards come first."""
-    name, pp = workload.schedule.lower(), workload.pp
-    most = {"gpipe": workload.accumulation, "loopedbfs": workload.accumulation, "1f1b": pp + 1}
-    return min(workload.accumulation, most.get(name, 2 * pp))
+def run_micro_batches(schedule: str, pp: int, count: int) -> int:
+    """How many of a step's `count` micro-batches a dry run runs. Further ones hold no more activations where each
+    forward follows a whole backward; elsewhere all are run."""
+    enough = {"1f1b": pp + 1, "interleaved1f1b": 2 * pp}
+    return min(count, enough.get(schedule.lower(), count))
 
 
-def with_micro_batches(foreseen: Foreseen, seen: int, count: int) -> Foreseen:
-    """The same with `count` micro-batches instead of `seen`: torch has buffers to receive each of them in."""
+def with_micro_batches(foreseen: Foreseen, schedule: str, seen: int, count: int) -> Foreseen:
+    """The same with `count` micro-batches instead of `seen`: torch has buffers to receive each of them in, and where a
+    rank has two stages it holds what it has sent until the end of a step."""
     each = foreseen.sent_bytes.get("pp", 0) // seen
-    more = {"in flight": foreseen.categories["in flight"] + (count - seen) * each}
+    held = each if schedule.lower() == "1f1b" else 2 * each
+    more = {"in flight": foreseen.categories["in flight"] + (count - seen) * held}
     sent = {**foreseen.sent_bytes, "pp": each * count}
     return replace(foreseen, categories={**foreseen.categories, **more}, sent_bytes=sent)
 

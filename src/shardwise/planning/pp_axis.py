@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.pipelining import schedules
 
 from shardwise.comm.model_group import ModelGroup
 from shardwise.engine import Engine
@@ -21,6 +22,7 @@ from shardwise.pipelining.cut import find_blocks
 from shardwise.pipelining.pipeline import PipelineLayout, assemble, schedule_class
 from shardwise.pipelining.stage import EngineStage
 from shardwise.planning.dry_comm import fake_group
+from shardwise.planning.kernels import replacing
 
 _DURATIONS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
@@ -79,6 +81,20 @@ class _Yes:
         return 1
 
 
+class _Transfer:
+    """Stands for a transfer between stages: it refers to the tensor until the schedule drops it, as Gloo's do."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def wait(self) -> None:
+        pass
+
+
+def _transfers(ops: Sequence[Any], desc: str | None = None) -> list[_Transfer]:
+    return [_Transfer(op.tensor) for op in ops]
+
+
 class _Reached(Exception):
     """Leaves a model's forward after its first block."""
 
@@ -106,7 +122,8 @@ class DryPipeline:
         self.sent_bytes = sends * hidden.nbytes * at.micro_batches
 
     def step(self, micro_batches: Sequence[Any]) -> None:
-        self._pipe._run(list(micro_batches))
+        with replacing({"_batch_p2p": _transfers}, of=schedules):
+            self._pipe._run(list(micro_batches))
         self._pipe.step()
 
 

@@ -205,7 +205,8 @@ class SavedTensorGuard:
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         unit = self._units.get(local(tensor).untyped_storage()._cdata)
-        return tensor if unit is None else _Saved(tensor, unit)
+        # Detached: a graph that holds an output of its own is never freed, unless a backward frees what it saved.
+        return tensor.detach() if unit is None else _Saved(tensor, unit)
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         if not isinstance(packed, _Saved):

@@ -25,7 +25,6 @@ import torch
 from shardwise.comm import Comm
 from shardwise.config.sections import Runtime
 from shardwise.unit import Unit
-from shardwise.unit.unit import UseCounts
 from shardwise.unit.weights import WeightsState
 
 _AGREE_EVERY = 100
@@ -211,7 +210,7 @@ class GatherOrder:
                 self._prefetched.append(other)
                 other.weights.gather()
 
-    def passes(self, unit: Unit) -> bool:
+    def passes(self, unit: Unit, is_to_come: Callable[[Unit], bool]) -> bool:
         """Take part in the gather of a unit that this rank does not enter, if its turn has come; returns whether so.
 
         Other ranks reduce the unit after they have gathered it, and wait for this rank in both.
@@ -220,7 +219,7 @@ class GatherOrder:
             return unit in self._recorded
         turn = self._turn_of(unit, self._agreed)
         if turn is not None:
-            if any(_is_to_come(other) for other in self._agreed[self._position : turn]):
+            if any(is_to_come(other) for other in self._agreed[self._position : turn]):
                 return False
             self._pass_to(turn + 1, self._agreed)
         return True
@@ -342,12 +341,6 @@ class GatherOrder:
         return parent if path and parent in self._containers else None
 
 
-def _is_to_come(unit: Unit) -> bool:
-    """Whether the backward has yet to reach a unit."""
-    uses = unit.uses
-    return uses != UseCounts() and not uses.is_done and unit.weights.state is WeightsState.RELEASED
-
-
 class GatherOrders:
     """The gather orders of one model's passes, and what stays gathered between them. With one rank, or with
     replicated weights, there is no order to keep."""
@@ -377,9 +370,9 @@ class GatherOrders:
         for other in ahead:
             other.weights.gather()
 
-    def passes(self, unit: Unit) -> bool:
+    def passes(self, unit: Unit, is_to_come: Callable[[Unit], bool]) -> bool:
         """Whether the gather of a unit that this rank does not enter is over."""
-        return self._current is None or self._current.passes(unit)
+        return self._current is None or self._current.passes(unit, is_to_come)
 
     def finish(self, keep: Collection[Unit] = (), between: Callable[[], None] = lambda: None) -> None:
         """The pass ends; the units to `keep` stay gathered."""

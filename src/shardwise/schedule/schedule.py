@@ -39,12 +39,12 @@ from shardwise.schedule.autograd import (
     refuse_transforms,
 )
 from shardwise.schedule.cycle import CyclicGatherOrders, CyclicOrder
+from shardwise.schedule.graphs import ForwardGraph, ForwardGraphs
 from shardwise.schedule.hooks import HookedModule, containers, hooked_modules, ours
 from shardwise.schedule.order import GatherOrders, Order, Prefetch
 from shardwise.schedule.reduce_queue import ReduceQueue
 from shardwise.tensors import kept_by, outputs_in
 from shardwise.unit import Unit
-from shardwise.unit.unit import UseCounts
 from shardwise.unit.weights import WeightsState
 
 
@@ -105,6 +105,8 @@ class Schedule:
         self._end_callback: BackwardEndCallback | None = None
         self._forward_has_grad = False
         self._locked: list[Unit] = []
+        self._graphs = ForwardGraphs()
+        self._left: list[Unit] = []
         self._used_before: list[Unit] = []
         self._entered: list[Unit] = []
         self._place = -1
@@ -142,8 +144,9 @@ class Schedule:
         self._running = []
         self._enter_phase(_IDLE)
         self._reduces.begin([], reduces=False)
-        for unit in self.units:
-            unit.uses = UseCounts()
+        self._left = []
+        self._graphs.end_backward()
+        self._graphs.begin()
 
     def abandon(self) -> None:
         """Wait for what is in flight, drop the gradients of this step, and rest."""
@@ -233,9 +236,14 @@ class Schedule:
         closing = self._count_uses(module.units, recompute)
         if not closing:
             return None
-        leave = self._leave_recompute if recompute else self._leave
-        again = partial(self.reach, closing, [unit.weights.generation for unit in closing])
-        return mark_inputs(args, kwargs, OncePerBackward(partial(leave, closing), again))
+        leave, graph = self._leave_recompute if recompute else self._leave, self._graph
+        again = partial(self.reach, graph, closing, [unit.weights.generation for unit in closing])
+        return mark_inputs(args, kwargs, OncePerBackward(partial(leave, graph, closing), again))
+
+    @property
+    def _graph(self) -> ForwardGraph:
+        """Of the forward that runs, or that a backward recomputes."""
+        return self._graphs.in_backward if inside_backward() else self._graphs.newest
 
     def _count_uses(self, units: Sequence[Unit], recompute: bool) -> list[Unit]:
         """Count a use of each unit; returns those that the backward leaves with this use."""
@@ -244,12 +252,13 @@ class Schedule:
             return list(units) if has_grad else []
         closing = []
         for unit in units:
+            uses = self._graphs.newest.uses[unit]
             if not has_grad:
-                unit.uses.without_grad += self._forward_has_grad
+                uses.without_grad += self._forward_has_grad
             else:
-                if unit.uses.with_grad == 0:
+                if uses.with_grad == 0:
                     closing.append(unit)
-                unit.uses.with_grad += 1
+                uses.with_grad += 1
         return closing
 
     def _after_forward(self, module: HookedModule, _: nn.Module, args: Any, output: Any) -> None:
@@ -260,7 +269,8 @@ class Schedule:
                 self._end_forward(module)
         # Also at a root without units: only its outputs tell the outermost backward from those inside checkpoints.
         if torch.is_grad_enabled() and (units or module.is_root):
-            reach = OncePerBackward(partial(self.reach, units, [unit.weights.generation for unit in units]))
+            generations = [unit.weights.generation for unit in units]
+            reach = OncePerBackward(partial(self.reach, self._graph, units, generations))
             outputs = (output,) if isinstance(output, torch.Tensor) else outputs_in(output)
             for tensor in (*outputs, *kept_by(module.inside)):
                 if tensor.grad_fn is not None:
@@ -298,6 +308,7 @@ class Schedule:
 
     def _begin_forward(self) -> None:
         self._drop_broken()
+        self._graphs.begin()
         self._entered = []
         self._place = -1
         self._forward_has_grad = torch.is_grad_enabled()
@@ -370,6 +381,7 @@ class Schedule:
         self._reduces.begin([unit for unit in self._order.backward if unit.is_trainable], reduces)
         self._reduces.reduce_rest()
         self._reduces.begin([], reduces=False)
+        self.saved_tensors.end()
         self._events.ended()
 
     def keep_gathered(self) -> None:
@@ -399,9 +411,10 @@ class Schedule:
         while self._locked:
             self._locked.pop().weights.unlock()
 
-    def reach(self, units: Sequence[Unit], generations: Sequence[int]) -> None:
+    def reach(self, graph: ForwardGraph, units: Sequence[Unit], generations: Sequence[int]) -> None:
         """The backward reaches a module: its units' weights are needed, and their gradients will arrive."""
         self._begin_plain_backward()
+        self._graphs.reach(graph)
         for unit, generation in zip(units, generations, strict=True):
             if unit.weights.generation != generation:
                 raise RuntimeError(
@@ -440,6 +453,7 @@ class Schedule:
     def _end_autograd_grad(self) -> None:
         if self.phase is _AUTOGRAD_GRAD:
             self._enter_phase(_IDLE)
+            self._graphs.end_backward(spends=False)
             self._release_unused(self.units)
 
     def _release_unused(self, units: Sequence[Unit]) -> None:
@@ -456,38 +470,47 @@ class Schedule:
             self._locked.append(unit)
             unit.weights.lock()
 
-    def _leave(self, closing: Sequence[Unit]) -> None:
+    def _leave(self, graph: ForwardGraph, closing: Sequence[Unit]) -> None:
         if self.phase is _AUTOGRAD_GRAD:
             self._release_unused(closing)
         if self.phase is not _BACKWARD:  # IDLE: a backward inside the forward of the module
             return
         for unit in closing:
-            if unit.uses.without_grad == 0:
-                self._done(unit)
+            if graph.uses[unit].without_grad == 0:
+                self._done(graph, unit)
 
-    def _leave_recompute(self, closing: Sequence[Unit]) -> None:
+    def _leave_recompute(self, graph: ForwardGraph, closing: Sequence[Unit]) -> None:
         if self.phase is not _BACKWARD:
             return
         for unit in closing:
-            uses = unit.uses
+            uses = graph.uses[unit]
             uses.recomputed += 1
             if uses.with_grad == 0 and uses.recomputed == uses.without_grad:
-                self._done(unit)
+                self._done(graph, unit)
 
-    def _done(self, unit: Unit) -> None:
-        if unit.uses.is_done or self._is_used_before(unit):
+    def _done(self, graph: ForwardGraph, unit: Unit) -> None:
+        if unit in self._left or self._is_awaited(graph, unit):
             return
-        unit.uses.is_done = True
+        self._left.append(unit)
         if unit.weights.policy.weights_sharded:
             unit.weights.release()
         self._reduce_done()
+
+    def _is_awaited(self, graph: ForwardGraph, unit: Unit) -> bool:
+        """Whether a backward that has left a unit in a graph may bring further gradients: from uses before it."""
+        if not self._graphs.have_used(unit, before=graph):
+            return self._is_used_before(unit)
+        # The earlier forward has a part in this backward, or it has its own. Where gradients are added up on the
+        # parameters, autograd's answer is no help: the reduction waits for the end.
+        is_added_up = unit.weights.policy.grads_cut == "replicated"
+        return unit.is_trainable and (is_added_up or awaits_gradient(unit.params))
 
     def _reduce_done(self) -> None:
         """Reduce what this rank's backward has left, or has no part in, as far as the order allows."""
         self._reduces.advance(self._is_ready)
 
     def _is_ready(self, unit: Unit) -> bool:
-        return unit.uses.is_done or self._is_skipped(unit)
+        return unit in self._left or self._is_skipped(unit)
 
     def _is_used_before(self, unit: Unit) -> bool:
         """Whether something outside of the unit's modules used its parameters before they did. Then the unit is
@@ -498,10 +521,15 @@ class Schedule:
 
     def _is_skipped(self, unit: Unit) -> bool:
         """Whether this rank's backward has no part in a unit, and its gather, which others may need, is behind it."""
-        if not unit.comm.is_checked or unit.uses != UseCounts():
+        if not unit.comm.is_checked or self._graphs.have_used(unit):
             return False
         is_awaited = inside_backward() and adds_to(unit.params)
-        return not is_awaited and self._gathers.passes(unit)
+        return not is_awaited and self._gathers.passes(unit, self._is_to_come)
+
+    def _is_to_come(self, unit: Unit) -> bool:
+        """Whether the backward has yet to reach a unit."""
+        is_released = unit.weights.state is WeightsState.RELEASED
+        return is_released and unit not in self._left and self._graphs.have_used(unit)
 
     def _check_late(self) -> None:
         late = [unit.name for unit in self._trainable if unit.grads.late_gradient()]

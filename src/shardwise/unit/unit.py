@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from itertools import count
 
@@ -18,23 +17,6 @@ from shardwise.unit.grads import Grads
 from shardwise.unit.plan import UnitPlan
 from shardwise.unit.state_view import StateView
 from shardwise.unit.weights import Weights
-
-
-@dataclass
-class UseCounts:
-    """How often a unit was used since the last backward; says when its gradients are complete.
-
-    with_grad      uses with gradients on; the backward leaves the first of them last
-    without_grad   uses with gradients off inside a forward that has them on: a re-entrant checkpoint will recompute
-    recomputed     recomputations that the backward has left
-    is_done        the backward has left the unit
-    """
-
-    with_grad: int = 0
-    without_grad: int = 0
-    recomputed: int = 0
-    is_done: bool = False
-
 
 _NUMBERS = count()
 """Units are numbered as they are made, in the same order on every rank: a canonical order across engines."""
@@ -62,7 +44,6 @@ class Unit:
         self.comm = comm
         self.names = [slot.spec.name for slot in plan.layout.slots]
         self.params = [params[name] for name in self.names]
-        self.uses = UseCounts()
         self.averages: list[StateView] = []
         """What lasts besides master and optimizer state."""
         self.states = unit_states_for(plan.name, plan.policy, plan.owned_numel, offload)

@@ -1,0 +1,89 @@
+"""The graphs of forwards: how often each of them used a unit, and which a backward may still go through.
+
+A step may have several forwards before its first backward, and these either one backward together (the sum of two
+losses) or one each, in any order (the micro-batches of a pipeline). So uses are counted for each forward. The hooks in
+what autograd has recorded refer to their `ForwardGraph`, which lives as long as any of them: a forward without a
+backward is forgotten when its outputs are.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from dataclasses import dataclass
+
+from shardwise.unit import Unit
+
+
+@dataclass
+class UseCounts:
+    """How often a forward used a unit; says when its gradients are complete.
+
+    with_grad      uses with gradients on; the backward leaves the first of them last
+    without_grad   uses with gradients off inside a forward that has them on: a re-entrant checkpoint will recompute
+    recomputed     recomputations that the backward has left
+    """
+
+    with_grad: int = 0
+    without_grad: int = 0
+    recomputed: int = 0
+
+
+class ForwardGraph:
+    """What a forward used. It is spent when a backward has been through it."""
+
+    def __init__(self) -> None:
+        self.is_spent = False
+        self.uses: defaultdict[Unit, UseCounts] = defaultdict(UseCounts)
+
+    def has_used(self, unit: Unit) -> bool:
+        return unit in self.uses and self.uses[unit] != UseCounts()
+
+    def spend(self) -> None:
+        """A backward has been through it; another one may follow if it retained the graph."""
+        self.is_spent = True
+        for uses in self.uses.values():
+            uses.recomputed = 0
+
+
+class ForwardGraphs:
+    """The graphs that are alive, in the order of their forwards; `newest` counts the uses of the forward that runs, and
+    `in_backward` is the one that the current backward has reached last."""
+
+    def __init__(self) -> None:
+        self._alive: list[weakref.ref[ForwardGraph]] = []
+        self._reached: list[ForwardGraph] = []
+        self.begin()
+
+    def begin(self) -> None:
+        """A forward begins."""
+        self.newest = ForwardGraph()
+        self._alive = [each for each in self._alive if each() is not None]
+        self._alive.append(weakref.ref(self.newest))
+
+    def reach(self, graph: ForwardGraph) -> None:
+        """A backward has reached a graph. Autograd goes through later ones first."""
+        if graph not in self._reached:
+            self._reached.append(graph)
+
+    @property
+    def in_backward(self) -> ForwardGraph:
+        return self._reached[-1] if self._reached else self.newest
+
+    def end_backward(self, spends: bool = True) -> None:
+        """A backward has ended, and leaves its graphs spent unless its gradients go elsewhere."""
+        for graph in self._reached if spends else ():
+            graph.spend()
+        self._reached = []
+
+    def have_used(self, unit: Unit, before: ForwardGraph | None = None) -> bool:
+        """Whether a forward used a unit that has had no backward, or is in one; of those `before` another, if given."""
+        for ref in self._alive:
+            graph = ref()
+            if graph is None:
+                continue
+            if graph is before:
+                return False
+            if graph.has_used(unit) and (not graph.is_spent or graph in self._reached):
+                return True
+        return False

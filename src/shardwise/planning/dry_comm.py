@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -162,3 +163,28 @@ def fake_group(size: int, rank: int = 0) -> Iterator[bool]:
 
         _clear_sharding_prop_cache()  # it refers to the group
         dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class PipelineRank:
+    """One of `pp` ranks of a pipeline that runs a step in `micro_batches` by a schedule of torch's."""
+
+    pp: int
+    rank: int
+    schedule: str
+    micro_batches: int
+    keep_gathered: bool = False
+
+
+@contextlib.contextmanager
+def model_axes(tp: int, at: PipelineRank | None) -> Iterator[tuple[Any, ModelGroup]]:
+    """A mesh of `tp` ranks, or None, and the group of the pipeline; this process is one rank of both."""
+    pp, place = (at.pp, at.rank) if at is not None else (1, 0)
+    with fake_group(tp * pp, place * tp) as is_made:
+        if not is_made:
+            yield None, ModelGroup()
+            return
+        from torch.distributed.device_mesh import init_device_mesh
+
+        mesh = init_device_mesh("cpu", (pp, tp), mesh_dim_names=("pp", "tp"))
+        yield mesh["tp"] if tp > 1 else None, ModelGroup.of(mesh["pp"]) if pp > 1 else ModelGroup()

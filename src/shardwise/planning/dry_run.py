@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -34,14 +34,16 @@ from shardwise.models.tensor_parallel import tensor_parallel
 from shardwise.observe.labels import by_kind
 from shardwise.partition.policy import DTYPES
 from shardwise.partition.stored import stored_tensors
-from shardwise.planning.dry_comm import DryComm, DryModelGroup
+from shardwise.planning.dry_comm import DryComm, DryModelGroup, PipelineRank, model_axes
 from shardwise.planning.dry_observer import DryObserver, LogitsLabelling
 from shardwise.planning.estimate import CATEGORIES, Estimate
 from shardwise.planning.kernels import CPU, Kernels, cuda, replacing
-from shardwise.planning.pp_axis import DryPipeline, PipelineRank, model_axes
 from shardwise.planning.workload import ModelSpec, Workload
 from shardwise.tensors import map_tensors
 from shardwise.timing.tape import Issued, Tape
+
+if TYPE_CHECKING:
+    from shardwise.planning.pp_axis import DryPipeline
 
 _WORKSPACE = -2
 MOST_MICRO_BATCHES = 3
@@ -237,6 +239,8 @@ class _Subject:
 
         def make_engine(part: nn.Module) -> Engine:
             return _engine(part, scenario, observer)
+
+        from shardwise.planning.pp_axis import DryPipeline  # torch's pipelining takes seconds to import
 
         self._pipeline = DryPipeline(model, scenario.pipeline, pp, make_engine, (next(batches), computed))
         self.engines = self._pipeline.engines

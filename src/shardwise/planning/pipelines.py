@@ -14,11 +14,11 @@ from shardwise.config import Config
 from shardwise.config.shape import NodeShape
 from shardwise.errors import ConfigError
 from shardwise.models.built_in import Build
+from shardwise.planning.dry_comm import PipelineRank
 from shardwise.planning.dry_run import Foreseen, Scenario, Untraceable, build_decoder, dry_run
 from shardwise.planning.estimate import estimate
 from shardwise.planning.hardware import Hardware
 from shardwise.planning.kernels import CPU, cuda
-from shardwise.planning.pp_axis import SCHEDULES, PipelineRank, bubble
 from shardwise.planning.recommend import judge, order_for
 from shardwise.planning.seconds import device_for, sketched
 from shardwise.planning.workload import ModelSpec, Workload
@@ -72,6 +72,8 @@ def foresee_pipeline(
     >>> len(found.ranks), found.fullest.sent_bytes["pp"], found.bubble
     (2, 65536, 0.2)
     """
+    from shardwise.planning.pp_axis import bubble
+
     if pp < 2 or world_size % (pp * tp):
         raise ConfigError(
             f"{world_size} ranks with pp {pp} and tp {tp}: give a multiple of {pp * tp}, and pp from 2 on"
@@ -125,6 +127,8 @@ def with_micro_batches(foreseen: Foreseen, schedule: str, seen: int, count: int)
 
 def pipeline_notes(workload: Workload, foreseen: Mapping[str, Foreseen]) -> list[str]:
     """What a plan with a pipeline says beside its table."""
+    from shardwise.planning.pp_axis import SCHEDULES
+
     pp, count = workload.pp, workload.accumulation
     notes = []
     for preset, each in foreseen.items():
@@ -142,6 +146,8 @@ def pipeline_notes(workload: Workload, foreseen: Mapping[str, Foreseen]) -> list
 
 def bubble_of(schedule: str, pp: int, count: int) -> float | None:
     """As `bubble`; None where a schedule cannot run this many micro-batches."""
+    from shardwise.planning.pp_axis import bubble  # torch's pipelining takes seconds to import
+
     try:
         return bubble(schedule, pp, count)
     except ConfigError:

@@ -6,8 +6,7 @@ It also has the bubble of a schedule: the share of a step in which a rank waits 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -21,41 +20,11 @@ from shardwise.engine import Engine
 from shardwise.pipelining.cut import find_blocks
 from shardwise.pipelining.pipeline import PipelineLayout, assemble, schedule_class
 from shardwise.pipelining.stage import EngineStage
-from shardwise.planning.dry_comm import fake_group
+from shardwise.planning.dry_comm import PipelineRank
 from shardwise.planning.kernels import replacing
 
 _DURATIONS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
-
-
-@dataclass(frozen=True)
-class PipelineRank:
-    """One of `pp` ranks of a pipeline that runs a step in `micro_batches` by a schedule of torch's."""
-
-    pp: int
-    rank: int
-    schedule: str
-    micro_batches: int
-    keep_gathered: bool = False
-
-    @property
-    def layout(self) -> PipelineLayout:
-        kind = schedule_class(self.schedule)
-        return PipelineLayout(kind, self.pp, self.micro_batches, keep_gathered=self.keep_gathered)
-
-
-@contextlib.contextmanager
-def model_axes(tp: int, at: PipelineRank | None) -> Iterator[tuple[Any, ModelGroup]]:
-    """A mesh of `tp` ranks, or None, and the group of the pipeline; this process is one rank of both."""
-    pp, place = (at.pp, at.rank) if at is not None else (1, 0)
-    with fake_group(tp * pp, place * tp) as is_made:
-        if not is_made:
-            yield None, ModelGroup()
-            return
-        from torch.distributed.device_mesh import init_device_mesh
-
-        mesh = init_device_mesh("cpu", (pp, tp), mesh_dim_names=("pp", "tp"))
-        yield mesh["tp"] if tp > 1 else None, ModelGroup.of(mesh["pp"]) if pp > 1 else ModelGroup()
 
 
 class DryStage(EngineStage):
@@ -112,12 +81,14 @@ class DryPipeline:
     ) -> None:
         hidden = _hidden_states(model, *example)
         make_stage = partial(DryStage, hidden=hidden.requires_grad_())
-        self._pipe = assemble(model, at.layout, group, make_engine, None, make_stage)
+        kind = schedule_class(at.schedule)
+        layout = PipelineLayout(kind, at.pp, at.micro_batches, keep_gathered=at.keep_gathered)
+        self._pipe = assemble(model, layout, group, make_engine, None, make_stage)
         for call in self._pipe._calls.values():
             call.number_of = lambda index: 0  # fake tensors have no values, and all micro-batches are alike
         self.engines = list(self._pipe.engines.values())
-        owners, last = at.layout.owners, len(at.layout.owners) - 1
-        neighbours = [(stage, stage + step) for stage in at.layout.stages_of(at.rank) for step in (1, -1)]
+        owners, last = layout.owners, len(layout.owners) - 1
+        neighbours = [(stage, stage + step) for stage in layout.stages_of(at.rank) for step in (1, -1)]
         sends = sum(0 <= other <= last and owners[other] != at.rank for _, other in neighbours)
         self.sent_bytes = sends * hidden.nbytes * at.micro_batches
 

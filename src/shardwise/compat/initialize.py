@@ -143,6 +143,9 @@ def _without_idle_sections(settings: dict[str, Any]) -> dict[str, Any]:
             if isinstance(section, dict) and section.get("device") not in (None, "none") and stage in range(needed):
                 _say_once(f"zero_optimization.{key} has no effect at stage {stage}, as in DeepSpeed")
                 del zero[key]
+    optimizer = settings.get("optimizer")
+    if isinstance(optimizer, dict):
+        optimizer.pop("torch_adam", None)  # a key of `optimizer.params`; here, DeepSpeed does not look for it
     saved, own = settings.get("activation_checkpointing"), settings.get("shardwise")
     is_enabled = isinstance(own, dict) and own.get("checkpointing")
     if isinstance(saved, dict) and saved.get("cpu_checkpointing") and not is_enabled:

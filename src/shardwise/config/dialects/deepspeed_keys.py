@@ -144,7 +144,6 @@ TORCH_AUTOCAST: Rules = {
 OPTIMIZER: Rules = {
     **dict.fromkeys(("type", "params"), BY_CODE),
     "legacy_fusion": KeyRule(any_value, "no effect: a setting of Apex"),
-    "torch_adam": KeyRule(flag, "no effect: optimizers are always torch's"),
 }
 SCHEDULER: Rules = dict.fromkeys(("type", "params"), BY_CODE)
 

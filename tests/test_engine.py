@@ -6,6 +6,7 @@ import io
 import time
 import weakref
 from functools import partial
+from typing import ClassVar
 from unittest import mock
 
 import pytest
@@ -387,6 +388,40 @@ def test_what_a_forward_writes_into_weights_is_kept(rank, world_size):
         seen[preset] = engine.full_param("embedding.weight")
         assert seen[preset].norm(dim=1).max() <= 0.5 + 1e-4, preset
     assert all(torch.equal(seen[preset], seen["zero0"]) for preset in STAGES)
+
+
+class Aside(torch.nn.Module):
+    """Appends a loss of its own to a list, after the output that it returns."""
+
+    losses: ClassVar[list[torch.Tensor]] = []
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.aside = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        output = torch.tanh(self.inner(x))
+        self.losses.append(self.aside(output).square().mean())
+        return output
+
+
+@ranks(2)
+def test_a_backward_from_inside_a_module_finds_weights_that_have_moved(rank, world_size):
+    seen = []
+    for views in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(Aside() for _ in range(4)))
+        engine = shardwise.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "zero3")
+        with shardwise.gathered(list(model.parameters())):
+            arrays = [param.detach().numpy() for param in model.parameters()] if views else []
+        Aside.losses.clear()
+        engine(torch.full((2, 8), 0.1 * (rank + 1)))
+        engine.backward(sum(Aside.losses))
+        engine.step()
+        seen.append(digest(engine))
+        assert len(arrays) == 16 * views
+        engine.destroy()
+    assert seen[0] == seen[1]
 
 
 @ranks(2)

@@ -188,15 +188,18 @@ class SavedTensorGuard:
     """
 
     def __init__(self, units: Sequence[Unit], gather: Callable[[Unit], None]) -> None:
-        self._units = {unit.weights.storage_id: unit for unit in units if unit.weights.policy.weights_sharded}
+        self._sharded = [unit for unit in units if unit.weights.policy.weights_sharded]
+        self._units: dict[int, Unit] = {}
         self._gather = gather
-        self._is_watching = bool(self._units)
+        self._is_watching = bool(self._sharded)
         self._is_needed = False
 
     def watching(self) -> contextlib.AbstractContextManager[Any]:
         """Around a forward. Hooks on saved tensors that the user has set are left alone."""
         if not self._is_watching or not torch.is_grad_enabled() or _has_other_hooks():
             return contextlib.nullcontext()
+        # Anew for each forward: a buffer whose storage the user has a numpy array of gets another one.
+        self._units = {unit.weights.storage_id: unit for unit in self._sharded}
         return saved_tensors_hooks(self._pack, self._unpack)
 
     def end(self) -> None:

@@ -30,6 +30,15 @@ def deepspeed():
     return deepspeed
 
 
+@pytest.fixture
+def served(monkeypatch):
+    """`import_module` for modules of `deepspeed` in pytest's own process, which other tests find without it."""
+    monkeypatch.syspath_prepend(activation.FOLDER)
+    yield importlib.import_module
+    for name in [name for name in sys.modules if name.partition(".")[0] == "deepspeed"]:
+        del sys.modules[name]
+
+
 def model():
     torch.manual_seed(dist.get_rank())  # rank 0's values count
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
@@ -354,10 +363,9 @@ def test_what_deepspeed_refuses_of_an_optimizer_is_refused(rank, world_size):
     assert ds.utils.safe_get_full_grad(net.weight) is not None
 
 
-def test_configurations_are_read_as_objects():
-    deepspeed()
-    config = importlib.import_module("deepspeed.runtime.config")
-    zero = importlib.import_module("deepspeed.runtime.zero.config")
+def test_configurations_are_read_as_objects(served):
+    config = served("deepspeed.runtime.config")
+    zero = served("deepspeed.runtime.zero.config")
     given = config.DeepSpeedConfig(
         {
             "train_batch_size": 32,
@@ -375,9 +383,8 @@ def test_configurations_are_read_as_objects():
         zero.DeepSpeedZeroConfig(reduce_bucket_size=0)
 
 
-def test_the_launcher_reads_hostfiles_and_filters(tmp_path, monkeypatch):
-    deepspeed()
-    runner = importlib.import_module("deepspeed.launcher.runner")
+def test_the_launcher_reads_hostfiles_and_filters(tmp_path, monkeypatch, served):
+    runner = served("deepspeed.launcher.runner")
     pool = runner._parse_hostfile(["worker-0 slots=4", "", "# a comment", "worker-1 slots=2"])
     assert pool == {"worker-0": 4, "worker-1": 2}
     assert runner.parse_inclusion_exclusion(pool, "worker-0:0,2@worker-1", "") == {

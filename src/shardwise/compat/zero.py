@@ -318,12 +318,11 @@ def mark_module(model: nn.Module) -> None:
 
 
 def note_units(units: Iterable[Unit]) -> None:
-    """Remember the buffers of an engine's units."""
-    for unit in units:
-        _BUFFERS[unit.weights.storage_id] = unit
+    """Remember an engine's units, by whose buffers tensors are recognised."""
+    _UNITS.update(units)
 
 
-_BUFFERS: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
+_UNITS: weakref.WeakSet[Unit] = weakref.WeakSet()
 
 
 def _status(unit: Unit | None) -> ZeroParamStatus:
@@ -338,7 +337,8 @@ def _status_of_saved(tensor: torch.Tensor) -> ZeroParamStatus:
 
     TRL's chunked losses ask it in their backward.
     """
-    unit = _BUFFERS.get(tensor.untyped_storage()._cdata) if not isinstance(tensor, nn.Parameter) else None
+    known = [] if isinstance(tensor, nn.Parameter) else list(_UNITS)
+    unit = next((unit for unit in known if unit.weights.storage_id == tensor.untyped_storage()._cdata), None)
     if unit is None:
         raise AttributeError("'Tensor' object has no attribute 'ds_status'")
     return _status(unit)

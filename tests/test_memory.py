@@ -183,9 +183,13 @@ def test_the_ledger_knows_the_peak(rank, world_size, precision, accumulation, pr
 @pytest.mark.parametrize("checkpointed", [None, False, True], ids=["kept", "recomputed", "recomputed re-entrantly"])
 def test_forwards_before_their_backwards_hold_no_more_units(rank, world_size, checkpointed):
     """zero3, on a model whose activations are nothing: micro-batches that run as in a pipeline hold the units that one
-    after the other hold, and forget the forward that has no backward."""
+    after the other hold, and forget the forward that has no backward.
+
+    Under re-entrant checkpoints the last holds more: the earlier forwards could have a part in the backward, see
+    test_models.test_one_backward_of_two_forwards_through_reentrant_checkpoints.
+    """
     peaks, sent = [], []
-    for order in ("f0b0f1b1f2b2", "f0f1f2b0b1b2", "f0f1b0f2b1b2", "f9f0f1b1b0f2b2"):
+    for order in ("f0b0f1b1f2b2", "f0f1f2b0b1b2", "f0f1b0f2b1b2", "f9f0f1b1b0f2b2")[: 3 if checkpointed else 4]:
         model = MLP(width=448, depth=8)
         if checkpointed is not None:
             for number in range(1, len(model.layers), 2):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shardwise.unit import Unit
@@ -76,14 +77,17 @@ class ForwardGraphs:
             graph.spend()
         self._reached = []
 
-    def have_used(self, unit: Unit, before: ForwardGraph | None = None) -> bool:
-        """Whether a forward used a unit that has had no backward, or is in one; of those `before` another, if given."""
+    def using(self, unit: Unit, before: ForwardGraph | None = None) -> Iterator[ForwardGraph]:
+        """The graphs that use a unit and have had no backward, or are in one; of those `before` another, if given."""
         for ref in self._alive:
             graph = ref()
             if graph is None:
                 continue
             if graph is before:
-                return False
+                return
             if graph.has_used(unit) and (not graph.is_spent or graph in self._reached):
-                return True
-        return False
+                yield graph
+
+    def have_used(self, unit: Unit) -> bool:
+        """Whether a backward may still go through a use of a unit."""
+        return next(self.using(unit), None) is not None

@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import shardwise
 from shardwise.memory.ledger import Buffer, Entry, Kind, Ledger, Tier
 from shardwise.models.built_in import GPT, MLP
 from shardwise.observe import StorageObserver
+from shardwise.schedule.graphs import ForwardGraph
 from support import ranks
 
 STAGES = ["zero0", "zero1", "zero2", "zero3"]
@@ -230,6 +232,23 @@ def test_a_forward_without_a_backward_is_freed(rank, world_size):
             engine(x)
         gc.collect()
         assert observer.current_bytes - before < x.nbytes  # the units that the backward would begin with
+    engine.destroy()
+
+
+@ranks(2)
+def test_losses_that_are_kept_slow_no_later_step(rank, world_size):
+    """They hold the graphs of their forwards, as a list of losses to plot does."""
+    model = MLP(width=8, depth=4)
+    engine = shardwise.initialize(model, torch.optim.SGD(model.parameters(), lr=1e-4), "zero3")
+    kept, looks = [], []
+    with mock.patch.object(ForwardGraph, "has_used", autospec=True, side_effect=ForwardGraph.has_used) as look:
+        for _ in range(6):
+            look.reset_mock()
+            kept.append(engine(torch.randn(2, 8)))
+            engine.backward(kept[-1])
+            engine.step()
+            looks.append(look.call_count)
+    assert 0 < looks[2] == looks[5]
     engine.destroy()
 
 

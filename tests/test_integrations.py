@@ -1,5 +1,10 @@
 """What the integrations share, without the libraries that they are for; tests/clients has the rest."""
 
+import importlib
+import sys
+from pathlib import Path
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
@@ -11,6 +16,7 @@ from shardwise.errors import ConfigError
 from shardwise.integrations import detach as detaching
 from shardwise.integrations import settings
 from support import ranks
+from support.training import start, train_step
 
 BF16 = Precision(compute="bf16")
 
@@ -65,3 +71,30 @@ def test_a_detached_model_has_its_dtensors_again(rank, world_size):
     engine = shardwise.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), config, mesh=mesh["dp"])
     detaching.detach(engine, {})
     assert torch.equal(model.weight.to_local(), before)
+
+
+def test_ray_is_told_of_checkpoints_that_exist(tmp_path, monkeypatch):
+    """A checkpoint that replaced one of the same step has another name. Ray itself: tests/clients/test_ray.py."""
+    reported, context = [], mock.Mock()
+    context.get_world_rank.return_value = 0
+    context.get_storage.return_value = mock.Mock(storage_filesystem=Path(), experiment_fs_path=tmp_path)
+    ray, arrow = mock.MagicMock(), mock.Mock(LocalFileSystem=Path)
+    ray.train.get_context.return_value = context
+    ray.train.Checkpoint.from_directory = lambda path: mock.Mock(path=str(path))
+    ray.train.report = lambda metrics, checkpoint, **_: reported.append(checkpoint)
+    ray.train.get_checkpoint = lambda: reported[-1]
+    for name, module in {"ray": ray, "ray.train": ray.train, "pyarrow": mock.Mock(), "pyarrow.fs": arrow}.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "shardwise.integrations.ray", raising=False)
+    integration = importlib.import_module("shardwise.integrations.ray")
+    monkeypatch.delitem(sys.modules, "shardwise.integrations.ray")
+    engine = start("mlp", {"preset": "zero1"})
+    train_step(engine, 0, 0)
+    integration.report(engine, {})
+    integration.report(engine, {})
+    integration.resume(engine)
+    assert [Path(each.path).name for each in reported] == ["step-1", "step-1.2"]
+    reported.pop()
+    integration.resume(engine)
+    assert Path(reported[-1].path).is_dir()
+    engine.destroy()

@@ -190,6 +190,24 @@ def test_an_optimizer_with_a_step_of_its_own_is_skipped_by_the_host():
     engine.destroy()
 
 
+def test_scaled_losses_have_plain_backwards():
+    """As many as there are, in any order; a loss that is not scaled is refused all the same."""
+    engine, plain = (start("mlp", fp16("zero2"), make_sgd) for _ in range(2))
+    x, y = (make_batch(engine.module, 0, step) for step in range(2))
+    first, second = engine.scale(engine(x)), engine.scale(engine(y))
+    with pytest.raises(RuntimeError, match="Loss scaling is required"):
+        engine(x).backward()
+    second.backward(retain_graph=True)
+    first.backward()
+    second.backward()
+    for batch in (y, x, y):
+        plain.backward(plain(batch))
+    for name, _ in plain.module.named_parameters():
+        torch.testing.assert_close(engine.full_grad(name), plain.full_grad(name))
+    engine.destroy()
+    plain.destroy()
+
+
 def test_a_plain_backward_is_refused():
     engine = start("mlp", fp16("zero2"))
     loss = engine(make_batch(engine.module, 0, 0))

@@ -41,6 +41,7 @@ from shardwise.optim.optimizer_guard import OptimizerGuard
 from shardwise.partition.policy import DTYPES
 from shardwise.profiling import Clock
 from shardwise.schedule import Schedule
+from shardwise.schedule.autograd import current_task
 from shardwise.schedule.order import Prefetch
 from shardwise.schedule.schedule import ScheduleEvents
 from shardwise.sizes import parse_bytes
@@ -76,7 +77,7 @@ class Engine(nn.Module):
         self.steps = 0
         self._micro_step = 0
         self._boundary: bool | None = None
-        self._is_loss_scaled = False  # by `scale`, for the next plain backward
+        self._scaled_task = -1  # the last backward that began at a loss of `scale`
         self._syncs = True
         self._is_destroyed = False
         self._saver = checkpoint.Saver()
@@ -158,8 +159,10 @@ class Engine(nn.Module):
         """
         if (loss_scale := self._scaling.scale) is None:
             return loss
-        self._is_loss_scaled = True
-        return loss.float() * loss_scale
+        scaled = loss.float() * loss_scale
+        if scaled.requires_grad:
+            scaled.register_hook(self._note_scaled)
+        return scaled
 
     def step(self, closure: None = None) -> None:
         """At the accumulation boundary: clip, update, and start the gathers of new weights. Otherwise only count."""
@@ -505,9 +508,11 @@ class Engine(nn.Module):
             return True
         return self.is_boundary and self._syncs and self.config.gradients.reduce_at == "backward"
 
+    def _note_scaled(self, _: torch.Tensor) -> None:
+        self._scaled_task = current_task()
+
     def _check_plain_backward(self) -> None:
-        is_scaled, self._is_loss_scaled = self._is_loss_scaled, False
-        if self._scaling.scaler is not None and not is_scaled:
+        if self._scaling.scaler is not None and self._scaled_task != current_task():
             raise RuntimeError(
                 "Loss scaling is required in fp16: call engine.backward(loss), or engine.scale(loss).backward(), not "
                 "loss.backward()"

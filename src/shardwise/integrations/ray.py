@@ -14,6 +14,7 @@ import ray.train
 from pyarrow.fs import LocalFileSystem
 from ray.train import Checkpoint, CheckpointUploadMode
 
+from shardwise.checkpoint.folder import LATEST, candidates
 from shardwise.checkpoint.storage import Location
 from shardwise.engine.engine import Engine
 from shardwise.errors import ConfigError
@@ -28,7 +29,8 @@ def resume(engine: Engine) -> Any:
     """
     state, known = engine.load(_storage(), missing_ok=True), ray.train.get_checkpoint()
     if engine.steps:
-        newest = _storage() / f"step-{engine.steps}"
+        # Not by its tag: a checkpoint that replaced one of the same step has another name.
+        newest = candidates(_storage(), LATEST, fallback=False)[0]
         if known is None or Path(known.path) != newest:
             _report(newest, {})
     elif known is not None:

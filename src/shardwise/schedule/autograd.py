@@ -53,6 +53,13 @@ def adds_to(params: Iterable[torch.Tensor]) -> bool:
         return any(param.requires_grad and _is_added_to(param) for param in params)
 
 
+def adds_to_all(params: Iterable[torch.Tensor]) -> bool:
+    """Whether the current backward itself brings a gradient to every parameter, and no re-entrant checkpoint inside
+    it."""
+    with PLAINLY():
+        return all(_is_added_to(param) for param in params if param.requires_grad)
+
+
 def _is_added_to(param: torch.Tensor) -> bool:
     try:
         return torch._C._will_engine_execute_node(get_gradient_edge(param).node)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shardwise.unit import Unit
@@ -30,9 +31,10 @@ class UseCounts:
 
 
 class ForwardGraph:
-    """What a forward used. It is spent when a backward has been through it."""
+    """What a forward used. It is spent when a backward has been through it. Later ones have higher numbers."""
 
-    def __init__(self) -> None:
+    def __init__(self, number: int) -> None:
+        self.number = number
         self.is_spent = False
         self.uses: defaultdict[Unit, UseCounts] = defaultdict(UseCounts)
 
@@ -47,19 +49,24 @@ class ForwardGraph:
 
 
 class ForwardGraphs:
-    """The graphs that are alive, in the order of their forwards; `newest` counts the uses of the forward that runs, and
-    `in_backward` is the one that the current backward has reached last."""
+    """The graphs that wait for a backward or are in one; `newest` counts the uses of the forward that runs, and
+    `in_backward` is the one that the current backward has reached last.
+
+    Spent ones are forgotten, however long the user keeps their losses, until another backward reaches them.
+    """
 
     def __init__(self) -> None:
-        self._alive: list[weakref.ref[ForwardGraph]] = []
+        self._waiting: list[weakref.ref[ForwardGraph]] = []
         self._reached: list[ForwardGraph] = []
+        self._count = 0
         self.begin()
 
     def begin(self) -> None:
         """A forward begins."""
-        self.newest = ForwardGraph()
-        self._alive = [each for each in self._alive if each() is not None]
-        self._alive.append(weakref.ref(self.newest))
+        self._count += 1
+        self.newest = ForwardGraph(self._count)
+        self._waiting = [ref for ref in self._waiting if (graph := ref()) is not None and not graph.is_spent]
+        self._waiting.append(weakref.ref(self.newest))
 
     def reach(self, graph: ForwardGraph) -> None:
         """A backward has reached a graph. Autograd goes through later ones first."""
@@ -76,14 +83,14 @@ class ForwardGraphs:
             graph.spend()
         self._reached = []
 
-    def have_used(self, unit: Unit, before: ForwardGraph | None = None) -> bool:
-        """Whether a forward used a unit that has had no backward, or is in one; of those `before` another, if given."""
-        for ref in self._alive:
-            graph = ref()
-            if graph is None:
+    def using(self, unit: Unit, before: ForwardGraph | None = None) -> Iterator[ForwardGraph]:
+        """The graphs that use a unit and have had no backward, or are in one; of those `before` another, if given."""
+        for graph in {*self._reached, *(ref() for ref in self._waiting)}:
+            if graph is None or (before is not None and graph.number >= before.number):
                 continue
-            if graph is before:
-                return False
-            if graph.has_used(unit) and (not graph.is_spent or graph in self._reached):
-                return True
-        return False
+            if graph.has_used(unit):
+                yield graph
+
+    def have_used(self, unit: Unit) -> bool:
+        """Whether a backward may still go through a use of a unit."""
+        return next(self.using(unit), None) is not None

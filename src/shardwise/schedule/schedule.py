@@ -32,6 +32,7 @@ from shardwise.schedule.autograd import (
     OncePerBackward,
     SavedTensorGuard,
     adds_to,
+    adds_to_all,
     awaits_gradient,
     inside_backward,
     leaves_gradients_on,
@@ -106,7 +107,7 @@ class Schedule:
         self._forward_has_grad = False
         self._locked: list[Unit] = []
         self._graphs = ForwardGraphs()
-        self._left: list[Unit] = []
+        self._left: set[Unit] = set()
         self._used_before: list[Unit] = []
         self._entered: list[Unit] = []
         self._place = -1
@@ -144,7 +145,7 @@ class Schedule:
         self._running = []
         self._enter_phase(_IDLE)
         self._reduces.begin([], reduces=False)
-        self._left = []
+        self._left = set()
         self._graphs.end_backward()
         self._graphs.begin()
 
@@ -491,19 +492,22 @@ class Schedule:
     def _done(self, graph: ForwardGraph, unit: Unit) -> None:
         if unit in self._left or self._is_awaited(graph, unit):
             return
-        self._left.append(unit)
+        self._left.add(unit)
         if unit.weights.policy.weights_sharded:
             unit.weights.release()
         self._reduce_done()
 
     def _is_awaited(self, graph: ForwardGraph, unit: Unit) -> bool:
         """Whether a backward that has left a unit in a graph may bring further gradients: from uses before it."""
-        if not self._graphs.have_used(unit, before=graph):
+        earlier = list(self._graphs.using(unit, before=graph))
+        if not earlier:
             return self._is_used_before(unit)
-        # The earlier forward has a part in this backward, or it has its own. Where gradients are added up on the
-        # parameters, autograd's answer is no help: the reduction waits for the end.
+        # The earlier forward has a part in this backward, or it has its own. Autograd cannot tell where gradients are
+        # added up on the parameters, and where a re-entrant checkpoint brings them, in a task of its own: there the
+        # reduction waits for the end.
         is_added_up = unit.weights.policy.grads_cut == "replicated"
-        return unit.is_trainable and (is_added_up or awaits_gradient(unit.params))
+        is_recomputed = any(each.uses[unit].without_grad for each in (*earlier, graph)) or not adds_to_all(unit.params)
+        return unit.is_trainable and (is_added_up or is_recomputed or awaits_gradient(unit.params))
 
     def _reduce_done(self) -> None:
         """Reduce what this rank's backward has left, or has no part in, as far as the order allows."""

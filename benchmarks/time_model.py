@@ -174,8 +174,8 @@ def measured(model: str, preset: str) -> float:
 # Ranks
 
 
-# glibc gives large blocks back when they are freed, more or fewer by the history of its heap, and the first touch of new
-# pages takes up to half of a step of the MLP. So it keeps them here, as other allocators do: a model can foresee that.
+# glibc returns large blocks when they are freed, more or fewer depending on what it has served before, and the first
+# touch of new pages takes up to a fifth of a step of the MLP. Here it keeps them, as other allocators do.
 KEPT_MEMORY = {"MALLOC_MMAP_MAX_": 0, "MALLOC_TRIM_THRESHOLD_": 1 << 34}
 
 

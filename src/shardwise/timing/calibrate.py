@@ -6,6 +6,7 @@ its cores and its memory; on CUDA one after the other behind a delay, so that th
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -57,7 +58,7 @@ def call_s(call: Callable[[], object], device: torch.device) -> float:
 
 
 def _host_s(call: Callable[[], object]) -> float:
-    """The fastest of several runs, so that what else the machine does counts little."""
+    """The median of several runs: a step has many kernels, of which few take the least time that they can."""
     started = time.perf_counter()
     call()
     once = time.perf_counter() - started
@@ -68,7 +69,7 @@ def _host_s(call: Callable[[], object]) -> float:
         for _ in range(times):
             call()
         found.append((time.perf_counter() - started) / times)
-    return min(found)
+    return statistics.median(found)
 
 
 def _device_s(call: Callable[[], object], times: int = 20) -> float:

@@ -424,6 +424,30 @@ def test_a_backward_from_inside_a_module_finds_weights_that_have_moved(rank, wor
     assert seen[0] == seen[1]
 
 
+def test_a_destroyed_engine_says_so(tmp_path):
+    engine = shardwise.initialize(torch.nn.Linear(2, 2), lambda params: torch.optim.SGD(params, lr=0.1), "zero3")
+    loss = engine(torch.ones(1, 2)).sum()
+    engine.destroy()
+    calls = {
+        "forward": torch.ones(1, 2),
+        "backward": loss,
+        "full_param": "weight",
+        "full_grad": "weight",
+        "full_state": "weight",
+        "load_state_dict": {},
+        "save": tmp_path,
+        "load": tmp_path,
+        "export": tmp_path,
+    }
+    for name, argument in calls.items():
+        with pytest.raises(RuntimeError, match=rf"engine\.{name}\(\) after engine\.destroy\(\)"):
+            getattr(engine, name)(argument)
+    for name in ("step", "state_dict"):
+        with pytest.raises(RuntimeError, match=rf"engine\.{name}\(\) after engine\.destroy\(\)"):
+            getattr(engine, name)()
+    engine.destroy()
+
+
 @ranks(2)
 def test_views_of_the_user_outlive_what_they_are_views_of(rank, world_size):
     engine = start("mlp", {"preset": "zero3"})

@@ -127,6 +127,7 @@ class Engine(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, in the configured precision: the same as `engine.module(...)`."""
+        self._check_alive("forward")
         return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, scale: bool = True) -> None:
@@ -134,6 +135,7 @@ class Engine(nn.Module):
 
         A plain `loss.backward()` does the same without the division; not in fp16, where the loss has to be scaled.
         """
+        self._check_alive("backward")
         count = self.config.batch.accumulation
         if scale and count > 1:
             notice_division(loss, count, self._notices)
@@ -166,6 +168,7 @@ class Engine(nn.Module):
 
     def step(self, closure: None = None) -> None:
         """At the accumulation boundary: clip, update, and start the gathers of new weights. Otherwise only count."""
+        self._check_alive("step")
         if closure is not None:
             raise TypeError(
                 "engine.step() takes no closure: an optimizer that evaluates the model several times in a step "
@@ -316,14 +319,17 @@ class Engine(nn.Module):
 
     def full_param(self, name: str) -> torch.Tensor:
         """A parameter's current value, whole, in the precision that is updated. A collective."""
+        self._check_alive("full_param")
         return access.full_param(self._units, name)
 
     def full_grad(self, name: str) -> torch.Tensor:
         """A parameter's reduced gradient, whole; between the last backward of a step and `step()`. A collective."""
+        self._check_alive("full_grad")
         return access.full_grad(self._units, name)
 
     def full_state(self, name: str) -> dict[str, torch.Tensor]:
         """A parameter's optimizer state, whole. A collective."""
+        self._check_alive("full_state")
         return access.full_state(self._units, self.optimizer, name)
 
     def register_grad_hook(self, hook: Callable[[str, torch.Tensor], None]) -> None:
@@ -347,6 +353,10 @@ class Engine(nn.Module):
         if self._pause is not None:
             raise RuntimeError(f"{refusal}: {self._pause}")
 
+    def _check_alive(self, call: str) -> None:
+        if self._is_destroyed:
+            raise RuntimeError(f"engine.{call}() after engine.destroy(), which has freed all values: make a new engine")
+
     def account(self, entry: Entry, size_bytes: int) -> None:
         """Enter what an extension holds into the ledger."""
         self._ledger.set_bytes(entry, size_bytes)
@@ -369,10 +379,12 @@ class Engine(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The model's state_dict with whole values. A collective where weights are sharded."""
+        self._check_alive("state_dict")
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Load whole values into the model, master copies included. A collective. `assign` is refused."""
+        self._check_alive("load_state_dict")
         return self.module.load_state_dict(state_dict, strict=strict, assign=assign)
 
     # Checkpoints
@@ -399,6 +411,7 @@ class Engine(nn.Module):
         continues as soon as everything is copied to host memory; the next `save` or `load`, or `finish_save`, waits
         for it and raises what went wrong.
         """
+        self._check_alive("save")
         self._check_not_paused("engine.save() would take other weights than those that train")
         return self._saver.save(ModelParts.of(self), dir, tag, blocking, state, keep, frozen, midway)
 
@@ -413,6 +426,7 @@ class Engine(nn.Module):
         fails midway, the engine's values are part old, part new: load another one, or stop. With `missing_ok`, nothing
         happens if `dir` holds no checkpoint at all.
         """
+        self._check_alive("load")
         self._check_not_paused("engine.load() cannot replace the weights")
         self.finish_save()
         return checkpoint.load(ModelParts.of(self), dir, tag, fallback, missing_ok)
@@ -435,6 +449,7 @@ class Engine(nn.Module):
         one that the model was loaded from. Each rank writes what it owns straight into place: nothing is gathered but
         adapters, and with `merged` the units that have some, one after the other.
         """
+        self._check_alive("export")
         if dtype is not None and dtype not in DTYPES:
             raise ValueError(f"dtype is {dtype!r}: take one of {', '.join(DTYPES)}")
         wanted, beside = DTYPES[dtype] if dtype is not None else None, Path(files_from) if files_from else None

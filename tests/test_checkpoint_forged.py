@@ -104,6 +104,14 @@ def test_a_forged_manifest_is_one_of_our_errors_or_loads_the_right_values(engine
         engine.load(path)
 
 
+def test_a_parameter_that_computes_in_more_precision_than_is_stored_is_refused(saved, tmp_path):
+    path, body, _ = saved
+    shutil.copytree(path, tmp_path / "step-2")
+    forge(tmp_path / "step-2", changed(body, ("params", "layers.1.bias", "compute"), "float64"))
+    with pytest.raises(CheckpointError, match=r"layers\.1\.bias computes in float64, and float32 is stored"):
+        export_checkpoint(tmp_path / "step-2", tmp_path / "out")
+
+
 def same(value, expected):
     return value.shape == expected.shape and torch.equal(value, expected.to(value.dtype))
 

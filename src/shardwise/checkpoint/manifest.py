@@ -242,6 +242,10 @@ class Manifest(_ManifestModel):
         stored_names = {key.partition("/")[2] for key in self.tensors if key.startswith(f"{MASTER}/")}
         for name in stored_names ^ set(self.params):
             raise CheckpointError(f"parameter {name} has no stored values, or is not listed")
+        for name, param in self.params.items():
+            stored = self.tensors[f"{MASTER}/{name}"]
+            if param.group is not None and dtype_named(param.compute).itemsize > stored.torch_dtype.itemsize:
+                raise CheckpointError(f"parameter {name} computes in {param.compute}, and {stored.dtype} is stored")
         for key, stored in self.tensors.items():
             model = self._model_of(key)
             if model is not None and (model not in self.tensors or self.tensors[model].shape != stored.shape):

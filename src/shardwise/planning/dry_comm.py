@@ -16,7 +16,7 @@ from shardwise.comm.interface import EVERYWHERE, REDUCE
 from shardwise.comm.model_group import ModelGroup
 from shardwise.config.shape import Axis, NodeShape, shape_of
 from shardwise.errors import ConfigError
-from shardwise.timing.tape import Mark, Tape
+from shardwise.timing.tape import Mark, Tape, Uses
 
 _MOST_ROWS = 8
 """Of the rows that a reduction adds up, so many are added up in a dry run."""
@@ -46,11 +46,8 @@ class DryComm(Comm):
             size_bytes //= hop.size
         mark: Mark | None = None
         for hop, each in sizes if full.numel() else ():
-            mark = self._send("gather", "gather", each, hop, mark)
+            mark = self._tape.send("gather", "gather", each, hop.size, hop.axis, mark, Uses((full,), (full,)))
         return mark or DONE
-
-    def _send(self, channel: str, what: str, size_bytes: int, hop: Hop, after: Mark | None = None) -> Mark | None:
-        return self._tape.send(channel, what, size_bytes, hop.size, hop.axis, after)
 
     @contextlib.contextmanager
     def following(self, handle: Handle, channel: str = REDUCE) -> Iterator[None]:
@@ -80,7 +77,9 @@ class DryComm(Comm):
         else:
             rows = [received[row % 2] for row in range(min(hop.size, _MOST_ROWS))]
         self._rows_each = hop.size / len(rows)
-        return self._send("reduce", "reduce", sent.nbytes, hop) or DONE, rows
+        uses = Uses((sent,), (received,))
+        mark = self._tape.send("reduce", "reduce", sent.nbytes, hop.size, hop.axis, uses=uses)
+        return mark or DONE, rows
 
     def blocks(self, tensor: torch.Tensor, block_numel: int) -> Sequence[torch.Tensor]:
         """One block represents all: they use the same memory, one after the other."""
@@ -92,9 +91,11 @@ class DryComm(Comm):
         if self.world_size == 1:
             return values.unsqueeze(0)
         axis: Axis = "outer" if self.shape.nodes > 1 else "inner"
-        everyone = Hop(axis, self.world_size, self.rank)
-        (self._send(channel or REDUCE, "share", values.nbytes * self.world_size, everyone) or DONE).wait()
-        return values.new_empty(self.world_size, *values.shape)
+        everyone = values.new_empty(self.world_size, *values.shape)
+        uses = Uses((values,), (everyone,))
+        sent = self._tape.send(channel or REDUCE, "share", everyone.nbytes, self.world_size, axis, uses=uses)
+        (sent or DONE).wait()
+        return everyone
 
     def share_object(self, value: Any, name: str = "") -> list[Any]:
         return [value] * self.world_size

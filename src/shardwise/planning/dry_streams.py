@@ -6,7 +6,7 @@ import torch
 
 from shardwise.offload.pinned import HostMemory
 from shardwise.offload.streams import Event, Stream, Streams
-from shardwise.timing.tape import Mark, Tape
+from shardwise.timing.tape import Mark, Tape, Uses
 
 
 class DryHostMemory(HostMemory):
@@ -69,9 +69,9 @@ class DryStreams(Streams):
     def copy_to_device(self, target: torch.Tensor, source: torch.Tensor) -> None:
         with self._tape.paused():
             super().copy_to_device(target, source)
-        self._tape.copy("up", source.nbytes)
+        self._tape.copy("up", source.nbytes, Uses((source,), (target,)))
 
     def copy_to_host(self, target: torch.Tensor, source: torch.Tensor) -> None:
         with self._tape.paused():
             super().copy_to_host(target, source)
-        self._tape.copy("down", source.nbytes)
+        self._tape.copy("down", source.nbytes, Uses((source,), (target,)))

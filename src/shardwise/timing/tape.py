@@ -43,6 +43,16 @@ class Pricing(Protocol):
     def operation(self, entry: Issued, after: tuple[int, ...]) -> Operation: ...
 
 
+class Uses(NamedTuple):
+    """The tensors that a collective or a copy reads and writes. For tapes that check the order of streams."""
+
+    reads: tuple[Any, ...] = ()
+    writes: tuple[Any, ...] = ()
+
+
+_NOTHING = Uses()
+
+
 class Mark:
     """The end of an entry, or of what the stream holds: an event and a handle at once."""
 
@@ -129,7 +139,14 @@ class Tape:
             self._after.setdefault(stream, set()).add(number)
 
     def send(
-        self, stream: str, what: str, size_bytes: int, ranks: int, axis: Axis, after: Mark | None = None
+        self,
+        stream: str,
+        what: str,
+        size_bytes: int,
+        ranks: int,
+        axis: Axis,
+        after: Mark | None = None,
+        uses: Uses = _NOTHING,
     ) -> Mark | None:
         """A collective, which starts after what was issued to the current stream, and after another one; None if
         nothing is recorded. The axes of a channel are groups of their own, and so streams of their own."""
@@ -140,7 +157,7 @@ class Tape:
         self.wait(stream, after.number if after else None)
         return Mark(self, self._append(stream, what, size_bytes=size_bytes, ranks=ranks, axis=axis))
 
-    def copy(self, what: str, size_bytes: int) -> None:
+    def copy(self, what: str, size_bytes: int, uses: Uses = _NOTHING) -> None:
         """A copy between device and host in the current stream."""
         if self.is_recording:
             self.close(self.stream)

@@ -26,10 +26,11 @@ class Branching(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
         self.last = nn.Linear(WIDTH, 1)
 
-    def forward(self, x, way):
+    def forward(self, x, way, hands_on=False):
         x = torch.tanh(self.first(x))
         for index in way:
-            x = x + torch.tanh(self.layers[index](x))
+            # What one unit returns may be what the next is given: one tensor, on which both have hooks.
+            x = self.layers[index](x) if hands_on else x + torch.tanh(self.layers[index](x))
         return self.last(x).square().mean()
 
 
@@ -58,10 +59,10 @@ def batch(rank, step):
     return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-def run(preset, way, rank, steps=4, **config):
+def run(preset, way, rank, steps=4, hands_on=False, **config):
     engine = begin(preset, **config)
     for step in range(steps):
-        engine.backward(engine(batch(rank, step), way(rank, step)))
+        engine.backward(engine(batch(rank, step), way(rank, step), hands_on))
         engine.step()
     found = digest(engine), {name: engine.full_param(name) for name, _ in engine.module.named_parameters()}
     engine.destroy()
@@ -110,6 +111,17 @@ def test_ranks_may_take_different_ways(rank, world_size, name):
 def test_ways_differ_under_any_schedule(rank, world_size, config):
     way = WAYS["layers dropped at random"]
     assert run("zero3", way, rank, **config)[0] == run("zero2", way, rank, **config)[0]
+
+
+@ranks(2)
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_units_that_hand_on_their_outputs(rank, world_size, prefetch):
+    """A rank that has left a unit reduces it before it gathers the next: other ranks may wait for that before they
+    gather the same."""
+    for name in ("each its own", "layers dropped at random", "an expert that wakes late"):
+        config = {"hands_on": True, "runtime": {"prefetch": prefetch}}
+        found = {run(preset, WAYS[name], rank, 3, **config)[0] for preset in ("zero2", "zero3")}
+        assert len(found) == 1
 
 
 @ranks(2)

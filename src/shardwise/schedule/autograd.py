@@ -123,20 +123,34 @@ class BackwardEndCallback:
 class OncePerBackward:
     """A hook on tensors that calls `reached` once in each backward that goes on from them. Where that backward makes a
     graph of its own, `again` is called once in each backward through that graph, before it reaches what came after this
-    place."""
+    place.
 
-    __slots__ = ("_again", "_reached", "_task")
+    Autograd calls the hooks of a tensor in the order of registration: that of the module which made it first. The hooks
+    of the modules that use it, `users`, are called before that: a rank leaves a unit, and reduces it, before it gathers
+    the next. Otherwise ranks that skip units wait for each other
+    (test_gather_order.test_units_that_hand_on_their_outputs).
+    """
+
+    __slots__ = ("_again", "_reached", "_task", "users")
 
     def __init__(self, reached: Callable[[], None], again: Callable[[], None] | None = None) -> None:
         self._reached = reached
         self._again = again
         self._task = -1
+        self.users: list[OncePerBackward] = []
 
     def __call__(self, grad: torch.Tensor | None) -> None:
         if self._again is not None and grad is not None and grad.requires_grad:
             grad.register_hook(OncePerBackward(self._again))
         task = current_task()
         if task != self._task and not _CHOICE.ends_here(task):
+            for user in self.users:
+                user.enter(task)
+            self.enter(task)
+
+    def enter(self, task: int) -> None:
+        """The backward number `task` goes on from here."""
+        if task != self._task:
             self._task = task
             self._reached()
 
@@ -165,6 +179,9 @@ def mark_inputs(args: Any, kwargs: Any, leave: OncePerBackward) -> Any:
     marked = {id(t): t for t in tensors_in(args, kwargs) if t.requires_grad}
     made = [tensor for tensor in marked.values() if tensor.grad_fn is not None]
     for tensor in made:
+        for hook in (tensor._backward_hooks or {}).values():
+            if isinstance(hook, OncePerBackward):
+                hook.users.append(leave)
         tensor.register_hook(leave)
     if made or not marked:
         return None

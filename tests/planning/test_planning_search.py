@@ -118,8 +118,9 @@ def test_what_is_moved_is_what_the_engine_moves(preset, accumulation, precision)
     moved = moved_bytes(workload.config(preset), model.trainable, model.frozen, 2)
     seen = foreseen.moved_bytes
     assert moved.down == pytest.approx(seen["device to host"], rel=0.002)  # padding
-    # Less the two units that end the forward and stay for the backward.
-    staying = SMALL.embedding_numel + SMALL.layer_numel() if preset == "zero3_offload" else 0
+    # Less the two units that end the forward and stay for the backward, and the embedding, which is updated first: its
+    # states have been fetched when the backward reaches it.
+    staying = 2 * SMALL.embedding_numel + SMALL.layer_numel() if preset == "zero3_offload" else 0
     assert moved.up - 4 * accumulation * staying // 2 <= seen["host to device"] * 1.002
     assert seen["host to device"] <= moved.up * 1.002
 

@@ -1,10 +1,12 @@
 """Checks on the CPU that the streams of a GPU are ordered wherever they share memory.
 
-A dry run issues what the engine would issue on a GPU, and its tape notes the streams. This tape follows them with vector
-clocks. Two uses of the same bytes, one of them a write, must be ordered by an event or by their stream. Memory belongs
-to the stream that allocates it, as torch's allocator has it: other streams use it only after the allocation, and it is
-freed only when that stream is ordered after their last use. Host memory is freed, read and written by the host only
-when the host has waited for the streams that copy from and to it.
+A dry run issues what the engine would issue on a GPU, and its tape notes the streams. This tape follows them with
+vector clocks. Two uses of the same bytes, one of them a write, must be ordered by an event or by their stream. Memory
+belongs to the stream that allocates it, as torch's allocator has it: other streams use it only after the allocation,
+and it is freed only when that stream is ordered after their last use. Host memory is freed, read and written by the
+host only when the host has waited for the streams that copy from and to it.
+
+It does not see what a dry run replaces: `ProcessGroupComm`, the disk, and updates on the host.
 """
 
 import contextlib
@@ -18,6 +20,9 @@ from torch.utils._pytree import tree_leaves
 from shardwise.timing.tape import Mark, Tape, Uses
 
 HOST = "host"
+_aten = torch.ops.aten
+_SHAPES_ONLY = {_aten.empty_like.default, _aten.new_empty.default, _aten.zeros_like.default, _aten.new_zeros.default}
+"""Operators that do not read the values of their argument."""
 
 
 class ClockMark(Mark):
@@ -59,7 +64,7 @@ class StreamOrder(Tape):
     def __init__(self):
         super().__init__()
         self.faults = []
-        self.used_by = set()  # streams
+        self.streams = set()
         self._clocks = {}
         self._marks = []
         self._memory = {}
@@ -75,7 +80,8 @@ class StreamOrder(Tape):
             value = args[number] if number < len(args) else kwargs.get(argument.name)
             is_written = argument.alias_info is not None and argument.alias_info.is_write
             tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-            (writes if is_written else reads).extend(tensors)
+            if is_written or func not in _SHAPES_ONLY:
+                (writes if is_written else reads).extend(tensors)
         self._issue(self.stream, func.__name__, reads, writes)
 
     def send(self, stream, what, size_bytes, ranks, axis, after=None, uses=None):
@@ -155,7 +161,7 @@ class StreamOrder(Tape):
         # Results of views are not told here, so that what an operator returns is new, or an argument.
         on_host = [tensor for tensor in (*reads, *writes) if self._find(tensor).is_host]
         self._advance(stream)
-        self.used_by.add(stream)
+        self.streams.add(stream)
         if on_host and not what.startswith("copy"):
             self.wait(HOST, self.mark(stream).number)  # an ordinary copy between host and device waits
             self._advance(HOST)
@@ -180,8 +186,10 @@ class StreamOrder(Tape):
         for other in memory.uses:
             overlaps = other.start < use.stop and use.start < other.stop
             if overlaps and (is_write or other.writes) and now.get(other.stream, 0) < other.number:
-                self._report(f"{what} on {stream} {'writes' if is_write else 'reads'} what {other.what} on "
-                             f"{other.stream} {'writes' if other.writes else 'reads'}")
+                self._report(
+                    f"{what} on {stream} {'writes' if is_write else 'reads'} what {other.what} on "
+                    f"{other.stream} {'writes' if other.writes else 'reads'}"
+                )
             is_older = use.covers(other) and (is_write or (other.stream == stream and not other.writes))
             if not is_older:
                 kept.append(other)
@@ -213,6 +221,8 @@ class StreamOrder(Tape):
                 self._report(f"freed for {owner} while {use.what} on {use.stream} uses it")
 
     def _report(self, text):
+        if len(self.faults) > 20:
+            return
         frames = [frame for frame in traceback.extract_stack() if "/shardwise/" in frame.filename]
         ways = [f"{frame.filename.rpartition('/shardwise/')[2]}:{frame.lineno}" for frame in frames]
         places = [way for way in ways if not way.startswith(("planning", "observe", "timing"))]

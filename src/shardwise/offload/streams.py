@@ -12,7 +12,8 @@ The host issues all work at once. Events order it on the device, and the host wa
 Lifetime: torch's allocator hands freed memory to the next tensor of the stream that allocated it, and it knows nothing
 of the other streams. All memory that these streams read or write is therefore allocated on the compute stream, and
 freed only after the compute stream waits for the event that ends its last use (`Streams.free_after`). Freed earlier, a
-buffer would be overwritten while a copy still reads it: test_offload_gpu.test_the_same_bits_as_on_the_device.
+buffer would be overwritten while a copy still reads it: test_offload_gpu.test_the_same_bits_as_on_the_device, and
+without a GPU test_stream_order, which reports each wait of the engine that is left out.
 
 Without CUDA, host and device are one memory: work runs where it is issued, and every event has happened.
 """

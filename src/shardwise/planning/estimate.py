@@ -119,7 +119,7 @@ class _Sizes:
         moment = self.at_rest()
         slots, slot_bytes = self.pool()
         cuts_weights = self.config.placement.weights.sharding != "replicated"
-        moment["weights"] += self.gathered(self.unit) + (self.unit * self.item if cuts_weights and slots else 0)
+        moment["weights"] += self.gathered(self.unit)
         is_sharded = self.config.placement.grads.sharding != "replicated"
         # A unit's gradients as they arrive; where they are sharded, another unit's on its way, sent and received. These
         # have left where states come ahead: all the more of them, as activations go.

@@ -1,0 +1,117 @@
+"""The streams of a GPU are ordered wherever they share memory, checked on the CPU (see `support.stream_order`)."""
+
+import sys
+from collections import Counter
+
+import pytest
+import torch
+
+from shardwise.config import Config
+from shardwise.config.shape import NodeShape
+from shardwise.models.built_in import GPT
+from shardwise.planning.dry_run import Scenario, dry_run
+from shardwise.planning.kernels import cuda
+from support import matrix
+from support.stream_order import HOST, StreamOrder
+from test_gather_order import WAYS, WIDTH, Branching
+
+BF16 = {"precision": {"compute": "bf16"}, "gradients": {"clip_norm": 1.0}}
+SETTINGS = {
+    "fp32": {},
+    "bf16": BF16,
+    "fp16": {"precision": {"compute": "fp16"}},
+    "accumulated": {"batch": {"accumulation": 2}},
+    "activations on the host": {"checkpointing": {"enabled": True, "offload": True}, **BF16},
+    "no prefetch": {"runtime": {"prefetch": 0}},
+    "deep prefetch": {"runtime": {"prefetch": 3}},
+}
+PRESETS = ["zero0", "zero1", "zero2", "zero3", "zero3_hybrid", "zero1_offload", "zero2_offload", "zero3_offload"]
+
+
+def gpt():
+    tokens = torch.zeros(2, 17, dtype=torch.long)
+    return GPT(32, 2, 2, vocabulary=64, length=17), lambda rank, step: {"tokens": tokens}
+
+
+def branching():
+    """Layers that some steps skip, one's output the next one's input."""
+    way = WAYS["layers dropped at random"]
+    return Branching(), lambda rank, step: {"x": torch.zeros(2, WIDTH), "way": way(rank, step), "hands_on": True}
+
+
+def follow(config, world_size, nodes=1, build=gpt, order=None):
+    shape, order = NodeShape(nodes, world_size // nodes), order or StreamOrder()
+    small = {"min_unit_bytes": 1, **config.get("runtime", {})}
+    loaded = Config.load({**config, "runtime": small}).for_shape(shape)
+    with order.watching():
+        dry_run(Scenario(build, loaded, world_size, cuda(), shape), order)
+    return order
+
+
+@matrix({"preset": PRESETS, "nodes": [(1, 1), (2, 1), (3, 1), (4, 2)], "settings": list(SETTINGS)})
+def test_uses_of_the_same_memory_are_ordered(preset, nodes, settings):
+    order = follow({"preset": preset, **SETTINGS[settings]}, *nodes)
+    assert order.faults == []
+    expected = {"compute"}
+    expected |= {"gather, inner", "reduce, inner"} if nodes[0] > 1 else set()
+    expected |= {"h2d", "update", "d2h"} if preset.endswith("_offload") else set()
+    assert expected <= order.streams
+
+
+@pytest.mark.parametrize("preset", ["zero2", "zero3", "zero3_offload"])
+def test_units_that_some_steps_skip(preset):
+    order = follow({"preset": preset, "runtime": {"prefetch": 2}, "batch": {"accumulation": 3}}, 2, build=branching)
+    assert order.faults == []
+    assert "gather, inner" in order.streams
+
+
+class Forgetful(StreamOrder):
+    """Leaves out the waits of one place in the code."""
+
+    def __init__(self, left_out=None):
+        super().__init__()
+        self.left_out = left_out
+        self.places = Counter()
+
+    def wait(self, stream, number):
+        place = f"{self._place()} ({'the host' if stream == HOST else 'compute' if stream == 'compute' else 'another'})"
+        self.places[place] += number is not None
+        if place != self.left_out:
+            super().wait(stream, number)
+
+    def _place(self):
+        frame = sys._getframe(2)
+        while frame is not None:
+            name = frame.f_code.co_filename.rpartition("/shardwise/")[2]
+            is_engine = name != frame.f_code.co_filename and not name.startswith(("planning", "observe", "timing"))
+            if is_engine and (name, frame.f_code.co_name) != ("offload/streams.py", "wait"):
+                return f"{name}: {frame.f_code.co_name}"
+            frame = frame.f_back
+        return "elsewhere"
+
+
+# Another wait comes first wherever these are issued in the cases below.
+FOLLOWS_ANOTHER = {
+    "unit/reduce_scatter.py: abandon (compute)",  # after `finish`; alone where a backward is broken off
+    "offload/buffer_pool.py: _drop_scratch (compute)",  # after the wait for the buffers of the pool
+    "unit/resting_part.py: wait (compute)",  # after the gather that reads the new weights
+}
+CASES = [
+    ({"preset": "zero3", **BF16}, 2, 1),
+    ({"preset": "zero3_hybrid"}, 4, 2),
+    ({"preset": "zero3_offload", **SETTINGS["activations on the host"]}, 2, 1),
+    ({"preset": "zero3_offload", **SETTINGS["accumulated"]}, 1, 1),
+]
+
+
+def test_every_wait_that_is_left_out_is_reported():
+    """So that the tests above could fail, and so that each wait of the engine is there for a reason."""
+    noticed, unnoticed = set(), set()
+    for case in CASES:
+        complete = follow(*case, order=Forgetful())
+        assert complete.faults == []
+        for place in complete.places.keys() - noticed:
+            found = noticed if follow(*case, order=Forgetful(place)).faults else unnoticed
+            found.add(place)
+    assert unnoticed - noticed - FOLLOWS_ANOTHER == set()
+    assert len(noticed) > 20

@@ -2,14 +2,21 @@
 
 import sys
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.config import Config
 from shardwise.config.shape import NodeShape
+from shardwise.inference import streamed_model
+from shardwise.inference.start import StreamRequest, _start
 from shardwise.models.built_in import GPT
+from shardwise.planning.dry_comm import DryComm
 from shardwise.planning.dry_run import Scenario, dry_run
+from shardwise.planning.dry_streams import DryHostMemory
 from shardwise.planning.kernels import cuda
 from support import matrix
 from support.stream_order import HOST, StreamOrder
@@ -65,6 +72,36 @@ def test_units_that_some_steps_skip(preset):
     assert "gather, inner" in order.streams
 
 
+class Issued(TorchDispatchMode):
+    """Tells a tape of operators on real tensors."""
+
+    def __init__(self, order):
+        super().__init__()
+        self._order = order
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            self._order.add(func, args, kwargs or {}, result)
+        return result
+
+
+def follow_inference(monkeypatch, world_size, order):
+    """Three passes of a model whose weights are streamed, with room for about three of its nine units."""
+    monkeypatch.setattr(streamed_model, "host_memory", lambda *_: DryHostMemory(order))
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(9)))
+    x = torch.randn(2, 64)
+    with torch.no_grad(), order.watching(), Issued(order):
+        expected = model(x)
+        request = StreamRequest("host", 70_000, None, None)
+        weights = _start(model, request, 0, DryComm(0, world_size, "cuda", order)).shardwise_stream
+        assert 0 < weights.report().resident_units < 9
+        outputs = [model(x) for _ in range(3)]
+        weights.close()
+    assert world_size > 1 or all(torch.equal(output, expected) for output in outputs)
+    return order
+
+
 class Forgetful(StreamOrder):
     """Leaves out the waits of one place in the code."""
 
@@ -104,14 +141,22 @@ CASES = [
 ]
 
 
-def test_every_wait_that_is_left_out_is_reported():
-    """So that the tests above could fail, and so that each wait of the engine is there for a reason."""
+def check_without_each_wait(runs):
+    """Each of `runs` follows an order; what each finds without the waits of one place is reported by one of them."""
     noticed, unnoticed = set(), set()
-    for case in CASES:
-        complete = follow(*case, order=Forgetful())
+    for run in runs:
+        complete = run(order=Forgetful())
         assert complete.faults == []
         for place in complete.places.keys() - noticed:
-            found = noticed if follow(*case, order=Forgetful(place)).faults else unnoticed
-            found.add(place)
+            (noticed if run(order=Forgetful(place)).faults else unnoticed).add(place)
     assert unnoticed - noticed - FOLLOWS_ANOTHER == set()
-    assert len(noticed) > 20
+    return noticed
+
+
+def test_every_wait_that_is_left_out_is_reported():
+    """So that the tests above could fail, and so that each wait of the engine is there for a reason."""
+    assert len(check_without_each_wait([partial(follow, *case) for case in CASES])) > 20
+
+
+def test_inference_with_streamed_weights(monkeypatch):
+    assert check_without_each_wait([partial(follow_inference, monkeypatch, world_size) for world_size in (1, 2)])

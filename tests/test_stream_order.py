@@ -14,10 +14,12 @@ from shardwise.config.shape import NodeShape
 from shardwise.inference import streamed_model
 from shardwise.inference.start import StreamRequest, _start
 from shardwise.models.built_in import GPT
-from shardwise.planning.dry_comm import DryComm
-from shardwise.planning.dry_run import Scenario, dry_run
+from shardwise.models.dimensions import Dimensions
+from shardwise.planning.dry_comm import DryComm, PipelineRank
+from shardwise.planning.dry_run import Scenario, build_decoder, dry_run
 from shardwise.planning.dry_streams import DryHostMemory
 from shardwise.planning.kernels import cuda
+from shardwise.planning.workload import Workload, from_dimensions
 from support import matrix
 from support.stream_order import HOST, StreamOrder
 from test_gather_order import WAYS, WIDTH, Branching
@@ -46,12 +48,12 @@ def branching():
     return Branching(), lambda rank, step: {"x": torch.zeros(2, WIDTH), "way": way(rank, step), "hands_on": True}
 
 
-def follow(config, world_size, nodes=1, build=gpt, order=None):
+def follow(config, world_size, nodes=1, build=gpt, order=None, tp=1, pipeline=None):
     shape, order = NodeShape(nodes, world_size // nodes), order or StreamOrder()
     small = {"min_unit_bytes": 1, **config.get("runtime", {})}
     loaded = Config.load({**config, "runtime": small}).for_shape(shape)
     with order.watching():
-        dry_run(Scenario(build, loaded, world_size, cuda(), shape), order)
+        dry_run(Scenario(build, loaded, world_size, cuda(), shape, tp, pipeline), order)
     return order
 
 
@@ -70,6 +72,23 @@ def test_units_that_some_steps_skip(preset):
     order = follow({"preset": preset, "runtime": {"prefetch": 2}, "batch": {"accumulation": 3}}, 2, build=branching)
     assert order.faults == []
     assert "gather, inner" in order.streams
+
+
+@pytest.mark.parametrize(
+    ("preset", "schedule", "tp"),
+    [
+        ("zero2", "GPipe", 1),
+        ("zero3", "1F1B", 2),
+        ("zero3", "ZBVZeroBubble", 1),
+        ("zero3_offload", "Interleaved1F1B", 1),
+    ],
+)
+def test_pipelines(preset, schedule, tp):
+    small = from_dimensions(Dimensions("small", 64, 4, 4, 256, 128, kv_heads=4), None)
+    build = partial(build_decoder, small, Workload(sequence=16))
+    for rank in range(2):
+        pipeline = PipelineRank(2, rank, schedule, 4)
+        assert follow({"preset": preset, **BF16}, 2, build=build, tp=tp, pipeline=pipeline).faults == []
 
 
 class Issued(TorchDispatchMode):

@@ -40,10 +40,8 @@ from shardwise.optim.lr_schedule import SchedulerSteps
 from shardwise.optim.optimizer_guard import OptimizerGuard
 from shardwise.partition.policy import DTYPES
 from shardwise.profiling import Clock
-from shardwise.schedule import Schedule
+from shardwise.schedule import Prefetch, Schedule, ScheduleEvents
 from shardwise.schedule.autograd import current_task
-from shardwise.schedule.order import Prefetch
-from shardwise.schedule.schedule import ScheduleEvents
 from shardwise.sizes import parse_bytes
 from shardwise.unit import Unit
 
@@ -142,13 +140,13 @@ class Engine(nn.Module):
             loss = loss * (1.0 / count)
         if (loss_scale := self._scaling.scale) is not None:
             loss = loss.float() * loss_scale
-        if self._schedule.is_stale():
+        if self._schedule.backward.is_stale:
             self.zero_grad()
-        self._schedule.begin_backward()
+        self._schedule.backward.begin()
         try:
             with self._failures.during("backward"):
                 loss.backward()
-                self._schedule.end_backward()
+                self._schedule.backward.end()
         except BaseException:
             self.zero_grad()
             self._watch.examine()  # a better reason than torch's, if a parameter was resized
@@ -177,7 +175,7 @@ class Engine(nn.Module):
         if self._step_update is None:
             raise RuntimeError("this engine has no optimizer: pass one to shardwise.initialize")
         self._check_not_paused("engine.step() cannot update")
-        if self._schedule.is_stale():
+        if self._schedule.backward.is_stale:
             self.zero_grad()
         elif not self.is_boundary:
             self._micro_step += 1
@@ -193,7 +191,7 @@ class Engine(nn.Module):
 
         `optimizer.zero_grad()` and `model.zero_grad()` do the same. The backward of a forward before it still works.
         """
-        self._schedule.drop_gradients()
+        self._schedule.backward.drop_gradients()
         self._step_grads.dropped(is_midway=self._micro_step > 0)
         self._micro_step = self._comm.micro_step = 0
 
@@ -294,21 +292,21 @@ class Engine(nn.Module):
         if self._scaling.scaler is not None:
             raise RuntimeError("in fp16 the loss has to be scaled: call engine.backward(loss), not torch.autograd.grad")
         with self._failures.during("backward"):
-            self._schedule.bring(grads)
+            self._schedule.backward.bring(grads)
 
     def reduce_gradients(self) -> None:
         """Reduce the gradients that `step()` would reduce, and release what `keep_gathered` kept. A collective."""
         with self._failures.during("reduction"):
             self._step_grads.reduce(self._schedule, self.zero_grad)
-            self._schedule.unlock_all()
+            self._schedule.gathers.unlock_all()
 
     def keep_gathered(self) -> None:
         """Gather sharded weights for all passes up to `reduce_gradients` or `step()`. A collective."""
-        self._schedule.keep_gathered()
+        self._schedule.gathers.lock_all()
 
     def whole_weights(self) -> contextlib.AbstractContextManager[None]:
         """Within it, outside of forward and backward, sharded weights are gathered. A collective."""
-        return self._schedule.gathered()
+        return self._schedule.gathers.all_gathered()
 
     def set_grad_norm(self, norm: torch.Tensor) -> None:
         """After `clip_grad_norm_`: clip by the norm of a larger model, of which this engine has a part."""
@@ -515,7 +513,7 @@ class Engine(nn.Module):
     # Inside
 
     def _on_read(self, unit: Unit) -> None:
-        self._schedule.read(unit)
+        self._schedule.forward.read(unit)
 
     def _reduces(self) -> bool:
         """Whether the coming backward reduces over all ranks: sharded gradients always, others at the boundary."""

@@ -115,7 +115,7 @@ class StepGrads:
     def reduce(self, schedule: Schedule, drop: Callable[[], None]) -> None:
         """Reduce what was left to the update."""
         self.let_go(drop)
-        schedule.reduce_all()
+        schedule.backward.reduce_all()
         self.hold()
 
     def set_norm(self, norm: torch.Tensor) -> None:
@@ -126,10 +126,10 @@ class StepGrads:
     def finish(self, schedule: Schedule, clock: Clock, scale: torch.Tensor | None) -> Clip:
         """Make the gradients final, and find what the update multiplies them with."""
         if self._norm is None:
-            schedule.reduce_all()
-            schedule.unlock_all()
-            schedule.release_all()
-            units = [unit for unit in schedule.forward_order() if unit.is_trainable]
+            schedule.backward.reduce_all()
+            schedule.gathers.unlock_all()
+            schedule.gathers.release_all()
+            units = [unit for unit in schedule.gathers.order.forward if unit.is_trainable]
             for hook in self.hooks:
                 for unit in units:
                     unit.grads.shard.edit(partial(hook, unit.name))

@@ -44,7 +44,7 @@ class StepUpdate:
     def prefetch(self) -> None:
         """Fetch the states of the units that are updated first, as far as the backward has got."""
         if self._is_offloaded:
-            prefetch(self._offload, self._streamed_states(), self._schedule.reduced_part())
+            prefetch(self._offload, self._streamed_states(), self._schedule.backward.reduced_part())
 
     def apply(self, clip: Clip, drop: Callable[[], None]) -> None:
         """Update the units and start the gathers of their new weights, without waiting. If it raises, `drop` drops the
@@ -69,11 +69,11 @@ class StepUpdate:
         self._is_offloaded = self._has_offloaded()
 
     def _trainable(self) -> list[Unit]:
-        return [unit for unit in self._schedule.forward_order() if unit.is_trainable]
+        return [unit for unit in self._schedule.gathers.order.forward if unit.is_trainable]
 
     def _streamed_states(self) -> Iterator[OffloadedStates]:
         """The states that an update copies to the device, in its order."""
-        for unit in self._schedule.forward_order():
+        for unit in self._schedule.gathers.order.forward:
             states = unit.states
             if isinstance(states, OffloadedStates) and states.is_streamed and not states.updates_on_host:
                 yield states

@@ -2,7 +2,7 @@
 
 Generating text is many forwards of the same units, so what comes next is known across the end of a pass: the units that
 the next pass begins with are gathered while this one ends. Each unit is gathered again in each pass, except those that
-stay gathered all the while; they are locked (see `Schedule.begin_inference`).
+stay gathered all the while; they are locked (see `Gathers.begin_inference`).
 
 With one rank, a window of units ahead of the one in use moves along the recorded order. With several, the gathers are
 collectives in an agreed order (see `order`), and every rank has issued the same ones when a pass ends.

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shardwise.unit import Unit
@@ -30,6 +29,9 @@ class UseCounts:
     recomputed: int = 0
 
 
+_UNUSED = UseCounts()
+
+
 class ForwardGraph:
     """What a forward used. It is spent when a backward has been through it. Later ones have higher numbers."""
 
@@ -37,9 +39,6 @@ class ForwardGraph:
         self.number = number
         self.is_spent = False
         self.uses: defaultdict[Unit, UseCounts] = defaultdict(UseCounts)
-
-    def has_used(self, unit: Unit) -> bool:
-        return unit in self.uses and self.uses[unit] != UseCounts()
 
     def spend(self) -> None:
         """A backward has been through it; another one may follow if it retained the graph."""
@@ -83,14 +82,13 @@ class ForwardGraphs:
             graph.spend()
         self._reached = []
 
-    def using(self, unit: Unit, before: ForwardGraph | None = None) -> Iterator[ForwardGraph]:
+    def using(self, unit: Unit, before: ForwardGraph | None = None) -> list[ForwardGraph]:
         """The graphs that use a unit and have had no backward, or are in one; of those `before` another, if given."""
-        for graph in {*self._reached, *(ref() for ref in self._waiting)}:
-            if graph is None or (before is not None and graph.number >= before.number):
-                continue
-            if graph.has_used(unit):
-                yield graph
-
-    def have_used(self, unit: Unit) -> bool:
-        """Whether a backward may still go through a use of a unit."""
-        return next(self.using(unit), None) is not None
+        graphs = {*self._reached, *[ref() for ref in self._waiting]}
+        return [
+            graph
+            for graph in graphs
+            if graph is not None
+            and (before is None or graph.number < before.number)
+            and graph.uses.get(unit, _UNUSED) != _UNUSED
+        ]

@@ -6,6 +6,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -39,6 +40,11 @@ class Hop(NamedTuple):
     axis: Axis
     size: int
     place: int
+
+
+@lru_cache
+def _hops(shape: NodeShape, rank: int, axes: tuple[Axis, ...]) -> tuple[Hop, ...]:
+    return tuple(Hop(axis, shape.size(axis), shape.place(axis, rank)) for axis in axes if shape.size(axis) > 1)
 
 
 class Comm(ABC):
@@ -87,10 +93,9 @@ class Comm(ABC):
         start = self.shape.part_index(sharding, self.rank) * size
         return Span(start, start + size)
 
-    def hops(self, axes: Sequence[Axis] = EVERYWHERE) -> list[Hop]:
+    def hops(self, axes: Sequence[Axis] = EVERYWHERE) -> Sequence[Hop]:
         """The steps of a reduction over `axes`; those of a gather are the same backwards."""
-        shape, rank = self.shape, self.rank
-        return [Hop(axis, shape.size(axis), shape.place(axis, rank)) for axis in axes if shape.size(axis) > 1]
+        return _hops(self.shape, self.rank, tuple(axes))
 
     @contextlib.contextmanager
     def following(self, handle: Handle, channel: str = REDUCE) -> Iterator[None]:

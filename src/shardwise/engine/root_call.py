@@ -37,7 +37,7 @@ class RootCall:
         self._model = model
         self._mode = ComputeMode(precision, device)
         self._schedule = schedule
-        self._watching: _Around = torch._dynamo.disable(schedule.backward.saved_tensors.watching)
+        self._watching: _Around = torch._dynamo.disable(schedule.saved_tensors.watching)
         self._around = around
         self._is_running = False
         self._given = {name: vars(model)[name] for name in CALLS if name in vars(model)}

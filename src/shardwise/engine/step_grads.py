@@ -54,9 +54,13 @@ class StepGrads:
             return
         changed = [change for unit in self._units for change in unit.grads.changed_by_hand()]
         on_pieces = [change for unit in self._units for change in self._pieces(unit).changed()]
-        if _all_dropped(changed, self._param_count) or _all_dropped(on_pieces, self._piece_count):
+        if not changed and not on_pieces:
+            for unit in self._units:
+                unit.grads.let_go()
+            self._take_off_pieces()
+        elif _all_dropped(changed, self._param_count) or _all_dropped(on_pieces, self._piece_count):
             drop()
-        elif changed or on_pieces:
+        else:
             name, grad = (changed or on_pieces)[0]
             raise GradientError(
                 f"p.grad of {name!r} was {'dropped' if grad is None else 'set by hand'} after a backward, while the "
@@ -64,10 +68,6 @@ class StepGrads:
                 "engine.register_grad_hook(fn), or call engine.zero_grad() and set p.grad of all parameters before "
                 "engine.step()"
             )
-        else:
-            for unit in self._units:
-                unit.grads.let_go()
-            self._take_off_pieces()
 
     @property
     def _param_count(self) -> int:

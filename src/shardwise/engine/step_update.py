@@ -65,8 +65,8 @@ class StepUpdate:
 
     def spend_budget(self) -> None:
         """After a step: move states to the device that the memory budget has room for."""
-        self._budget.spend(self._trainable(), self._updater, self._offload.staging)
-        self._is_offloaded = self._has_offloaded()
+        if self._budget.spend(self._trainable(), self._updater, self._offload.staging):
+            self._is_offloaded = self._has_offloaded()
 
     def _trainable(self) -> list[Unit]:
         return [unit for unit in self._schedule.gathers.order.forward if unit.is_trainable]

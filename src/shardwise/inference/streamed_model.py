@@ -106,7 +106,7 @@ class WeightStream:
         # What rests on the device needs no hooks: they would cost the host as much as a few kernels of each unit.
         moving = [unit for unit in self.units if unit.weights.policy.weights_sharded]
         self._schedule = Schedule(model, moving, Prefetch(placement.ahead), Clock(), _EVENTS)
-        self._schedule.gathers.begin_inference((), placement.ahead)
+        self._schedule.inference.begin((), placement.ahead)
         self._access = Access(model, self.units)
         self._guard = ModuleGuard(model, _do_nothing)
         self._root_call = RootCall(model, precision, device, self._schedule, self._computing)
@@ -149,7 +149,7 @@ class WeightStream:
             return
         self._is_closed = True
         self.comm.begin_close()
-        self._schedule.gathers.end_inference()
+        self._schedule.inference.end()
         self._schedule.remove()
         self._access.remove()
         self._root_call.remove()

@@ -106,8 +106,8 @@ def update_batches(units: Sequence[UpdateSizes]) -> list[range]:
     A batch takes no more memory than the largest unit alone, and at most twice as long: the next forward waits for the
     first of its new weights.
     """
-    longest = 2 * max((unit.numel for unit in units), default=0)
-    widest = max((unit.preparing for unit in units), default=0)
+    longest = 2 * max([unit.numel for unit in units], default=0)
+    widest = max([unit.preparing for unit in units], default=0)
     found: list[range] = []
     numel = ready = start = 0
     for index, unit in enumerate(units):

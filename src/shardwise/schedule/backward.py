@@ -2,7 +2,7 @@
 
 It begins with `engine.backward`, or with the first hook that a plain `loss.backward()` runs into. A hook on each output
 of a module gathers its units and opens their gradients; a hook on its inputs tells when the backward has left them (see
-`forward`, which sets them, and `completion`). Units are reduced in the order that all ranks keep.
+`forward`, which sets them). Units are then reduced, in the order that all ranks keep (see `reduce_queue`).
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ import torch
 
 from shardwise.profiling import Clock
 from shardwise.schedule.autograd import SavedTensorGuard, leaves_gradients_on
-from shardwise.schedule.completion import CompleteUnits
 from shardwise.schedule.gathers import Gathers
 from shardwise.schedule.graphs import ForwardGraph, ForwardGraphs
 from shardwise.schedule.hooks import RunningModules
 from shardwise.schedule.phase import Phase, PhaseMachine
-from shardwise.schedule.reduce_queue import ReduceQueue
+from shardwise.schedule.reduce_queue import CompleteUnits, ReduceQueue
 from shardwise.unit import Unit
 
 
@@ -54,19 +53,21 @@ class BackwardPass:
         running: RunningModules,
         gathers: Gathers,
         graphs: ForwardGraphs,
+        saved_tensors: SavedTensorGuard,
         clock: Clock,
         events: ScheduleEvents,
     ) -> None:
         self._units = units
         self._trainable = [unit for unit in units if unit.is_trainable]
+        self._is_cut_by_node = any(unit.grads.is_cut_by_node for unit in self._trainable)
         self._running = running
         self._gathers = gathers
         self._graphs = graphs
         self._events = events
         self._phase = PhaseMachine()
         self._complete = CompleteUnits(graphs, gathers)
-        self._reduces = ReduceQueue(clock, events.reduced)
-        self.saved_tensors = SavedTensorGuard(units, gathers.gather)
+        self._reduces = ReduceQueue(self._complete, clock, events.reduced)
+        self._saved_tensors = saved_tensors
 
     def begin(self) -> None:
         """From here to `end`, gradients arrive."""
@@ -76,7 +77,7 @@ class BackwardPass:
         self._phase.enter(Phase.BACKWARD)
         self._finish_updates()
         reduces = self._events.reduces()
-        if reduces or any(unit.grads.is_cut_by_node for unit in self._trainable):
+        if reduces or self._is_cut_by_node:
             self._gathers.order.agree()
         self._gathers.orders.begin("backward")
         self._reduces.begin(self._in_order(), reduces)
@@ -85,11 +86,11 @@ class BackwardPass:
         """Finish what the backward left open: units that no use reached are reduced as zeros; all weights rest."""
         if self._phase.current is not Phase.BACKWARD:
             return
-        self._reduce_complete()
-        self._gathers.orders.finish(between=self._reduce_complete)
+        self._reduces.advance()
+        self._gathers.orders.finish(between=self._reduces.advance)
         self._reduces.reduce_rest()
         self.rest()
-        self.saved_tensors.end()
+        self._saved_tensors.end()
         self._check_late()
         self._events.ended()
 
@@ -106,15 +107,16 @@ class BackwardPass:
         self._reduces.begin(self._in_order(), reduces)
         self._reduces.reduce_rest()
         self._reduces.begin([], reduces=False)
-        self.saved_tensors.end()
+        self._saved_tensors.end()
         self._events.ended()
 
     def reduce_all(self) -> None:
         """Reduce every unit now: for gradients that were left to `step()`."""
-        if not all(unit.grads.is_reduced for unit in self._trainable):
+        left = {unit for unit in self._trainable if not unit.grads.is_reduced}
+        if left:
             self._gathers.order.agree()
             for unit in self._in_order():
-                if not unit.grads.is_reduced:
+                if unit in left:
                     self._reduces.start(unit)
         self._reduces.finish()
 
@@ -183,7 +185,7 @@ class BackwardPass:
                 self._gathers.lock(unit)  # for the backward through the graph that this one makes, wherever it begins
             if unit.is_trainable and self._phase.current is Phase.BACKWARD:
                 unit.grads.open()
-        self._reduce_complete()
+        self._reduces.advance()
 
     def leave(self, graph: ForwardGraph, closing: Sequence[Unit]) -> None:
         """The backward has left the units' first use with gradients."""
@@ -209,7 +211,7 @@ class BackwardPass:
         if self._complete.leave(graph, unit):
             if unit.weights.policy.weights_sharded:
                 unit.weights.release()
-            self._reduce_complete()
+            self._reduces.advance()
 
     def _begin_plain(self) -> None:
         """Note a backward that the user started; it leaves gradients on parameters, or it does not."""
@@ -237,10 +239,6 @@ class BackwardPass:
         for unit in units:
             if unit.weights.policy.weights_sharded and unit not in used:
                 unit.weights.release()
-
-    def _reduce_complete(self) -> None:
-        """Reduce what this rank's backward has left, or has no part in, as far as the order allows."""
-        self._reduces.advance(self._complete.has)
 
     def _in_order(self) -> list[Unit]:
         """The trainable units as they are reduced."""

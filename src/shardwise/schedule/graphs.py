@@ -8,6 +8,7 @@ backward is forgotten when its outputs are.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import defaultdict
 from dataclasses import dataclass
@@ -39,6 +40,9 @@ class ForwardGraph:
         self.number = number
         self.is_spent = False
         self.uses: defaultdict[Unit, UseCounts] = defaultdict(UseCounts)
+
+    def has_used(self, unit: Unit) -> bool:
+        return self.uses.get(unit, _UNUSED) != _UNUSED
 
     def spend(self) -> None:
         """A backward has been through it; another one may follow if it retained the graph."""
@@ -84,11 +88,6 @@ class ForwardGraphs:
 
     def using(self, unit: Unit, before: ForwardGraph | None = None) -> list[ForwardGraph]:
         """The graphs that use a unit and have had no backward, or are in one; of those `before` another, if given."""
+        last = math.inf if before is None else before.number
         graphs = {*self._reached, *[ref() for ref in self._waiting]}
-        return [
-            graph
-            for graph in graphs
-            if graph is not None
-            and (before is None or graph.number < before.number)
-            and graph.uses.get(unit, _UNUSED) != _UNUSED
-        ]
+        return [graph for graph in graphs if graph is not None and graph.number < last and graph.has_used(unit)]

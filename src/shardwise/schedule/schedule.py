@@ -1,12 +1,13 @@
 """When units are gathered, released and reduced: what a model's hooks and its backwards have in common.
 
     forward     the hooks on modules: gather before use, release after, count uses
-    backward    gather again, open gradients, reduce when a unit is left   (phase, completion, reduce_queue)
-    gathers     which gathers are issued, in the order that all ranks keep (order, cycle)
+    backward    gather again, open gradients, reduce when a unit is left (`phase`, `reduce_queue`)
+    gathers     which gathers are issued, in the order that all ranks keep (`order`)
+    inference   another order, for passes that only compute (`cycle`)
 
 The order in which units are entered is recorded in a forward, and agreed on by all ranks; it decides what is prefetched
-and the order of the reduce-scatters. Gathers keep one order on all ranks too, whichever units a rank enters (see
-`order`). Forwards tell backwards through the graphs of forwards (`graphs`) what they used.
+and the order of the reduce-scatters. Gathers keep one order on all ranks too, whichever units a rank enters. What the
+forwards used, backwards find in `graphs`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from collections.abc import Sequence
 from torch import nn
 
 from shardwise.profiling import Clock
+from shardwise.schedule.autograd import SavedTensorGuard
 from shardwise.schedule.backward import BackwardPass, ScheduleEvents
+from shardwise.schedule.cycle import InferenceMode
 from shardwise.schedule.forward import ForwardHooks
 from shardwise.schedule.gathers import Gathers
 from shardwise.schedule.graphs import ForwardGraphs
@@ -34,7 +37,9 @@ class Schedule:
         running = RunningModules(hooked_modules(model, units))
         graphs = ForwardGraphs()
         self.gathers = Gathers(model, units, prefetch, clock)
-        self.backward = BackwardPass(units, running, self.gathers, graphs, clock, events)
+        self.inference = InferenceMode(model, units, self.gathers)
+        self.saved_tensors = SavedTensorGuard(units, self.gathers.gather)
+        self.backward = BackwardPass(units, running, self.gathers, graphs, self.saved_tensors, clock, events)
         self.forward = ForwardHooks(model, running, self.gathers, graphs, self.backward, events.last_unit)
 
     def remove(self) -> None:

@@ -29,7 +29,7 @@ where one rank is alone. Sharded gradients go from REDUCED back to ARRIVING with
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 
 import torch
@@ -223,23 +223,24 @@ class Grads:
                 self._reduce_alone()
                 return
             self._is_final = is_final
-            self._reducing = list(self._reductions())
+            self._reducing = self._reductions()
             self._reducing[0].start()
             if self._full is not None:
                 self._local.drop()
             self._enter(_REDUCING)
 
-    def _reductions(self) -> Iterator[ReduceScatter]:
+    def _reductions(self) -> list[ReduceScatter]:
         """From local gradients to what is held, over the axes by which that is cut; from there to the shard, over the
         others."""
         cut, hops = self._policy.grads_cut, self._comm.hops
-        arguments = self._comm, self._ledger
+        arguments, made = (self._comm, self._ledger), []
         if cut != "replicated":
             held = self._shard if cut == "sharded" else HeldShard(self._held, ())
-            yield ReduceScatter(self._plan, self._local, held, *arguments, hops(AXES[cut]))
+            made.append(ReduceScatter(self._plan, self._local, held, *arguments, hops(AXES[cut])))
         if cut != "sharded" and self._is_final:
             source = FlatGrads(self._held.tensor, self._policy.sum_dtype)
-            yield ReduceScatter(self._plan, source, self._shard, *arguments, hops(axes_between("sharded", cut)))
+            made.append(ReduceScatter(self._plan, source, self._shard, *arguments, hops(axes_between("sharded", cut))))
+        return made
 
     def _reduce_alone(self) -> None:
         """The gradients of one rank are the mean over all ranks."""

@@ -103,10 +103,7 @@ class Master(ABC):
 
     def bind(self) -> None:
         """Point the pieces at the values."""
-        self._bind(self.cut(self.values))
-
-    def _bind(self, values: Sequence[torch.Tensor]) -> None:
-        for piece, value in zip(self.pieces, values, strict=True):
+        for piece, value in zip(self.pieces, self.cut(self.values), strict=True):
             piece.param.data = value
 
 
@@ -228,7 +225,8 @@ class OffloadedMaster(Master):
 
     def bind(self) -> None:
         storage = self._states.storages[MASTER]
-        self._bind([storage.at_rest(piece.span, torch.Size(piece.shape)) for piece in self.pieces])
+        for piece in self.pieces:
+            piece.param.data = storage.at_rest(piece.span, torch.Size(piece.shape))
 
 
 class MirroredMaster(OffloadedMaster):

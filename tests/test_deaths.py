@@ -16,12 +16,11 @@ import torch
 import torch.distributed as dist
 
 import shardwise
-from shardwise.comm import agreement, inquiry, judge, sight
-from shardwise.comm.board import Board
+from shardwise.comm import agreement, judge, jury, sight
+from shardwise.comm.board import Board, Pace
 from shardwise.comm.groups import set_timeout
 from shardwise.comm.hosts import RankHost, describe_hosts, this_host
 from shardwise.comm.jury import Jury
-from shardwise.comm.pace import Pace
 from shardwise.comm.posts import Answer, Post, RankState, Silence, digest
 from shardwise.comm.store_link import StoreLink, StoreSilentError, own_connection
 from shardwise.machine import process
@@ -287,7 +286,7 @@ def test_what_a_death_leaves_in_a_buffer_is_no_object(rank, world_size):
             rows[1 - rank] = 0
         return rows
 
-    at_once = mock.patch.object(inquiry, "ANSWER_S", 0.2)
+    at_once = mock.patch.object(jury, "ANSWER_S", 0.2)
     fails = pytest.raises(shardwise.DisagreementError, match="broke")
     with mock.patch.object(engine.comm, "share", broken_off), at_once, fails:
         engine.comm.share_object({"wrote": True}, "checkpoint")

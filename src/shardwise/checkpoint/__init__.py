@@ -20,6 +20,6 @@ deepspeed                conversion from DeepSpeed's checkpoints
 
 from shardwise.checkpoint.export import MAX_FILE_BYTES, export
 from shardwise.checkpoint.loading import load
-from shardwise.checkpoint.saver import Saver
+from shardwise.checkpoint.saving import Saver
 
 __all__ = ["MAX_FILE_BYTES", "Saver", "export", "load"]

@@ -41,7 +41,6 @@ from shardwise.optim.optimizer_guard import OptimizerGuard
 from shardwise.partition.policy import DTYPES
 from shardwise.profiling import Clock
 from shardwise.schedule import Prefetch, Schedule, ScheduleEvents
-from shardwise.schedule.autograd import current_task
 from shardwise.sizes import parse_bytes
 from shardwise.unit import Unit
 
@@ -73,10 +72,6 @@ class Engine(nn.Module):
         self.mesh: RankMesh | None = None
         self.grad_norm: torch.Tensor | None = None
         self.steps = 0
-        self._micro_step = 0
-        self._boundary: bool | None = None
-        self._scaled_task = -1  # the last backward that began at a loss of `scale`
-        self._syncs = True
         self._is_destroyed = False
         self._saver = checkpoint.Saver()
         self._comm = comm
@@ -95,12 +90,12 @@ class Engine(nn.Module):
         trainable = [unit for unit in self._units if unit.is_trainable]
         self._updater = Updater(optimizer, trainable, self._ledger) if optimizer is not None else None
         budget.begin(self._updater)
-        self._step_grads = StepGrads(trainable, config.gradients, comm, self._notices)
+        self._step_grads = StepGrads(trainable, config, comm, self._notices)
         self._recompute = Recompute(model, self._units, config.checkpointing, self._offload)
         events = ScheduleEvents(
-            reduces=self._reduces,
+            reduces=lambda: self._step_grads.are_reduced,
             reduced=self._on_reduced,
-            check_plain_backward=self._check_plain_backward,
+            check_plain_backward=self._scaling.check_plain_backward,
             begins=self._on_begin_backward,
             ended=self._step_grads.hold,
             broken_backward=self.zero_grad,
@@ -138,8 +133,7 @@ class Engine(nn.Module):
         if scale and count > 1:
             notice_division(loss, count, self._notices)
             loss = loss * (1.0 / count)
-        if (loss_scale := self._scaling.scale) is not None:
-            loss = loss.float() * loss_scale
+        loss = self._scaling.scaled(loss)
         if self._schedule.backward.is_stale:
             self.zero_grad()
         self._schedule.backward.begin()
@@ -157,12 +151,7 @@ class Engine(nn.Module):
 
         For options that `backward` does not have: `engine.scale(loss).backward(retain_graph=True)`.
         """
-        if (loss_scale := self._scaling.scale) is None:
-            return loss
-        scaled = loss.float() * loss_scale
-        if scaled.requires_grad:
-            scaled.register_hook(self._note_scaled)
-        return scaled
+        return self._scaling.noted(self._scaling.scaled(loss))
 
     def step(self, closure: None = None) -> None:
         """At the accumulation boundary: clip, update, and start the gathers of new weights. Otherwise only count."""
@@ -178,13 +167,10 @@ class Engine(nn.Module):
         if self._schedule.backward.is_stale:
             self.zero_grad()
         elif not self.is_boundary:
-            self._micro_step += 1
-            self._comm.micro_step = self._micro_step
+            self._step_grads.next_micro_batch()
         else:
-            self._micro_step = 0
-            with self._failures.during("step"):
+            with self._step_grads.updating(), self._failures.during("step"):
                 self._update_weights(self._step_update)
-            self._comm.micro_step = 0
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients accumulated so far and start a new accumulation. `step()` does so itself.
@@ -192,8 +178,7 @@ class Engine(nn.Module):
         `optimizer.zero_grad()` and `model.zero_grad()` do the same. The backward of a forward before it still works.
         """
         self._schedule.backward.drop_gradients()
-        self._step_grads.dropped(is_midway=self._micro_step > 0)
-        self._micro_step = self._comm.micro_step = 0
+        self._step_grads.dropped()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip the gradients to a norm of at most `max_norm` in this step's update; returns the norm before clipping.
@@ -247,22 +232,21 @@ class Engine(nn.Module):
     @property
     def is_boundary(self) -> bool:
         """Whether the next `step()` updates."""
-        if self._boundary is not None:
-            return self._boundary
-        return self._micro_step == self.config.batch.accumulation - 1
+        return self._step_grads.is_boundary
 
     def set_boundary(self, is_boundary: bool | None) -> None:
         """Set whether the next `step()` updates; with None, the counter of micro-batches decides again."""
-        self._boundary = is_boundary
+        self._step_grads.boundary = is_boundary
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Within it, backward adds to the local gradients and sends nothing, where gradients are replicated."""
-        self._syncs, before = False, self._syncs
+        grads = self._step_grads
+        grads.syncs, before = False, grads.syncs
         try:
             yield
         finally:
-            self._syncs = before
+            grads.syncs = before
 
     # Passes that only compute
 
@@ -456,7 +440,8 @@ class Engine(nn.Module):
     @property
     def is_at_rest(self) -> bool:
         """Whether no gradients are accumulated: the moments at which `save` works."""
-        return not self._micro_step and not any(unit.grads.has_gradients for unit in self._units if unit.is_trainable)
+        trainable = (unit for unit in self._units if unit.is_trainable)
+        return not self._step_grads.is_midway and not any(unit.grads.has_gradients for unit in trainable)
 
     def progress(self) -> dict[str, Any]:
         """The counters of training and the loss scale. Waits for the device."""
@@ -515,34 +500,17 @@ class Engine(nn.Module):
     def _on_read(self, unit: Unit) -> None:
         self._schedule.forward.read(unit)
 
-    def _reduces(self) -> bool:
-        """Whether the coming backward reduces over all ranks: sharded gradients always, others at the boundary."""
-        if self.config.placement.grads.sharding == "sharded":
-            return True
-        return self.is_boundary and self._syncs and self.config.gradients.reduce_at == "backward"
-
-    def _note_scaled(self, _: torch.Tensor) -> None:
-        self._scaled_task = current_task()
-
-    def _check_plain_backward(self) -> None:
-        if self._scaling.scaler is not None and self._scaled_task != current_task():
-            raise RuntimeError(
-                "Loss scaling is required in fp16: call engine.backward(loss), or engine.scale(loss).backward(), not "
-                "loss.backward()"
-            )
-
     def _on_begin_backward(self) -> None:
         self._step_grads.check_may_grow()
         self._step_grads.let_go(self.zero_grad)
 
     def _on_reduced(self, unit: Unit) -> None:
-        """Prefetch states for the update, and gather final gradients for a replicated optimizer, which no hook edits
-        any more."""
-        if not self.is_boundary:
+        """Before an update: prefetch its states, and gather final gradients for a replicated optimizer."""
+        if not self._step_grads.is_boundary:
             return
         if self._step_update is not None:
             self._step_update.prefetch()
-        if self.config.placement.grads.sharding != "sharded" and not self._step_grads.hooks:
+        if self._step_grads.are_gathered_early:
             unit.grads.start_gather()
 
     @contextlib.contextmanager

@@ -1,14 +1,15 @@
-"""The gradients of a step from its backwards to its update: held for the user, dropped, or final with their norm."""
+"""The gradients of a step, over its micro-batches: held for the user, dropped, or final with their norm."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
 
 from shardwise.comm import Comm
-from shardwise.config.sections import Gradients
+from shardwise.config import Config
 from shardwise.errors import GradientError, Notices
 from shardwise.offload.unit_states import UnitStates
 from shardwise.optim import clipping
@@ -26,12 +27,20 @@ class StepGrads:
 
     `hold` and `let_go` frame the time in which `p.grad` has no values. Gradients become final, once in a step, by
     `clip` or by the update: they are reduced, the hooks have edited them, and their norm is known.
+
+    syncs     whether replicated gradients are reduced by the last backward of a step
+    boundary  whether the next step updates; None where the number of micro-batches decides
     """
 
-    def __init__(self, units: Sequence[Unit], settings: Gradients, comm: Comm, notices: Notices) -> None:
+    def __init__(self, units: Sequence[Unit], config: Config, comm: Comm, notices: Notices) -> None:
         self.hooks: list[GradHook] = []
+        self.syncs = True
+        self.boundary: bool | None = None
         self._units = units
-        self._settings = settings
+        self._settings = settings = config.gradients
+        self._are_sharded = config.placement.grads.sharding == "sharded"
+        self._micro_batches = config.batch.accumulation
+        self._micro_step = 0
         self._comm = comm
         self._notices = notices
         self._is_held = False
@@ -39,6 +48,39 @@ class StepGrads:
         self._limit = settings.clip_norm
         self._drops = 0
         self._held_pieces: dict[str, tuple[UnitStates, HeldGrads]] = {}
+
+    @property
+    def is_boundary(self) -> bool:
+        """Whether the next step updates."""
+        return self.boundary if self.boundary is not None else self._micro_step == self._micro_batches - 1
+
+    @property
+    def is_midway(self) -> bool:
+        """Whether a step has micro-batches behind it."""
+        return self._micro_step > 0
+
+    @property
+    def are_reduced(self) -> bool:
+        """Whether the coming backward reduces over all ranks: sharded gradients always, others at the boundary."""
+        return self._are_sharded or (self.is_boundary and self.syncs and self._settings.reduce_at == "backward")
+
+    @property
+    def are_gathered_early(self) -> bool:
+        """Whether reduced gradients are final, so that a replicated optimizer's ranks may gather them before the
+        step: no hook edits them."""
+        return not self._are_sharded and not self.hooks
+
+    def next_micro_batch(self) -> None:
+        """A step that does not update."""
+        self._micro_step += 1
+        self._comm.micro_step = self._micro_step
+
+    @contextlib.contextmanager
+    def updating(self) -> Iterator[None]:
+        """Around a step that updates. Its operations are still those of the last micro-batch."""
+        self._micro_step = 0
+        yield
+        self._comm.micro_step = 0
 
     def hold(self) -> None:
         """A backward has ended. With `reduce_at: step`, the user reads and edits local gradients instead."""
@@ -143,9 +185,10 @@ class StepGrads:
         self._drops = 0
         self._start_anew()
 
-    def dropped(self, is_midway: bool) -> None:
-        """The gradients were dropped; `is_midway` if during an accumulation."""
-        self._drops += is_midway
+    def dropped(self) -> None:
+        """The gradients were dropped."""
+        self._drops += self.is_midway
+        self._micro_step = self._comm.micro_step = 0
         self._start_anew()
         if self._drops == 2:
             self._notices.say(

@@ -198,13 +198,14 @@ class Grads:
         )
         if not self._full.live:
             self._full.allocate()
-        if not any(param.grad is view for param, view in zip(params, views, strict=True)):
+        are_in_place = [param.grad is view for param, view in zip(params, views, strict=True)]
+        if not any(are_in_place):
             self._packing.fill(self._local.read())
         else:
-            for place, grad, param, view in zip(self._packing.views, self._local.read(), params, views, strict=True):
+            for place, grad, is_in_place in zip(self._packing.views, self._local.read(), are_in_place, strict=True):
                 if grad is None:
                     place.zero_()
-                elif param.grad is not view:
+                elif not is_in_place:
                     place.copy_(grad.detach())
         self._local.replace(views)
         if has_arrived:

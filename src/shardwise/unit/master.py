@@ -9,18 +9,22 @@ its own shape where the optimizer needs whole ones (`Layout.updates`).
     SeparateMaster   on the device, in a buffer of its own; the segment gets a cast of it
     OffloadedMaster  on the host or a disk; the segment is filled from there
     MirroredMaster   on the host or a disk, with a copy of the weights of this rank's shard on the device
+
+Weights that rest beside a master, though the rank does not update them, are a `RestingPart`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from shardwise.comm import DONE, Handle
+from shardwise.config.shape import Axis
 from shardwise.memory import Buffer, Entry, Kind, Ledger, Tier
 from shardwise.offload.buckets import HERE, MASTER, Arrival
 from shardwise.offload.offloaded_states import OffloadedStates
@@ -45,6 +49,26 @@ def pieces_of(runs: Sequence[GroupRun]) -> list[MasterPiece]:
     return [
         MasterPiece(run.group, nn.Parameter(torch.empty(0)), run.shard, run.shape or (run.shard.numel,)) for run in runs
     ]
+
+
+@dataclass
+class RestingPart:
+    """Weights that a rank holds and does not update: its node's part, where the masters are sharded over all ranks.
+
+    They are the elements `span`, whose place in the full buffer is `place`; the master's segment is a part of them. An
+    update is followed by a gather of the new weights over the other nodes, along `axes`, into this part, and `arriving`
+    is that gather until it has ended. A use of the unit is followed by a gather over the node, into the full buffer.
+    """
+
+    span: Span
+    buffer: Buffer
+    place: torch.Tensor
+    axes: Sequence[Axis]
+    arriving: Handle = DONE
+
+    def wait(self) -> None:
+        self.arriving.wait()
+        self.arriving = DONE
 
 
 class Master(ABC):

@@ -32,12 +32,11 @@ from shardwise.memory import Buffer, Entry, Kind, Ledger, Tier
 from shardwise.offload.buckets import HERE, Arrival
 from shardwise.offload.unit_states import UnitStates
 from shardwise.profiling import mark
-from shardwise.unit.master import MasterPiece, OffloadedMaster, make_master, pieces_of
+from shardwise.unit.master import MasterPiece, OffloadedMaster, RestingPart, make_master, pieces_of
 from shardwise.unit.origins import ORIGIN, has_origin, read_values
 from shardwise.unit.param_binding import ParamBinding
 from shardwise.unit.param_guard import ParamGuard, writes
 from shardwise.unit.plan import UnitPlan
-from shardwise.unit.resting_part import RestingPart
 
 
 class WeightsState(enum.Enum):

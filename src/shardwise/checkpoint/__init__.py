@@ -6,7 +6,7 @@
 
 checkpointable           what this package needs of an engine
 contents                 what one rank writes of it
-saving, saver, loading   between an engine and a folder; one save may be under way
+saving, loading          between an engine and a folder; one save may be under way
 files, manifest, plain   tensors in checksummed files, where they lie, other values without pickle
 folder                   commit, retention
 storage, object_store,

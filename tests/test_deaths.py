@@ -123,7 +123,7 @@ def one_is_late(rank, world_size, folder):
 def test_a_rank_that_is_late_is_named_with_the_place_where_it_is(tmp_path):
     texts = run_ranks(one_is_late, 2, tmp_path, fresh=True, init=False, timeout=LIMIT_S)
     assert texts[0] == texts[1]
-    assert texts[0].startswith("rank 1 did not come within the process group's timeout of 2 s while others wait for")
+    assert texts[0].startswith("rank 1 did not arrive within the process group's timeout of 2 s while others wait for")
     assert "in load_slowly" in texts[0]
     assert "longer timeout" in texts[0]
 

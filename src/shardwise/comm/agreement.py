@@ -13,12 +13,12 @@ Ranks that repeat what they did before send nothing for the check.
 
 A thread beside the training polls about twice a second. A rank that waits posts what it issued last and what it waits
 for. From the posts of all ranks `judge` decides, on evidence alone: two operations with one number, an operation that a
-rank that is gone will never issue, or a standstill of all ranks. A slow rank is none of these, and the others wait for
-it. The first rank to decide writes the verdict; every rank stops with its text.
+rank that is gone will never issue, or a standstill of all ranks. A rank that is only slow gives no such
+evidence, and the others wait for it. The first rank to decide writes the verdict; every rank stops with its text.
 
 While a rank waits, it calls the roll every few seconds, and the thread of every rank that lives answers, whatever its
 main thread does. A rank that does not answer during the timeout of the process group has died, is stopped, or has lost
-its host. If the store itself is gone or silent, every rank that waits stops by itself, and names the hosts.
+its host. If the store itself is gone or silent, every rank that waits stops on its own, and names the hosts.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from shardwise.comm.store_link import StoreLink
 from shardwise.machine.process import Identity
 
 WITNESSES = 2
-"""How many ranks of a host look after the processes of the others there."""
+"""How many ranks of a host check whether the processes of the others there live."""
 JUDGES = 8
 """About how many ranks read the posts of all ranks at a time, however many wait: the store serves one at a time."""
 _FULL_RATE = 256  # ranks that may ask at every poll
@@ -51,7 +51,7 @@ class Pace(NamedTuple):
         return cls(poll_s, polls * poll_s, window, max(1, world_size // JUDGES), _PATIENCE + polls - 1)
 
     def is_judge(self, rank: int, polls: int) -> bool:
-        """Whether a rank that has not moved for `polls` polls is to judge. Others take their turn if it goes on."""
+        """Whether a rank that has not moved for `polls` polls is to judge; the others follow if the wait goes on."""
         return (polls // _TURN + rank) % self.stride == 0
 
     @property
@@ -149,7 +149,7 @@ class Board:
         with self._calling:
             if asked is not None:
                 self._catch_up()
-            # Calls of several ranks at once are one. If this one is a verdict's, the next `hear` says so.
+            # Simultaneous calls of several ranks are one. If the number announces a verdict, the next `hear` finds it.
             self.called += 1
             self._has_unread = True
             self._link.run(lambda store: store.set(f"news/{self.called}", json.dumps(asked) if asked else ""))
@@ -175,7 +175,7 @@ class Board:
         """Write the verdict unless there is one already. Returns the one that stands, the same on all ranks."""
         verdict: bytes = self._link.run(lambda store: store.compare_set("verdict", "", text))
         with self._calling:
-            # A number that nobody has heard of: whoever hears it asks for the verdict, which is there.
+            # A number that is new to every rank: a rank that sees it reads the verdict, which is written already.
             self._catch_up()
             self._has_unread = True
             self._link.run(lambda store: store.set(f"news/{self.called + 1}", ""))

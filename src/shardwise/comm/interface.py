@@ -58,7 +58,7 @@ class Comm(ABC):
     axis_bytes        the same by axis, without control messages
     micro_step        the number of the micro-batch in its step: reductions of different ones are different operations
     model_group       the ranks that hold one copy of the model with this one, where tensor parallelism has cut it
-    watch             where there are other axes, what stops this rank if one of theirs is lost
+    watch             on a mesh with other axes, the watch that stops this rank if one of their ranks is lost
 
     `unit` names the unit whose values an operation carries.
     """
@@ -120,7 +120,7 @@ class Comm(ABC):
         order, once the handle is done.
 
         `received` has `rows_received` rows. With one row fewer than ranks, this rank's own row is that of `sent`. Where
-        the backend reduces by itself, the list is one row, their mean.
+        the backend itself reduces, the list is one row, their mean.
         """
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""How a rank comes to a verdict: one that waits (`Jury`), and one that lost its connections (`Inquiry`)."""
+"""How a rank reaches a verdict: one that waits (`Jury`), and one that lost its connections (`Inquiry`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ANSWER_S = 4.0
 seconds between two roll calls."""
 
 Absent = dict[int, tuple[Condition, str]]
-"""Ranks that did not answer, and what this process can see of theirs."""
+"""Ranks that did not answer, and what this process can see of their processes."""
 
 
 class Inquiry:
@@ -75,7 +75,7 @@ class Inquiry:
         return self._board.enlist(f"witnesses/{turn}") if number > JUDGES and self.sees_death() else number
 
     def sees_death(self) -> bool:
-        """Whether a process on this host has died, as one of the few ranks that look after them, now and then."""
+        """Whether a process on this host has died. Only a few ranks of a host look, and not in every poll."""
         if self._pace.stride == 1 or not self._board.is_witness:
             return False
         if not self._saw_death and time.monotonic() - self._looked_s > 2 * self._pace.ask_s:
@@ -187,7 +187,7 @@ class Jury:
         return self._board.decide(finding.text)
 
     def _listen(self, now_s: float) -> str | None:
-        """Call the roll now and then, and name the ranks that have died, or that were silent for too long."""
+        """Call the roll at intervals, and name the ranks that have died, or that were silent for too long."""
         if time.monotonic() - self._called > min(ANSWER_S, self._frozen_s / 4):
             self._call_roll(now_s)
         answers = self._board.answers()

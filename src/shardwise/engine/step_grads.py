@@ -56,7 +56,7 @@ class StepGrads:
 
     @property
     def is_midway(self) -> bool:
-        """Whether a step has micro-batches behind it."""
+        """Whether the step has had micro-batches, but not the last."""
         return self._micro_step > 0
 
     @property
@@ -148,7 +148,7 @@ class StepGrads:
         return any(unit.grads.has_gradients or unit.grads.were_set_by_hand for unit in self._units)
 
     def clip(self, schedule: Schedule, clock: Clock, scale: torch.Tensor | None, limit: float) -> torch.Tensor:
-        """Have the update clip the norm at `limit` as well; returns the norm without the loss scale."""
+        """Make the update clip the norm at `limit` as well; returns the norm without the loss scale."""
         self._limit = limit if self._limit is None else min(self._limit, limit)
         norm = self.finish(schedule, clock, scale).grad_norm
         self.hold()

@@ -24,13 +24,13 @@ from shardwise.unit import Unit
 
 @dataclass(frozen=True)
 class ScheduleEvents:
-    """What a schedule asks its owner, and tells it.
+    """Callbacks of a schedule to its owner.
 
     begins                a backward that leaves gradients begins; may raise
     reduces               whether it reduces them
     reduced               a unit's gradients are reduced
     check_plain_backward  the user calls `loss.backward()` instead of the engine's; may raise
-    broken_backward       an exception ended a backward without word to the schedule
+    broken_backward       an exception ended a backward, and no call told the schedule
     ended                 a backward has ended, and its gradients are where they rest
     last_unit             the forward enters the last unit
     """
@@ -75,7 +75,7 @@ class BackwardPass:
             return
         self._events.begins()
         self._phase.enter(Phase.BACKWARD)
-        self._finish_updates()
+        self._finish_updates()  # a pending update reads the last step's gradients, whose memory this backward fills
         reduces = self._events.reduces()
         if reduces or self._is_cut_by_node:
             self._gathers.order.agree()
@@ -149,7 +149,7 @@ class BackwardPass:
         self.rest()
 
     def drop_gradients(self) -> None:
-        """Drop the gradients of this step. Outside of a backward, forwards stay as they are: theirs may follow."""
+        """Drop the gradients of this step. Outside of a backward, forwards before it can still have theirs."""
         if self._phase.current is not Phase.IDLE:
             self.abandon()
         elif any(unit.grads.has_gradients for unit in self._trainable):
@@ -214,7 +214,7 @@ class BackwardPass:
             self._reduces.advance()
 
     def _begin_plain(self) -> None:
-        """Note a backward that the user started; it leaves gradients on parameters, or it does not."""
+        """Begin a phase if the user started this backward: by whether it leaves gradients on parameters."""
         if self._phase.was_dropped:
             self.forget_broken()
         if self._phase.current is not Phase.IDLE:
@@ -241,7 +241,7 @@ class BackwardPass:
                 unit.weights.release()
 
     def _in_order(self) -> list[Unit]:
-        """The trainable units as they are reduced."""
+        """The trainable units in the order of their reduction."""
         return [unit for unit in self._gathers.order.backward if unit.is_trainable]
 
     def _finish_updates(self) -> None:

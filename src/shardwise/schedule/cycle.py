@@ -1,8 +1,8 @@
-"""The order of units in passes that only compute, one after the other: from the last unit it goes on to the first.
+"""The order of units in passes that only compute, one after the other: the first unit follows the last.
 
-Generating text is many forwards of the same units, so what comes next is known across the end of a pass: the units that
+Generating text is many forwards of the same units, so the next unit is known across the end of a pass: the units that
 the next pass begins with are gathered while this one ends. Each unit is gathered again in each pass, except those that
-stay gathered all the while; they are locked (see `InferenceMode`).
+stay gathered throughout; they are locked (see `InferenceMode`).
 
 With one rank, a window of units ahead of the one in use moves along the recorded order. With several, the gathers are
 collectives in an agreed order (see `gathers`), and every rank has issued the same ones when a pass ends.
@@ -129,7 +129,7 @@ class InferenceMode:
         gathers.orders = CyclicGatherOrders(moving, containers(self._model), ahead)
 
     def end(self) -> None:
-        """Release what stayed gathered, and what was gathered ahead of a pass that does not come."""
+        """Release what stayed gathered, and what was gathered ahead for a next pass."""
         if self._for_training is not None:
             (self._gathers.order, self._gathers.orders), self._for_training = self._for_training, None
             while self._kept:

@@ -69,7 +69,8 @@ class GatherOrder:
                 other.weights.gather()
 
     def passes(self, unit: Unit, is_to_come: Callable[[Unit], bool]) -> bool:
-        """Take part in the gather of a unit that this rank does not enter, if its turn has come; returns whether so.
+        """Take part in the gather of a unit that this rank does not enter, once its turn is reached; returns whether
+        that gather is over.
 
         Other ranks reduce the unit after they have gathered it, and wait for this rank in both.
         """
@@ -155,7 +156,7 @@ class GatherOrder:
             self._passed.pop(0).weights.release()
 
     def _skip_prefetched(self, unit: Unit) -> None:
-        """Give up the prefetched units that come before `unit`: they are not entered after all."""
+        """Release the prefetched units before `unit`, which this rank has skipped."""
         if unit in self._prefetched or unit.weights.state is WeightsState.RELEASED:
             while self._prefetched and (other := self._prefetched.pop(0)) is not unit:
                 self._keep_briefly(other)

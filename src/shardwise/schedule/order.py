@@ -18,7 +18,7 @@ _AGREE_EVERY = 100
 
 @dataclass(frozen=True)
 class Prefetch:
-    """How far gathers run ahead of use: so many units, so many bytes of them, and so many with the one in use."""
+    """Limits on gathers ahead of use: the number of units, their bytes, and their bytes with the unit in use."""
 
     units: int = 1
     ahead_bytes: int | None = None
@@ -97,7 +97,7 @@ class Order:
             self._follow(self._recorded)
 
     def agree(self) -> None:
-        """Before reductions: now and then, make one order of those that the ranks recorded. A collective."""
+        """Before reductions: in every hundredth call, merge the orders that ranks recorded into one. A collective."""
         if self._comm is not None and self._agreements % _AGREE_EVERY == 0:
             numbers = [self._all.index(unit) for unit in self._recorded]
             everyone = self._comm.share_object(numbers, "the order of units")

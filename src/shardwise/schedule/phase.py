@@ -1,4 +1,4 @@
-"""What backward a schedule is in, and whether an exception ended it before the schedule was told."""
+"""Which backward a schedule is in, and whether an exception ended it without a call of the schedule."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from shardwise.schedule.autograd import BackwardEndCallback, inside_backward
 
 
 class Phase(enum.Enum):
-    """What backward the schedule is in.
+    """Which backward the schedule is in.
 
         IDLE ──begin──▶ BACKWARD ──end──▶ IDLE
           │                 ▲
@@ -46,7 +46,7 @@ class PhaseMachine:
         self._end_callback = None
 
     def end_with_backward(self, call: Callable[[], None]) -> None:
-        """Have `call` end the phase at the end of the backward that autograd is running."""
+        """Call `call`, which ends the phase, at the end of the backward that autograd is running."""
         self._end_callback = BackwardEndCallback(call)
 
     @property

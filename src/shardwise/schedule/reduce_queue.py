@@ -62,7 +62,7 @@ class CompleteUnits:
         return unit in self._used_before
 
     def _is_skipped(self, unit: Unit) -> bool:
-        """Whether this rank's backward has no part in a unit, and its gather, which others may need, is behind it."""
+        """Whether this rank's backward has no part in a unit, and its gather, which others may need, is over."""
         if not unit.comm.is_checked or self._graphs.using(unit):
             return False
         is_awaited = inside_backward() and adds_to(unit.params)
@@ -107,7 +107,8 @@ class ReduceQueue:
         self.finish()
 
     def start(self, unit: Unit, is_final: bool = True) -> None:
-        """Start to reduce a unit's gradients, once those before have arrived."""
+        """Start to reduce a unit's gradients, once those before have arrived: the plan counts on two units in flight
+        at most."""
         self._finish_one_each()
         unit.grads.start_reduce(is_final)
         self._in_flight.append(unit)

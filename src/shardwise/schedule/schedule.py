@@ -6,8 +6,8 @@
     inference   another order, for passes that only compute (`cycle`)
 
 The order in which units are entered is recorded in a forward, and agreed on by all ranks; it decides what is prefetched
-and the order of the reduce-scatters. Gathers keep one order on all ranks too, whichever units a rank enters. What the
-forwards used, backwards find in `graphs`.
+and the order of the reduce-scatters. Gathers keep one order on all ranks too, even where ranks enter different units.
+`graphs` records what each forward used, for its backward.
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ class Grads:
 
     @cached_property
     def cast_bytes(self) -> int:
-        """What the gradients that an update of this rank needs take in fp32; nothing where they are in fp32."""
+        """The bytes of an fp32 copy of the gradients that this rank updates with; 0 where they are in fp32."""
         is_exact = self._held.tensor.dtype == torch.float32
         return 0 if is_exact else self._plan.owned_numel * torch.float32.itemsize
 
@@ -305,7 +305,7 @@ class Grads:
         return self.state is _EMPTY and self._local.exist()
 
     def drop_local(self) -> None:
-        """Drop what was set by hand, where no backward has brought anything."""
+        """Drop gradients that the user has set, where no backward has left any."""
         self._local.drop()
 
     # In an update

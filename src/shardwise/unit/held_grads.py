@@ -95,7 +95,7 @@ class HeldGrads:
             ]
 
     def put(self) -> None:
-        """Have every `p.grad` show that the engine holds the gradient."""
+        """Make every `p.grad` a `HeldGrad`."""
         with PLAINLY():
             for param, held in self._pairs:
                 param.grad = held

@@ -96,10 +96,10 @@ class Master(ABC):
 
     @abstractmethod
     def write_back(self) -> None:
-        """Make what was written into the segment the master's value. Unchanged elements keep every bit of theirs."""
+        """Make what was written into the segment the master's value. Unchanged elements keep every bit."""
 
     def differs(self, places: torch.Tensor) -> torch.Tensor | None:
-        """Whether the segment was written at `places` by others, on the device; None where that cannot be told."""
+        """Whether others have written to the segment at `places`, on the device; None where this cannot be known."""
         return None
 
     def rest_in(self, states: UnitStates) -> None:
@@ -187,7 +187,7 @@ class SharedMaster(Master):
         if self._buffer.live:
             self.wait()
             self._segment.copy_(self._buffer.tensor)
-            self._buffer.free()
+            self._buffer.free()  # it is memory of the compute stream, as the copy is work of it
             self.bind()
         return self._update()
 

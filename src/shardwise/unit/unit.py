@@ -75,7 +75,7 @@ class Unit:
         self.states.synchronize()
 
     def make_resident(self, optimizer: torch.optim.Optimizer) -> None:
-        """Move all states to the device for good. Between a step and the next forward."""
+        """Move all states to the device, where they stay. Between a step and the next forward."""
         before, resident = self.states, ResidentStates()
         if not isinstance(before, OffloadedStates) or not self.is_trainable:
             return
@@ -91,7 +91,7 @@ class Unit:
         self.states = resident
 
     def leave_disk(self, optimizer: torch.optim.Optimizer) -> None:
-        """Move what rests on a disk to the host for good. Between a step and the next forward."""
+        """Move what rests on a disk to the host, where it stays. Between a step and the next forward."""
         states = self.states
         if not isinstance(states, OffloadedStates):
             return

@@ -242,7 +242,8 @@ class Weights:
         frees_nothing = self.is_whole and self._master.frees_nothing
         if self.state is _RELEASED or self.state is _FREED or self._locks or frees_nothing:
             return
-        self.wait_gather()  # a gather in flight writes into `full`: the compute stream, whose memory it is, waits for it
+        # A gather in flight writes into `full`, which is memory of the compute stream: that waits before it is freed.
+        self.wait_gather()
         with mark("release", self.name):
             self._binding.bind_stand_ins()
             if self._rest is None:

@@ -28,8 +28,7 @@ from shardwise.engine.module_guard import ModuleGuard
 from shardwise.engine.report import Report, StepAccount, log_step
 from shardwise.engine.residency import Budget, moments_each, open_offload
 from shardwise.engine.root_call import RootCall
-from shardwise.engine.step_grads import StepGrads
-from shardwise.engine.step_update import StepUpdate
+from shardwise.engine.step import StepGrads, StepUpdate
 from shardwise.errors import GradientError, Notices
 from shardwise.memory import Entry, Ledger
 from shardwise.offload.pinned import HostMemory

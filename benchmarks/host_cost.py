@@ -24,7 +24,8 @@ from shardwise.engine.engine import Engine
 from shardwise.models.built_in import GPT
 from shardwise.partition.policy import DTYPES
 from shardwise.schedule.autograd import OncePerBackward
-from shardwise.schedule.schedule import Schedule
+from shardwise.schedule.backward import BackwardPass
+from shardwise.schedule.forward import ForwardHooks
 
 LAYERS, PASSES, WARM_STEPS = 48, 3, 10
 
@@ -112,7 +113,8 @@ def main() -> None:
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     data = torch.randint(64, (1, 9), device=args.device)
     meter = Meter()
-    meter.watch(Schedule, "_before_forward", "_after_forward", "begin_backward", "end_backward")
+    meter.watch(ForwardHooks, "_enter", "_leave")
+    meter.watch(BackwardPass, "begin", "end")
     meter.watch(OncePerBackward, "__call__")
     meter.watch(Engine, "step")
     made = {"plain": plain(args.device, data, args.precision)}

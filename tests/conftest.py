@@ -4,7 +4,7 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from unittest import mock
 
@@ -17,6 +17,7 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from support import close_pools
 from support.fork_server import Forked, fork_server
@@ -53,3 +54,13 @@ def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         return end.value.code or 0, *capsys.readouterr()
 
     return call
+
+
+@pytest.fixture(scope="module")
+def nccl() -> Iterator[None]:
+    """This process as the only rank of an NCCL group, on the first GPU."""
+    torch.cuda.set_device(0)
+    if not dist.is_initialized():
+        dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 import shardwise
-from shardwise.comm import ProcessGroupComm, agreement, judge, outstanding, sight
-from shardwise.comm.log import Ticket
+from shardwise.comm import ProcessGroupComm, agreement, judge, sight
+from shardwise.comm.log import Outstanding, Ticket
 from shardwise.comm.posts import Answer, Post, RankState, digest
 from support import ranks, run_ranks
 from support.fork_server import Forked
@@ -477,7 +477,7 @@ def test_a_device_that_does_not_answer_blocks_only_who_asked():
             asked.set()
             return answer.wait()
 
-    waits = outstanding.Outstanding(poll_s=0.01)
+    waits = Outstanding(poll_s=0.01)
     ticket = Ticket("gather", 1, "gather blocks.0", 0)
     waits.add(ticket, Stuck())
     assert asked.wait(LIMIT_S)

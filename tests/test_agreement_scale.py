@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from shardwise.comm import agreement, inquiry, pace, posts, turns
+from shardwise.comm import agreement, board, jury, posts, turns
 from shardwise.comm.board import Board
 from shardwise.comm.turns import Turns
 
@@ -48,7 +48,7 @@ def holder(crowd, request):
 
 
 def test_the_examples_of_the_pure_modules():
-    for module in (pace, posts, turns):
+    for module in (board, posts, turns):
         found = doctest.testmod(module)
         assert (found.failed, found.attempted > 0) == (0, True)
 
@@ -87,10 +87,10 @@ def test_ranks_that_lose_their_connections_at_once_get_one_text(holder):
 
 
 def test_if_those_that_find_out_are_lost_a_few_others_do(holder, monkeypatch):
-    monkeypatch.setattr(inquiry, "ANSWER_S", 0.5)
-    asking, call = [], inquiry.Inquiry._call
-    monkeypatch.setattr(inquiry.Inquiry, "_call", lambda self, *args: (asking.append(self), call(self, *args))[1])
-    for _ in range(pace.JUDGES):  # ranks that died after they enlisted
+    monkeypatch.setattr(jury, "ANSWER_S", 0.5)
+    asking, call = [], jury.Inquiry._call
+    monkeypatch.setattr(jury.Inquiry, "_call", lambda self, *args: (asking.append(self), call(self, *args))[1])
+    for _ in range(board.JUDGES):  # ranks that died after they enlisted
         holder.ranks[0].agreement._board.enlist("inquiry/0")
     holder.wait({}, GATHER)
     time.sleep(0.2)
@@ -98,7 +98,7 @@ def test_if_those_that_find_out_are_lost_a_few_others_do(holder, monkeypatch):
     _, texts = holder.ended(30.0)
     assert len(texts) == 1
     assert texts[0].startswith("connections between the ranks broke while others wait for gather model.layers.7")
-    assert 1 <= len(set(asking)) <= pace.JUDGES
+    assert 1 <= len(set(asking)) <= board.JUDGES
 
 
 def test_ranks_that_close_lose_nothing(holder, monkeypatch):

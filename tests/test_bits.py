@@ -4,14 +4,21 @@ import pytest
 import torch
 
 from support import matrix, ranks
-from support.training import digest, make_batch, make_model, make_optimizer, make_sgd, start, train, train_step
+from support.training import (
+    PRECISIONS,
+    digest,
+    make_batch,
+    make_model,
+    make_optimizer,
+    make_sgd,
+    start,
+    train,
+    train_step,
+)
 
 STAGES = ["zero0", "zero1", "zero2", "zero3"]
 ORDER = {"zero0": "local", "zero1": "local", "zero2": "sharded", "zero3": "sharded"}
 # A scale with which these models do not overflow.
-PRECISIONS = {name: {"compute": name} for name in ("fp32", "bf16")} | {
-    "fp16": {"compute": "fp16", "loss_scale": {"initial": 256.0}}
-}
 
 
 def config(preset, precision="fp32", accumulation=1, order=None, prefetch=1, clip=None, **more):

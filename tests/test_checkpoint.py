@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import shardwise
-from shardwise.checkpoint import files, folder, saver, saving, storage
+from shardwise.checkpoint import files, folder, saving, storage
 from shardwise.checkpoint.checkpointable import ModelParts
 from shardwise.checkpoint.export import export_checkpoint
 from shardwise.checkpoint.inspect import describe
@@ -645,7 +645,7 @@ def test_an_engine_that_goes_away_waits_while_others_write(tmp_path, monkeypatch
         (write.draft.path / "growing").write_bytes(b"x" * len(calls))
         return len(calls) * write.poll_s > 1.5 and plain(write)
 
-    monkeypatch.setattr(saver, "AsyncSave", partial(saving.AsyncSave, last_wait_s=0.5))
+    monkeypatch.setattr(saving, "AsyncSave", partial(saving.AsyncSave, last_wait_s=0.5))
     monkeypatch.setattr(saving.CheckpointWrite, "is_written", is_written)
     engine = start("mlp", config("zero1"))
     path = engine.save(tmp_path, blocking=False)
@@ -669,8 +669,9 @@ def test_a_program_that_ends_completes_its_save(tmp_path):
 
 ABANDONED = """
 from functools import partial
-from shardwise.checkpoint import saver, saving
-saver.AsyncSave = partial(saving.AsyncSave, last_wait_s=0.2)
+from shardwise.checkpoint import saving
+AsyncSave = saving.AsyncSave
+saving.AsyncSave = partial(AsyncSave, last_wait_s=0.2)
 saving.CheckpointWrite.is_written = lambda write: False
 """
 
@@ -685,7 +686,7 @@ def test_a_program_that_ends_does_not_wait_for_ranks_that_are_gone(tmp_path):
 def test_it_ends_soon_if_a_rank_is_known_to_be_gone(tmp_path):
     failed = """
 saving.FAILED_WAIT_S = 0.2
-saver.AsyncSave = saving.AsyncSave
+saving.AsyncSave = AsyncSave
 from shardwise.comm import ProcessGroupComm
 ProcessGroupComm.has_failed = True
 """

@@ -12,7 +12,7 @@ import shardwise
 from shardwise.engine.module_guard import ModuleGuard
 from support import ranks
 from support.awkward import COLLECTED, Chain, Gated, Recurrent, linear, square, with_collected
-from support.chain import begin, data
+from support.chain import assert_same, begin, data, weights
 from support.conduct import conduct
 from support.training import digest, make_batch, make_optimizer, make_sgd, start, train_step
 
@@ -24,16 +24,6 @@ def train(engine, rank, steps=1):
     for step in range(steps):
         engine.backward(square(engine.module, engine(data(rank, step)), None))
         engine.step()
-
-
-def weights(engine):
-    return {name: engine.full_param(name) for name, _ in engine.module.named_parameters()}
-
-
-def assert_same(left, right):
-    assert left.keys() == right.keys()
-    for name, value in left.items():
-        assert torch.equal(value, right[name]), name
 
 
 COPIES = {
@@ -149,8 +139,7 @@ def test_a_parameter_frozen_later_is_left_alone(rank, world_size, optimizer):
         assert not torch.equal(engine.full_param("layers.1.0.weight"), before["layers.1.0.weight"])
         seen.append(weights(engine))
         engine.destroy()
-    for other in seen[1:]:
-        assert_same(seen[0], other)
+    assert_same(*seen)
 
 
 @ranks(2)
@@ -239,8 +228,7 @@ def test_several_forwards_before_a_backward(rank, world_size):
             engine.step()
         seen.append(weights(engine))
         engine.destroy()
-    for other in seen[1:]:
-        assert_same(seen[0], other)
+    assert_same(*seen)
 
 
 @conduct(
@@ -278,9 +266,8 @@ def test_a_loss_from_two_engines(rank, world_size):
         seen.append([weights(first), weights(second)])
         first.destroy()
         second.destroy()
-    for other in seen[1:]:
-        for left, right in zip(seen[0], other, strict=True):
-            assert_same(left, right)
+    for each in zip(*seen, strict=True):
+        assert_same(*each)
 
 
 @conduct(
@@ -361,8 +348,7 @@ def test_losses_that_no_module_shows(rank, world_size, make):
             engine.step()
         seen.append(weights(engine))
         engine.destroy()
-    for other in seen[1:]:
-        assert_same(seen[0], other)
+    assert_same(*seen)
 
 
 @ranks(2)
@@ -419,8 +405,7 @@ def test_gathered_inside_a_forward(rank, world_size):
         train(engine, rank, 3)
         seen.append(weights(engine))
         engine.destroy()
-    for other in seen[1:]:
-        assert_same(seen[0], other)
+    assert_same(*seen)
 
 
 class Differentiates(Chain):
@@ -454,8 +439,7 @@ def test_blocks_that_differentiate_by_their_inputs(rank, world_size, checkpointi
         assert engine.steps == 2
         seen.append(weights(engine))
         engine.destroy()
-    for other in seen[1:]:
-        assert_same(seen[0], other)
+    assert_same(*seen)
     torch.manual_seed(3)
     plain = Differentiates()
     optimizer = make_sgd(plain)
@@ -487,8 +471,7 @@ def test_a_plain_second_order_backward_alone(rank, world_size, make):
         assert engine.steps == 2
         seen.append(weights(engine))
         engine.destroy()
-    for other in seen[1:]:
-        assert_same(seen[0], other)
+    assert_same(*seen)
 
 
 @ranks(2)

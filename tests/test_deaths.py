@@ -16,12 +16,11 @@ import torch
 import torch.distributed as dist
 
 import shardwise
-from shardwise.comm import agreement, inquiry, judge, sight
-from shardwise.comm.board import Board
+from shardwise.comm import agreement, judge, jury, sight
+from shardwise.comm.board import Board, Pace
 from shardwise.comm.groups import set_timeout
 from shardwise.comm.hosts import RankHost, describe_hosts, this_host
 from shardwise.comm.jury import Jury
-from shardwise.comm.pace import Pace
 from shardwise.comm.posts import Answer, Post, RankState, Silence, digest
 from shardwise.comm.store_link import StoreLink, StoreSilentError, own_connection
 from shardwise.machine import process
@@ -124,7 +123,7 @@ def one_is_late(rank, world_size, folder):
 def test_a_rank_that_is_late_is_named_with_the_place_where_it_is(tmp_path):
     texts = run_ranks(one_is_late, 2, tmp_path, fresh=True, init=False, timeout=LIMIT_S)
     assert texts[0] == texts[1]
-    assert texts[0].startswith("rank 1 did not come within the process group's timeout of 2 s while others wait for")
+    assert texts[0].startswith("rank 1 did not arrive within the process group's timeout of 2 s while others wait for")
     assert "in load_slowly" in texts[0]
     assert "longer timeout" in texts[0]
 
@@ -287,7 +286,7 @@ def test_what_a_death_leaves_in_a_buffer_is_no_object(rank, world_size):
             rows[1 - rank] = 0
         return rows
 
-    at_once = mock.patch.object(inquiry, "ANSWER_S", 0.2)
+    at_once = mock.patch.object(jury, "ANSWER_S", 0.2)
     fails = pytest.raises(shardwise.DisagreementError, match="broke")
     with mock.patch.object(engine.comm, "share", broken_off), at_once, fails:
         engine.comm.share_object({"wrote": True}, "checkpoint")

@@ -30,7 +30,7 @@ from shardwise.offload.streams import PAST
 from shardwise.partition.layout import Span
 from shardwise.sizes import format_bytes
 from support import matrix, ranks
-from support.training import digest, make_batch, start, train_step, trained
+from support.training import PRECISIONS, digest, make_batch, start, train_step, trained
 
 BLOCK = 2 * ALIGN_BYTES
 
@@ -435,11 +435,6 @@ def test_a_buffer_whose_write_failed_is_used_again():
 
 # Training
 
-PRECISIONS = {
-    "fp32": {"compute": "fp32"},
-    "bf16": {"compute": "bf16"},
-    "fp16": {"compute": "fp16", "loss_scale": {"initial": 256.0}},
-}
 PLACEMENTS = {
     "zero1, optim": ("zero1", {"optim": {"tier": "disk"}}),
     "zero2, optim, grads": ("zero2", {"optim": {"tier": "disk"}, "grads": {"tier": "host"}}),

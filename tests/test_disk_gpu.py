@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from support import run_ranks
-from test_offload_gpu import PLACEMENTS, PRECISIONS, pytestmark, train
+from support.training import PRECISIONS
+from test_offload_gpu import PLACEMENTS, pytestmark, train
 
 __all__ = ["pytestmark"]
 

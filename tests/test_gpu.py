@@ -10,13 +10,12 @@ import sys
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import shardwise
 import shardwise.errors
 from shardwise.models.built_in import GPT, MLP
 from support import run_ranks
-from support.training import digest, make_optimizer
+from support.training import PRECISIONS, digest, make_optimizer
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic products; read when CUDA starts
 
@@ -27,11 +26,6 @@ pytestmark = [
 ]
 
 STAGES = ["zero0", "zero1", "zero2", "zero3"]
-PRECISIONS = {
-    "fp32": {"compute": "fp32"},
-    "bf16": {"compute": "bf16"},
-    "fp16": {"compute": "fp16", "loss_scale": {"initial": 256.0}},
-}
 
 
 def make_engine(preset, precision="bf16", model=None, **more):
@@ -84,15 +78,6 @@ def same_bits(rank, world_size, precision, accumulation, presets):
 def test_stages_and_prefetch_give_the_same_bits(world_size, precision, accumulation):
     presets = [(preset, 1) for preset in STAGES] + [("zero3", 0), ("zero3", 2)]
     run_ranks(same_bits, world_size, precision, accumulation, presets, timeout=200)
-
-
-@pytest.fixture(scope="module")
-def nccl():
-    torch.cuda.set_device(0)
-    if not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("nccl")

@@ -9,7 +9,7 @@ from torch import nn
 from shardwise.errors import GradientError, HabitWarning
 from support import ranks
 from support.awkward import WIDTH, Chain, square
-from support.chain import begin, data
+from support.chain import assert_same, begin, data, weights
 from support.conduct import conduct
 from support.training import make_optimizer, make_sgd
 
@@ -20,16 +20,6 @@ CLIP = 0.05
 
 def loss_of(engine, rank, step=0):
     return square(None, engine(data(rank, step)), None)
-
-
-def weights(engine):
-    return {name: engine.full_param(name) for name, _ in engine.module.named_parameters()}
-
-
-def assert_same(left, right):
-    assert left.keys() == right.keys()
-    for name, value in left.items():
-        assert torch.equal(value, right[name]), name
 
 
 def plain_norm(world_size):
@@ -57,8 +47,7 @@ def test_clip_grad_norm_clips_as_the_configuration_does(rank, world_size, preset
             assert clip is None or torch.equal(engine.grad_norm, norm)
         ends.append(weights(engine))
         engine.destroy()
-    for other in ends[1:]:
-        assert_same(ends[0], other)
+    assert_same(*ends)
 
 
 @ranks(2)
@@ -267,8 +256,7 @@ def test_zero_grad_in_every_place_of_a_loop_that_steps_each_time(rank, world_siz
         assert engine.steps == 3
         ends.append(weights(engine))
         engine.destroy()
-    for other in ends[1:]:
-        assert_same(ends[0], other)
+    assert_same(*ends)
 
 
 @ranks(2)

@@ -13,13 +13,8 @@ from shardwise.offload.buffer_pool import DeviceBufferPool
 from shardwise.offload.streams import Streams
 from shardwise.partition.layout import Span
 from support import matrix, ranks
-from support.training import digest, make_batch, make_sgd, start, train_step, trained
+from support.training import PRECISIONS, digest, make_batch, make_sgd, start, train_step, trained
 
-PRECISIONS = {
-    "fp32": {"compute": "fp32"},
-    "bf16": {"compute": "bf16"},
-    "fp16": {"compute": "fp16", "loss_scale": {"initial": 256.0}},
-}
 PLACEMENTS = {
     "zero1_offload": ("zero1", {}),
     "zero2_offload": ("zero2", {}),

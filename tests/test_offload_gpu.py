@@ -5,12 +5,11 @@ import os
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import shardwise
 from shardwise.models.built_in import GPT
 from support import run_ranks
-from support.training import digest, make_optimizer
+from support.training import PRECISIONS, digest, make_optimizer
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic products; read when CUDA starts
 
@@ -20,11 +19,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-PRECISIONS = {
-    "fp32": {"compute": "fp32"},
-    "bf16": {"compute": "bf16"},
-    "fp16": {"compute": "fp16", "loss_scale": {"initial": 256.0}},
-}
 PLACEMENTS = {
     "zero1_offload": ("zero1", {}),
     "zero2_offload": ("zero2", {}),
@@ -97,15 +91,6 @@ def same_bits(rank, world_size, precision, accumulation):
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_same_bits_as_on_the_device(world_size, precision, accumulation):
     run_ranks(same_bits, world_size, precision, accumulation, timeout=280)
-
-
-@pytest.fixture(scope="module")
-def nccl():
-    torch.cuda.set_device(0)
-    if not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("nccl")

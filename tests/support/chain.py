@@ -21,3 +21,16 @@ def begin(
 
 def data(rank: int, step: int = 0) -> torch.Tensor:
     return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def weights(engine: shardwise.Engine) -> dict[str, torch.Tensor]:
+    """All parameters, whole. A collective."""
+    return {name: engine.full_param(name) for name, _ in engine.module.named_parameters()}
+
+
+def assert_same(first: dict[str, torch.Tensor], *others: dict[str, torch.Tensor]) -> None:
+    """All of them have the same bits."""
+    for other in others:
+        assert first.keys() == other.keys()
+        for name, value in first.items():
+            assert torch.equal(value, other[name]), name

@@ -13,6 +13,12 @@ from shardwise.models.built_in import GPT, MLP
 from shardwise.optim.states import MASTER, extras_of, state_views
 from shardwise.unit.unit import Unit
 
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "fp32": {"compute": "fp32"},
+    "bf16": {"compute": "bf16"},
+    "fp16": {"compute": "fp16", "loss_scale": {"initial": 256.0}},
+}
+
 
 class Odd(nn.Module):
     """Sizes that divide by nothing, a scalar, an empty and an unused parameter, a buffer, a frozen layer."""

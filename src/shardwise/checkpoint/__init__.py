@@ -6,7 +6,7 @@
 
 checkpointable           what this package needs of an engine
 contents                 what one rank writes of it
-saving, saver, loading   between an engine and a folder; one save may be under way
+saving, loading          between an engine and a folder; one save may be under way
 files, manifest, plain   tensors in checksummed files, where they lie, other values without pickle
 folder                   commit, retention
 storage, object_store,
@@ -20,6 +20,6 @@ deepspeed                conversion from DeepSpeed's checkpoints
 
 from shardwise.checkpoint.export import MAX_FILE_BYTES, export
 from shardwise.checkpoint.loading import load
-from shardwise.checkpoint.saver import Saver
+from shardwise.checkpoint.saving import Saver
 
 __all__ = ["MAX_FILE_BYTES", "Saver", "export", "load"]

@@ -13,12 +13,12 @@ Ranks that repeat what they did before send nothing for the check.
 
 A thread beside the training polls about twice a second. A rank that waits posts what it issued last and what it waits
 for. From the posts of all ranks `judge` decides, on evidence alone: two operations with one number, an operation that a
-rank that is gone will never issue, or a standstill of all ranks. A slow rank is none of these, and the others wait for
-it. The first rank to decide writes the verdict; every rank stops with its text.
+rank that is gone will never issue, or a standstill of all ranks. A rank that is only slow gives no such
+evidence, and the others wait for it. The first rank to decide writes the verdict; every rank stops with its text.
 
 While a rank waits, it calls the roll every few seconds, and the thread of every rank that lives answers, whatever its
 main thread does. A rank that does not answer during the timeout of the process group has died, is stopped, or has lost
-its host. If the store itself is gone or silent, every rank that waits stops by itself, and names the hosts.
+its host. If the store itself is gone or silent, every rank that waits stops on its own, and names the hosts.
 """
 
 from __future__ import annotations
@@ -39,14 +39,11 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch._C._distributed_c10d import Store
 
-from shardwise.comm import inquiry
 from shardwise.comm import judge as words
-from shardwise.comm.board import Board
+from shardwise.comm import jury
+from shardwise.comm.board import Board, Pace
 from shardwise.comm.hosts import RankHost, describe_holder, describe_hosts
-from shardwise.comm.jury import Jury
-from shardwise.comm.log import Log, Ticket
-from shardwise.comm.outstanding import Outstanding
-from shardwise.comm.pace import Pace
+from shardwise.comm.log import Log, Outstanding, Ticket
 from shardwise.comm.posts import FAILED, Post, RankState
 from shardwise.comm.sight import outside_call
 from shardwise.comm.store_link import STORE_S, StoreSilentError
@@ -114,10 +111,10 @@ class Agreement:
         self._outstanding = Outstanding(poll_s)
         self._pace = Pace.of(world_size, poll_s)
         self._board = Board(store, rank, world_size, min(STORE_S, self.frozen_s), self._log.text)
-        self._inquiry = inquiry.Inquiry(self._board, rank, self._pace, wire.timeout_s, lambda: self.failure)
+        self._inquiry = jury.Inquiry(self._board, rank, self._pace, wire.timeout_s, lambda: self.failure)
         self._holder = describe_holder(store)
         self.hosts: Sequence[RankHost] = ()
-        self._jury = Jury(self._board, self._inquiry, self._pace, self.frozen_s)
+        self._jury = jury.Jury(self._board, self._inquiry, self._pace, self.frozen_s)
         self._ran_s = 0.0  # how long this rank has polled: time in which its process stood still does not count
         self._polled = self._asked = time.monotonic()
         self._reached = time.monotonic()  # when this rank last reached the store, or moved
@@ -278,7 +275,7 @@ class Agreement:
             self._reached = time.monotonic()
             return None
         is_silent, silent_s = isinstance(error, StoreSilentError), time.monotonic() - self._reached
-        if silent_s < (self.frozen_s if is_silent else inquiry.ANSWER_S):
+        if silent_s < (self.frozen_s if is_silent else jury.ANSWER_S):
             return None
         why = f"has not answered for {silent_s:.0f} s" if is_silent else "is gone"
         return self._describe_store_loss(look.ticket, why)

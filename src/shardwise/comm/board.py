@@ -1,7 +1,8 @@
 """The board in the store on which ranks post what they do.
 
 Whatever is new for all ranks, a roll call or a verdict, is announced under the next number. So a rank that has nothing
-to say asks the store one question a poll: whether the next number is there.
+to say asks the store one question a poll: whether the next number is there. `Pace` bounds how often ranks ask and how
+much they post: one store serves all of them, one at a time.
 """
 
 from __future__ import annotations
@@ -10,14 +11,58 @@ import json
 import threading
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardwise.comm.posts import Answer, Place, Post, RankState
 from shardwise.comm.store_link import StoreLink
 from shardwise.machine.process import Identity
 
 WITNESSES = 2
-"""How many ranks of a host look after the processes of the others there."""
+"""How many ranks of a host check whether the processes of the others there live."""
+JUDGES = 8
+"""About how many ranks read the posts of all ranks at a time, however many wait: the store serves one at a time."""
+_FULL_RATE = 256  # ranks that may ask at every poll
+_SLOWEST = 4  # polls between two questions, so that an error comes within 10 s
+_POSTED, _POSTED_BY_ALL = 256, 1 << 15  # operations in a post, and in all posts
+_TURN = 10  # polls in a row in which the same ranks judge
+_PATIENCE = 3  # polls
+
+
+class Pace(NamedTuple):
+    """A rank looks at its own state every `poll_s`, and asks the store every `ask_s`. A post has `window` operations of
+    each channel. One of `stride` ranks judges. After `patience` polls every rank that lives has posted or answered.
+
+    >>> Pace.of(8, 0.5)
+    Pace(poll_s=0.5, ask_s=0.5, window=256, stride=1, patience=3)
+    >>> Pace.of(1024, 0.5)
+    Pace(poll_s=0.5, ask_s=2.0, window=32, stride=128, patience=6)
+    """
+
+    poll_s: float
+    ask_s: float
+    window: int
+    stride: int
+    patience: int
+
+    @classmethod
+    def of(cls, world_size: int, poll_s: float) -> Pace:
+        polls = min(_SLOWEST, max(1, world_size // _FULL_RATE))
+        window = max(16, min(_POSTED, _POSTED_BY_ALL // world_size))
+        return cls(poll_s, polls * poll_s, window, max(1, world_size // JUDGES), _PATIENCE + polls - 1)
+
+    def is_judge(self, rank: int, polls: int) -> bool:
+        """Whether a rank that has not moved for `polls` polls is to judge; the others follow if the wait goes on."""
+        return (polls // _TURN + rank) % self.stride == 0
+
+    @property
+    def retry_s(self) -> float:
+        """Seconds between two questions of a rank that is about to stop."""
+        return 0.1 * max(1.0, self.stride / 16)
+
+    @property
+    def meeting_s(self) -> float:
+        """The longest pause of a rank that waits for the others in a meeting."""
+        return max(0.05, self.stride / 256)
 
 
 class Board:
@@ -104,7 +149,7 @@ class Board:
         with self._calling:
             if asked is not None:
                 self._catch_up()
-            # Calls of several ranks at once are one. If this one is a verdict's, the next `hear` says so.
+            # Simultaneous calls of several ranks are one. If the number announces a verdict, the next `hear` finds it.
             self.called += 1
             self._has_unread = True
             self._link.run(lambda store: store.set(f"news/{self.called}", json.dumps(asked) if asked else ""))
@@ -130,7 +175,7 @@ class Board:
         """Write the verdict unless there is one already. Returns the one that stands, the same on all ranks."""
         verdict: bytes = self._link.run(lambda store: store.compare_set("verdict", "", text))
         with self._calling:
-            # A number that nobody has heard of: whoever hears it asks for the verdict, which is there.
+            # A number that is new to every rank: a rank that sees it reads the verdict, which is written already.
             self._catch_up()
             self._has_unread = True
             self._link.run(lambda store: store.set(f"news/{self.called + 1}", ""))

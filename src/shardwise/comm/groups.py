@@ -42,7 +42,7 @@ def set_timeout(group: Any, timeout_s: float) -> None:
 
 @contextlib.contextmanager
 def errors_left_to_us() -> Iterator[None]:
-    """Have the watchdog of NCCL groups that are made within only report errors, unless the user chose otherwise."""
+    """Within it, new NCCL groups get a watchdog that only reports errors, unless the user has configured it."""
     ours = {name: value for name, value in _SETTINGS.items() if name not in os.environ}
     os.environ.update(ours)
     try:

@@ -6,6 +6,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -41,6 +42,11 @@ class Hop(NamedTuple):
     place: int
 
 
+@lru_cache
+def _hops(shape: NodeShape, rank: int, axes: tuple[Axis, ...]) -> tuple[Hop, ...]:
+    return tuple(Hop(axis, shape.size(axis), shape.place(axis, rank)) for axis in axes if shape.size(axis) > 1)
+
+
 class Comm(ABC):
     """What the engine asks of the ranks of ZeRO: `ProcessGroupComm` sends, the plan's dry run only counts.
 
@@ -52,7 +58,7 @@ class Comm(ABC):
     axis_bytes        the same by axis, without control messages
     micro_step        the number of the micro-batch in its step: reductions of different ones are different operations
     model_group       the ranks that hold one copy of the model with this one, where tensor parallelism has cut it
-    watch             where there are other axes, what stops this rank if one of theirs is lost
+    watch             on a mesh with other axes, the watch that stops this rank if one of their ranks is lost
 
     `unit` names the unit whose values an operation carries.
     """
@@ -87,10 +93,9 @@ class Comm(ABC):
         start = self.shape.part_index(sharding, self.rank) * size
         return Span(start, start + size)
 
-    def hops(self, axes: Sequence[Axis] = EVERYWHERE) -> list[Hop]:
+    def hops(self, axes: Sequence[Axis] = EVERYWHERE) -> Sequence[Hop]:
         """The steps of a reduction over `axes`; those of a gather are the same backwards."""
-        shape, rank = self.shape, self.rank
-        return [Hop(axis, shape.size(axis), shape.place(axis, rank)) for axis in axes if shape.size(axis) > 1]
+        return _hops(self.shape, self.rank, tuple(axes))
 
     @contextlib.contextmanager
     def following(self, handle: Handle, channel: str = REDUCE) -> Iterator[None]:
@@ -115,7 +120,7 @@ class Comm(ABC):
         order, once the handle is done.
 
         `received` has `rows_received` rows. With one row fewer than ranks, this rank's own row is that of `sent`. Where
-        the backend reduces by itself, the list is one row, their mean.
+        the backend itself reduces, the list is one row, their mean.
         """
 
     @abstractmethod

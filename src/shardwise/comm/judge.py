@@ -16,7 +16,7 @@ _ADVICE = (
 _RESTART = "then restart all ranks from the last checkpoint."
 _READ_ERROR = f"Read the error of that rank first, {_RESTART}"
 _READ_OUTPUT = (
-    "Read what that rank wrote last; if the kernel ended it for want of memory, the system's log (`dmesg`) says so; "
+    "Read what that rank wrote last; if the kernel killed it because memory ran out, the system log (`dmesg`) says so; "
     f"{_RESTART}"
 )
 _FIND_FROZEN = (
@@ -84,7 +84,7 @@ def late(posts: Sequence[Post], answers: _Answers, timeout_s: float) -> str:
     places = {rank: answer.place for rank, answer in enumerate(answers) if answer is not None}
     words = {rank: f"in its own code, {place}" for rank, place in places.items() if rank in missing and place}
     who = name_ranks(missing) if missing else "a rank"
-    what = f"{who} did not come within the process group's timeout of {timeout_s:g} s"
+    what = f"{who} did not arrive within the process group's timeout of {timeout_s:g} s"
     return _absence(what, posts, at, words, _RAISE_TIMEOUT, answers)
 
 
@@ -115,7 +115,7 @@ def _first_difference(posts: Sequence[Post]) -> Place | None:
 
 
 def _untold(posts: Sequence[Post], at: Place, answers: _Answers) -> list[int]:
-    """The living ranks that issued the operation `at`, of which no rank has told the description."""
+    """The living ranks that issued the operation `at`, whose description no rank has given."""
     told = descriptions(posts, answers)
     return [
         rank

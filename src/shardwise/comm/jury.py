@@ -1,22 +1,128 @@
-"""What a rank that waits concludes from the posts and answers of all ranks: a verdict, a question, or nothing yet."""
+"""How a rank reaches a verdict: one that waits (`Jury`), and one that lost its connections (`Inquiry`)."""
 
 from __future__ import annotations
 
+import itertools
+import math
 import time
+from collections.abc import Callable, Sequence
 
-from shardwise.comm import inquiry
 from shardwise.comm import judge as words
-from shardwise.comm.board import Board
-from shardwise.comm.inquiry import Inquiry
+from shardwise.comm.board import JUDGES, Board, Pace
 from shardwise.comm.judge import Finding, judge
-from shardwise.comm.pace import Pace
-from shardwise.comm.posts import Place, Post, RankState, Silence
-from shardwise.comm.sight import main_place
+from shardwise.comm.posts import Answer, Place, Post, RankState, Silence
+from shardwise.comm.sight import main_place, see_process
 from shardwise.machine.process import Condition
+
+ANSWER_S = 4.0
+"""How long a rank whose connections broke waits for the other ranks to answer that they live; while a rank waits, the
+seconds between two roll calls."""
+
+Absent = dict[int, tuple[Condition, str]]
+"""Ranks that did not answer, and what this process can see of their processes."""
+
+
+class Inquiry:
+    """Why connections broke: which ranks have died, stand still, are late, or left. For ranks that lost theirs.
+
+    A death breaks the connections of all ranks at once. A few of them find out why: the first to enlist, and the first
+    of those that can see a process that died. The others wait for the verdict. If none comes, those that found out may
+    be lost as well: the others enlist for another round, in which again a few find out. So the readings of all posts
+    stay few, however many ranks lost their connections.
+
+    `stops` returns the verdict that another thread of this rank has found.
+    """
+
+    def __init__(self, board: Board, rank: int, pace: Pace, timeout_s: float, stops: Callable[[], str | None]) -> None:
+        self._board = board
+        self._rank = rank
+        self._pace = pace
+        self._timeout_s = timeout_s
+        self._stops = stops
+        self._looked_s, self._saw_death = -math.inf, False
+
+    def explain(self, at: Place | None, error: str) -> str:
+        """The verdict after an error of the connections. This rank has posted that it lost them."""
+        is_late = "timed out" in error.lower() or "timeout" in error.lower()
+        self._looked_s = -math.inf
+        for turn in itertools.count():
+            self._board.hear(main_place)
+            known, number = self._board.called, self._enlist(turn)
+            if number <= JUDGES:
+                break
+            verdict = self._await_verdict(ANSWER_S + 2 * self._pace.ask_s)
+            if verdict is not None:
+                return verdict
+        called, deadline = self._call(known, number, at), time.monotonic() + ANSWER_S
+        while True:
+            verdict = self._verdict()
+            if verdict is not None:
+                return verdict
+            posts, answers, is_over = self._board.read(), self._board.answers(), time.monotonic() >= deadline
+            absent = self.absent(posts, answers, called)
+            if is_over or all(condition is Condition.ENDED for condition, _ in absent.values()):
+                finding = judge(posts, answers)
+                if finding is not None and finding.is_final:
+                    return self._board.decide(finding.text)
+                if is_over or absent or is_late:
+                    return self._board.decide(self._describe(posts, answers, absent, is_late))
+            time.sleep(self._pace.retry_s)
+
+    def _enlist(self, turn: int) -> int:
+        """This rank's number among those that enlisted in a round. Ranks that see a death count apart: they need not
+        wait for answers."""
+        number = self._board.enlist(f"inquiry/{turn}")
+        return self._board.enlist(f"witnesses/{turn}") if number > JUDGES and self.sees_death() else number
+
+    def sees_death(self) -> bool:
+        """Whether a process on this host has died. Only a few ranks of a host look, and not in every poll."""
+        if self._pace.stride == 1 or not self._board.is_witness:
+            return False
+        if not self._saw_death and time.monotonic() - self._looked_s > 2 * self._pace.ask_s:
+            self._looked_s = time.monotonic()
+            self._saw_death = any(each.look()[0] is Condition.ENDED for each in self._board.neighbours().values())
+        return self._saw_death
+
+    def absent(self, posts: Sequence[Post], answers: Sequence[Answer | None], called: int) -> Absent:
+        """The ranks that have not answered a roll call and did not say that they leave."""
+        absent = {}
+        for rank, (post, answer) in enumerate(zip(posts, answers, strict=True)):
+            if rank != self._rank and post.state is not RankState.GONE and (answer is None or answer.number < called):
+                absent[rank] = see_process(rank, self._board.identities()[rank])
+        return absent
+
+    def _call(self, known: int, number: int, at: Place | None) -> int:
+        """The number of a roll call that was made after number `known`: the first rank's, or one of this rank."""
+        if number > 1:
+            time.sleep(self._pace.retry_s)
+            self._board.hear(main_place)
+        if self._board.called == known:
+            self._board.call_roll(at)
+        return self._board.called
+
+    def _await_verdict(self, seconds: float) -> str | None:
+        deadline = time.monotonic() + seconds
+        while (verdict := self._verdict()) is None and time.monotonic() < deadline:
+            time.sleep(2 * self._pace.retry_s)
+        return verdict
+
+    def _verdict(self) -> str | None:
+        self._board.hear(main_place)
+        return self._stops() or self._board.verdict()
+
+    def _describe(self, posts: Sequence[Post], answers: Sequence[Answer | None], absent: Absent, is_late: bool) -> str:
+        texts = {rank: text for rank, (_, text) in absent.items()}
+        may_have_died = (Condition.ENDED, Condition.UNKNOWN) if not is_late else (Condition.ENDED,)
+        if any(condition not in may_have_died for condition, _ in absent.values()):
+            return words.frozen(posts, texts, self._timeout_s if is_late else ANSWER_S, answers)
+        if absent or not is_late:
+            return words.died(posts, texts, answers)
+        return words.late(posts, answers, self._timeout_s)
 
 
 class Jury:
-    """One rank's part in it. `frozen_s` is how long a rank may be silent."""
+    """What a rank that waits concludes from the posts and answers of all ranks. `frozen_s` is how long a rank may be
+    silent."""
 
     def __init__(self, board: Board, inquiry: Inquiry, pace: Pace, frozen_s: float) -> None:
         self._board = board
@@ -81,12 +187,12 @@ class Jury:
         return self._board.decide(finding.text)
 
     def _listen(self, now_s: float) -> str | None:
-        """Call the roll now and then, and name the ranks that have died, or that were silent for too long."""
-        if time.monotonic() - self._called > min(inquiry.ANSWER_S, self._frozen_s / 4):
+        """Call the roll at intervals, and name the ranks that have died, or that were silent for too long."""
+        if time.monotonic() - self._called > min(ANSWER_S, self._frozen_s / 4):
             self._call_roll(now_s)
         answers = self._board.answers()
         silent_s = self._silence.listen(answers, now_s)
-        if max(silent_s) < min(inquiry.ANSWER_S, self._frozen_s):
+        if max(silent_s) < min(ANSWER_S, self._frozen_s):
             return None
         posts = self._board.read()
         absent = self._inquiry.absent(posts, answers, self._board.called)

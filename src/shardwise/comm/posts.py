@@ -96,7 +96,7 @@ class Answer(NamedTuple):
 
 
 def descriptions(posts: Iterable[Post], answers: Iterable[Answer | None] = ()) -> Mapping[str, str]:
-    """The descriptions of operations that ranks have told, by digest."""
+    """The descriptions of operations that ranks have posted or answered, by digest."""
     told = [post.waits_for for post in posts] + [answer.text for answer in answers if answer is not None]
     return {digest(text): text for text in told if text}
 

@@ -80,7 +80,7 @@ class Relay:
         self._waiting.put(gather)
 
     def end(self, wait_s: float) -> bool:
-        """Have the thread end after the gathers that were begun; whether it did in `wait_s` seconds."""
+        """End the thread after the gathers that were begun; returns whether it ended within `wait_s` seconds."""
         if self._thread is None:
             return True
         self._waiting.put(None)

@@ -71,7 +71,7 @@ class Turns:
         return None if number is None else (text, number + (1 if number < len(self._numbers) - 1 else -1))
 
     def restart(self, channel: str, text: str) -> None:
-        """Something that sends nothing came between."""
+        """An event that sends nothing, such as a broken pass, interrupts the sequence."""
         self._last[channel], self._announcer[channel] = [(text, None)], None
 
     def _step(self, text: str, unit: str) -> _Step:

@@ -74,7 +74,7 @@ class WorldWatch:
 
     @classmethod
     def join(cls, comm: Any, groups: Sequence[Any], end: Callable[[str], None], poll_s: float) -> WorldWatch:
-        """Have a verdict break `groups` and call `end(verdict)` for `comm`. All ranks do so in one order."""
+        """Register `comm`: a verdict breaks `groups` and calls `end(verdict)`. All ranks join in the same order."""
         watch = cls._current
         if watch is None or watch._is_closed.is_set():
             watch = cls._current = cls(poll_s)
@@ -227,7 +227,7 @@ def _poll(watch: WorldWatch, is_closed: threading.Event, poll_s: float) -> None:
     while not is_closed.wait(poll_s):
         try:
             watch.poll()
-        except Exception:  # the store may be gone for a moment, or for good: then the agreement of ZeRO's ranks says so
+        except Exception:  # the store may be out of reach; if it stays so, the agreement reports it
             _LOG.debug("the ranks of other axes could not be watched in this poll", exc_info=True)
 
 

@@ -1,8 +1,8 @@
-"""Whether all ranks were started alike: the same model, optimizer, options and configuration.
+"""Whether all ranks were started the same way: the same model, optimizer, options and configuration.
 
 Ranks that differ would train on, each shard by its own rule. `initialize` compares a digest of everything; if digests
 differ, the ranks exchange the facts behind them and all raise an error that names what differs. Options of the
-optimizer that change later (learning rates) are compared now and then: they are part of the name of a small operation,
+optimizer that change later (learning rates) are compared at intervals: they are part of the name of a small operation,
 and the agreement of ranks stops operations with different names. The same operation carries checksums of the inputs.
 """
 
@@ -58,7 +58,7 @@ def check_alike(
 
 
 class OptionsCheck:
-    """Compares the options of the optimizer's groups with those of the other ranks, now and then; once the inputs."""
+    """Compares the options of the optimizer's groups between ranks at intervals, and the inputs once."""
 
     def __init__(self, comm: Comm, inputs: InputWatch) -> None:
         self._comm = comm

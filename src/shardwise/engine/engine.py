@@ -28,8 +28,7 @@ from shardwise.engine.module_guard import ModuleGuard
 from shardwise.engine.report import Report, StepAccount, log_step
 from shardwise.engine.residency import Budget, moments_each, open_offload
 from shardwise.engine.root_call import RootCall
-from shardwise.engine.step_grads import StepGrads
-from shardwise.engine.step_update import StepUpdate
+from shardwise.engine.step import StepGrads, StepUpdate
 from shardwise.errors import GradientError, Notices
 from shardwise.memory import Entry, Ledger
 from shardwise.offload.pinned import HostMemory
@@ -40,10 +39,7 @@ from shardwise.optim.lr_schedule import SchedulerSteps
 from shardwise.optim.optimizer_guard import OptimizerGuard
 from shardwise.partition.policy import DTYPES
 from shardwise.profiling import Clock
-from shardwise.schedule import Schedule
-from shardwise.schedule.autograd import current_task
-from shardwise.schedule.order import Prefetch
-from shardwise.schedule.schedule import ScheduleEvents
+from shardwise.schedule import Prefetch, Schedule, ScheduleEvents
 from shardwise.sizes import parse_bytes
 from shardwise.unit import Unit
 
@@ -75,10 +71,6 @@ class Engine(nn.Module):
         self.mesh: RankMesh | None = None
         self.grad_norm: torch.Tensor | None = None
         self.steps = 0
-        self._micro_step = 0
-        self._boundary: bool | None = None
-        self._scaled_task = -1  # the last backward that began at a loss of `scale`
-        self._syncs = True
         self._is_destroyed = False
         self._saver = checkpoint.Saver()
         self._comm = comm
@@ -97,12 +89,12 @@ class Engine(nn.Module):
         trainable = [unit for unit in self._units if unit.is_trainable]
         self._updater = Updater(optimizer, trainable, self._ledger) if optimizer is not None else None
         budget.begin(self._updater)
-        self._step_grads = StepGrads(trainable, config.gradients, comm, self._notices)
+        self._step_grads = StepGrads(trainable, config, comm, self._notices)
         self._recompute = Recompute(model, self._units, config.checkpointing, self._offload)
         events = ScheduleEvents(
-            reduces=self._reduces,
+            reduces=lambda: self._step_grads.are_reduced,
             reduced=self._on_reduced,
-            check_plain_backward=self._check_plain_backward,
+            check_plain_backward=self._scaling.check_plain_backward,
             begins=self._on_begin_backward,
             ended=self._step_grads.hold,
             broken_backward=self.zero_grad,
@@ -140,15 +132,14 @@ class Engine(nn.Module):
         if scale and count > 1:
             notice_division(loss, count, self._notices)
             loss = loss * (1.0 / count)
-        if (loss_scale := self._scaling.scale) is not None:
-            loss = loss.float() * loss_scale
-        if self._schedule.is_stale():
+        loss = self._scaling.scaled(loss)
+        if self._schedule.backward.is_stale:
             self.zero_grad()
-        self._schedule.begin_backward()
+        self._schedule.backward.begin()
         try:
             with self._failures.during("backward"):
                 loss.backward()
-                self._schedule.end_backward()
+                self._schedule.backward.end()
         except BaseException:
             self.zero_grad()
             self._watch.examine()  # a better reason than torch's, if a parameter was resized
@@ -159,12 +150,7 @@ class Engine(nn.Module):
 
         For options that `backward` does not have: `engine.scale(loss).backward(retain_graph=True)`.
         """
-        if (loss_scale := self._scaling.scale) is None:
-            return loss
-        scaled = loss.float() * loss_scale
-        if scaled.requires_grad:
-            scaled.register_hook(self._note_scaled)
-        return scaled
+        return self._scaling.noted(self._scaling.scaled(loss))
 
     def step(self, closure: None = None) -> None:
         """At the accumulation boundary: clip, update, and start the gathers of new weights. Otherwise only count."""
@@ -177,25 +163,21 @@ class Engine(nn.Module):
         if self._step_update is None:
             raise RuntimeError("this engine has no optimizer: pass one to shardwise.initialize")
         self._check_not_paused("engine.step() cannot update")
-        if self._schedule.is_stale():
+        if self._schedule.backward.is_stale:
             self.zero_grad()
         elif not self.is_boundary:
-            self._micro_step += 1
-            self._comm.micro_step = self._micro_step
+            self._step_grads.next_micro_batch()
         else:
-            self._micro_step = 0
-            with self._failures.during("step"):
+            with self._step_grads.updating(), self._failures.during("step"):
                 self._update_weights(self._step_update)
-            self._comm.micro_step = 0
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients accumulated so far and start a new accumulation. `step()` does so itself.
 
         `optimizer.zero_grad()` and `model.zero_grad()` do the same. The backward of a forward before it still works.
         """
-        self._schedule.drop_gradients()
-        self._step_grads.dropped(is_midway=self._micro_step > 0)
-        self._micro_step = self._comm.micro_step = 0
+        self._schedule.backward.drop_gradients()
+        self._step_grads.dropped()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip the gradients to a norm of at most `max_norm` in this step's update; returns the norm before clipping.
@@ -249,22 +231,21 @@ class Engine(nn.Module):
     @property
     def is_boundary(self) -> bool:
         """Whether the next `step()` updates."""
-        if self._boundary is not None:
-            return self._boundary
-        return self._micro_step == self.config.batch.accumulation - 1
+        return self._step_grads.is_boundary
 
     def set_boundary(self, is_boundary: bool | None) -> None:
         """Set whether the next `step()` updates; with None, the counter of micro-batches decides again."""
-        self._boundary = is_boundary
+        self._step_grads.boundary = is_boundary
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Within it, backward adds to the local gradients and sends nothing, where gradients are replicated."""
-        self._syncs, before = False, self._syncs
+        grads = self._step_grads
+        grads.syncs, before = False, grads.syncs
         try:
             yield
         finally:
-            self._syncs = before
+            grads.syncs = before
 
     # Passes that only compute
 
@@ -294,21 +275,21 @@ class Engine(nn.Module):
         if self._scaling.scaler is not None:
             raise RuntimeError("in fp16 the loss has to be scaled: call engine.backward(loss), not torch.autograd.grad")
         with self._failures.during("backward"):
-            self._schedule.bring(grads)
+            self._schedule.backward.bring(grads)
 
     def reduce_gradients(self) -> None:
         """Reduce the gradients that `step()` would reduce, and release what `keep_gathered` kept. A collective."""
         with self._failures.during("reduction"):
             self._step_grads.reduce(self._schedule, self.zero_grad)
-            self._schedule.unlock_all()
+            self._schedule.gathers.unlock_all()
 
     def keep_gathered(self) -> None:
         """Gather sharded weights for all passes up to `reduce_gradients` or `step()`. A collective."""
-        self._schedule.keep_gathered()
+        self._schedule.gathers.lock_all()
 
     def whole_weights(self) -> contextlib.AbstractContextManager[None]:
         """Within it, outside of forward and backward, sharded weights are gathered. A collective."""
-        return self._schedule.gathered()
+        return self._schedule.gathers.all_gathered()
 
     def set_grad_norm(self, norm: torch.Tensor) -> None:
         """After `clip_grad_norm_`: clip by the norm of a larger model, of which this engine has a part."""
@@ -458,7 +439,8 @@ class Engine(nn.Module):
     @property
     def is_at_rest(self) -> bool:
         """Whether no gradients are accumulated: the moments at which `save` works."""
-        return not self._micro_step and not any(unit.grads.has_gradients for unit in self._units if unit.is_trainable)
+        trainable = (unit for unit in self._units if unit.is_trainable)
+        return not self._step_grads.is_midway and not any(unit.grads.has_gradients for unit in trainable)
 
     def progress(self) -> dict[str, Any]:
         """The counters of training and the loss scale. Waits for the device."""
@@ -515,36 +497,19 @@ class Engine(nn.Module):
     # Inside
 
     def _on_read(self, unit: Unit) -> None:
-        self._schedule.read(unit)
-
-    def _reduces(self) -> bool:
-        """Whether the coming backward reduces over all ranks: sharded gradients always, others at the boundary."""
-        if self.config.placement.grads.sharding == "sharded":
-            return True
-        return self.is_boundary and self._syncs and self.config.gradients.reduce_at == "backward"
-
-    def _note_scaled(self, _: torch.Tensor) -> None:
-        self._scaled_task = current_task()
-
-    def _check_plain_backward(self) -> None:
-        if self._scaling.scaler is not None and self._scaled_task != current_task():
-            raise RuntimeError(
-                "Loss scaling is required in fp16: call engine.backward(loss), or engine.scale(loss).backward(), not "
-                "loss.backward()"
-            )
+        self._schedule.forward.read(unit)
 
     def _on_begin_backward(self) -> None:
         self._step_grads.check_may_grow()
         self._step_grads.let_go(self.zero_grad)
 
     def _on_reduced(self, unit: Unit) -> None:
-        """Prefetch states for the update, and gather final gradients for a replicated optimizer, which no hook edits
-        any more."""
-        if not self.is_boundary:
+        """Before an update: prefetch its states, and gather final gradients for a replicated optimizer."""
+        if not self._step_grads.is_boundary:
             return
         if self._step_update is not None:
             self._step_update.prefetch()
-        if self.config.placement.grads.sharding != "sharded" and not self._step_grads.hooks:
+        if self._step_grads.are_gathered_early:
             unit.grads.start_gather()
 
     @contextlib.contextmanager

@@ -29,7 +29,7 @@ class PassFailures:
 
     @contextlib.contextmanager
     def during(self, what: str) -> Iterator[None]:
-        """Tell the other ranks of an exception: they would wait in this pass for ever.
+        """Tell the other ranks of an exception: they would otherwise wait in this pass forever.
 
         Where memory ran out, say what was held and what would hold less.
         """

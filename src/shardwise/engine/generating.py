@@ -30,12 +30,12 @@ def keeping_gathered(schedule: Schedule, units: Sequence[Unit], comm: Comm, devi
     """Within it, as many units stay gathered as fit `device_bytes`, or three quarters of what is free. A collective."""
     room = min(comm.share_object(_free_bytes(comm.device), "the room for gathered weights"))
     keeps, ahead = choose_kept(units, int(room * _SHARE) if device_bytes is None else device_bytes)
-    schedule.begin_inference(keeps, ahead)
+    schedule.inference.begin(keeps, ahead)
     try:
         with torch.no_grad():
             yield
     finally:
-        schedule.end_inference()
+        schedule.inference.end()
 
 
 def generate_together(generate: Callable[..., Any], world_size: int, *args: Any, **kwargs: Any) -> Any:

@@ -38,7 +38,7 @@ def in_model_dtype(config: Config, model: nn.Module, notices: Notices) -> Config
 
 
 def notice_division(loss: torch.Tensor, count: int, notices: Notices) -> None:
-    """Say that the loss was divided by the number of micro-batches before `engine.backward` divides it."""
+    """Warn that the loss was divided by the number of micro-batches before `engine.backward` divides it."""
     if _is_quotient(loss, count):
         notices.say(
             "loss divided",
@@ -98,7 +98,7 @@ class InputWatch:
         return torch.stack((self._sums + [blank] * self.STEPS)[: self.STEPS])
 
     def compare(self, everyone: torch.Tensor, copy: torch.Tensor) -> None:
-        """Say so if the checksums of all data-parallel ranks, the rows, are equal, or those of the ranks of one copy of
+        """Warn if the checksums of all data-parallel ranks, the rows, are equal, or those of the ranks of one copy of
         the model are not. Waits for the device, once."""
         if self._is_over:
             return

@@ -132,7 +132,7 @@ def _check_device(config: Config, device: torch.device) -> None:
 
 
 def let_segments_grow() -> None:
-    """Have torch's allocator map memory as it is needed, unless the user has configured it.
+    """Set torch's allocator to map memory as it is needed, unless the user has configured it.
 
     Units are a little larger than round numbers, and the allocator's fixed segments leave the rest of each unused: 15
     to 25 % of what a 0.5 B MLP held. test_gpu bounds it.
@@ -174,7 +174,7 @@ def _shape(mesh: RankMesh, config: Config) -> NodeShape:
 
 
 def _take_shape(comm: ProcessGroupComm, mesh: RankMesh, config: Config) -> None:
-    """Have all operations go over the nodes. torchrun tells each rank the size of its own node alone, so the shape is
+    """Route all operations over the nodes. torchrun tells each rank the size of its own node alone, so the shape is
     part of the name of an operation, and the agreement of ranks stops those that have found another."""
     shape = _shape(mesh, config)
     if not shape.is_flat:

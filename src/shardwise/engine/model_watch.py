@@ -3,7 +3,7 @@
 An adapter added after `initialize`, a replaced head or resized embeddings bring parameters that the engine does not
 own: nothing would ever update them. To walk through all parameters in every step would cost time. So the watch compares
 the tables of all modules with what was in them before, object by object, and walks only if something was replaced.
-That takes a millisecond for 2000 modules: it is done in the first steps, and then now and then. Weights in 16 bit that
+That takes a millisecond for 2000 modules: it is done in the first steps, and then in every 16th. Weights in 16 bit that
 were written in place (`param.data.add_(...)`) are found by comparing a few elements with the master copies.
 """
 
@@ -22,7 +22,7 @@ from shardwise.tensors import HostFlags
 from shardwise.unit import Unit
 from shardwise.unit.param_guard import PLAINLY
 
-_FIRST, _EVERY = 4, 16  # the first checks, and then every so many
+_FIRST, _EVERY = 4, 16  # how many steps are checked at first, and the interval after that
 
 
 class ModelWatch:

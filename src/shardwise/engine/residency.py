@@ -99,15 +99,16 @@ class Budget:
         if updater is not None and self._settings.device_memory is None:
             self._choose_hosted(updater)
 
-    def spend(self, units: Sequence[Unit], updater: Updater, staging: Staging | None) -> None:
-        """After the measured steps: move the states of as many units to the device as the budget has room for."""
+    def spend(self, units: Sequence[Unit], updater: Updater, staging: Staging | None) -> bool:
+        """After the measured steps: move the states of as many units to the device as the budget has room for; returns
+        whether it did."""
         self._steps += 1
         if self._settings.device_memory is None or self._steps > _MEASURED_STEPS:
-            return
+            return False
         if self._steps == 1:
             self._start_measuring()
         if self._steps < _MEASURED_STEPS:
-            return
+            return False
         away = [unit for unit in units if unit.states.is_streamed]
         count = stay([unit.states.size_bytes for unit in away], self._room_bytes())
         for unit in away[:count]:
@@ -117,6 +118,7 @@ class Budget:
         if count:
             updater.account()
         self._choose_hosted(updater)
+        return True
 
     def _cached(self, sizes: Sequence[Mapping[str, int]], buffer_bytes: int) -> int:
         """How many units of those of which something shall rest on the disk have all of it on the host."""

@@ -63,7 +63,7 @@ class RootCall:
             with self._around(args, kwargs), self._watching():
                 return self._mode.run(inner, args, kwargs)
         except BaseException as error:
-            self._schedule.rest()
+            self._schedule.backward.rest()
             if "Sharding propagation failed" in str(error) and (reason := uneven_cut(self._model)):
                 raise ConfigError(reason) from error
             raise

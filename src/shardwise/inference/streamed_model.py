@@ -37,9 +37,7 @@ from shardwise.memory.placement import WeightPlacement
 from shardwise.offload.context import OffloadContext, host_memory
 from shardwise.offload.weight_files import WeightFiles
 from shardwise.profiling import Clock
-from shardwise.schedule import Schedule
-from shardwise.schedule.order import Prefetch
-from shardwise.schedule.schedule import ScheduleEvents
+from shardwise.schedule import Prefetch, Schedule, ScheduleEvents
 from shardwise.sizes import format_bytes
 from shardwise.unit import Unit
 from shardwise.unit.plan import UnitPlan
@@ -108,7 +106,7 @@ class WeightStream:
         # What rests on the device needs no hooks: they would cost the host as much as a few kernels of each unit.
         moving = [unit for unit in self.units if unit.weights.policy.weights_sharded]
         self._schedule = Schedule(model, moving, Prefetch(placement.ahead), Clock(), _EVENTS)
-        self._schedule.begin_inference((), placement.ahead)
+        self._schedule.inference.begin((), placement.ahead)
         self._access = Access(model, self.units)
         self._guard = ModuleGuard(model, _do_nothing)
         self._root_call = RootCall(model, precision, device, self._schedule, self._computing)
@@ -151,7 +149,7 @@ class WeightStream:
             return
         self._is_closed = True
         self.comm.begin_close()
-        self._schedule.end_inference()
+        self._schedule.inference.end()
         self._schedule.remove()
         self._access.remove()
         self._root_call.remove()
@@ -175,7 +173,7 @@ class WeightStream:
             yield
 
     def _on_read(self, unit: Unit) -> None:
-        self._schedule.read(unit)
+        self._schedule.forward.read(unit)
 
 
 def _do_nothing() -> None:

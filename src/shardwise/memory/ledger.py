@@ -1,4 +1,4 @@
-"""Buffers whose storage comes and goes, and the ledger that accounts for every byte of them.
+"""Buffers whose storage is freed and allocated again, and the ledger that accounts for every byte of them.
 
 A `Buffer` is one flat tensor that keeps its identity while its storage is freed and allocated again. That identity
 matters: autograd saves views of weights (`weight.t()`), and a view made in the forward must see the refilled storage

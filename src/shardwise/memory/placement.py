@@ -104,7 +104,7 @@ def place(
 ) -> WeightPlacement:
     """Where the units rest, which are in the order of their use. As many as fit `device_bytes` rest on the device, all
     of them for None; the others on `away`, and where that is the disk, as many of these as fit `host_bytes` on the
-    host. Up to `ahead` units are fetched ahead: so many that the fewest bytes travel.
+    host. Up to `ahead` units are fetched ahead: the number with which the fewest bytes travel.
     """
     if device_bytes is None:
         resident: list[Tier] = ["device"] * len(units)

@@ -106,8 +106,8 @@ def update_batches(units: Sequence[UpdateSizes]) -> list[range]:
     A batch takes no more memory than the largest unit alone, and at most twice as long: the next forward waits for the
     first of its new weights.
     """
-    longest = 2 * max((unit.numel for unit in units), default=0)
-    widest = max((unit.preparing for unit in units), default=0)
+    longest = 2 * max([unit.numel for unit in units], default=0)
+    widest = max([unit.preparing for unit in units], default=0)
     found: list[range] = []
     numel = ready = start = 0
     for index, unit in enumerate(units):
@@ -125,7 +125,7 @@ def exchange_bytes(unit: GradSizes, reduce_plan: ReducePlan) -> int:
 
 
 def replicated_peak(units: Sequence[GradSizes], accumulates: bool) -> int:
-    """The most that gradients take in a backward where they are replicated and sent from where they are."""
+    """The peak of the gradients in a backward where they are replicated and sent from their own buffer."""
     resting = sum(unit.rested for unit in units) if accumulates else 0
     peak = 0
     for unit, later in _backward(units):
@@ -162,7 +162,7 @@ def _exchange_peak(unit: GradSizes, accumulates: bool, reduce_plan: ReducePlan) 
     """The buffers of an exchange, and what it makes."""
     made = (0 if accumulates else unit.held) + unit.summing(reduce_plan.parts)
     if reduce_plan.is_whole and unit.received >= unit.sent:
-        # The send buffer goes before the shard to hold is there.
+        # The send buffer is freed before the shard is allocated.
         return max(exchange_bytes(unit, reduce_plan), unit.received + made)
     return exchange_bytes(unit, reduce_plan) + made
 

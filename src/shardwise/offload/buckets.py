@@ -89,7 +89,7 @@ class DeviceArrival:
 
 
 def buckets_of(numel: int, pieces: Sequence[Span], most: int) -> Iterator[Bucket]:
-    """Consecutive pieces together, up to `most` elements; without pieces, runs of so many. All elements are in one."""
+    """Buckets that cover all elements: consecutive pieces, up to `most` elements; without pieces, runs of `most`."""
     spans = pieces or [Span(start, min(start + most, numel)) for start in range(0, numel, most)]
     start, taken = 0, 0
     for index, span in enumerate(spans):

@@ -18,8 +18,8 @@ _ELEMENT_BYTES = 16
 """What an element takes in a buffer, about: master, two moments and a gradient."""
 _MOST_BUFFERS = 8
 _BUCKETS = 64
-"""Into so many buckets, at least, a rank's states are cut: in 16 buffers, a quarter of them is on the device at most.
-Otherwise a small model would have all its states there, and offload would save nothing
+"""A rank's states are cut into at least this many buckets: then 16 buffers hold at most a quarter of them.
+Otherwise a small model would have all its states on the device, and offload would save nothing
 (test_planning_dry_run.test_a_higher_stage_never_holds_more_offloaded_either)."""
 
 
@@ -47,7 +47,7 @@ class OffloadContext:
         self._most_buffers = settings.buffer_count or _MOST_BUFFERS
 
     def expect(self, buckets: int) -> None:
-        """Size the pool for units of so many buckets: three of them, within the configured bound."""
+        """Size the pool for units of `buckets` buckets: three such units, within the configured bound."""
         self.pool.count = max(self.pool.count, min(self._most_buffers, 3 * buckets))
 
     def prefetch_limit(self, progress: float) -> int:

@@ -184,14 +184,17 @@ class OffloadedStates(UnitStates):
         return self._is_frozen and storage is not None and storage.travels_directly and storage.dtype == target.dtype
 
     def prefetch(self, bucket: Bucket) -> None:
-        """Copy a bucket's states to the device ahead of the update; its gradients may still be on their way down."""
+        """Copy a bucket's states to the device ahead of the update: all but the gradients, which may be missing yet."""
         if bucket.span not in self._on_device:
             self._acquire(bucket)
             self._fetch(bucket, [state for state in self.storages if state != GRADS])
 
     def offload(self, state: str, source: torch.Tensor, free: Callable[[], None]) -> None:
-        """Copy a whole state down from memory of the compute stream, and call `free` once that may be reused."""
+        """Copy a whole state from memory of the compute stream to where it rests; `free` is called once that memory may
+        be reused."""
         streams = self.streams
+        # `source` was written on the compute stream. The storage may be in use: by the last store, and where the host
+        # updates, its gradients hold the new weights until those are copied (`new_weights`; tests/test_offload_gpu.py).
         streams.d2h.wait(streams.now(), self._stored, self._finish_host_update())
         with streams.d2h:
             self.storages[state].from_device(streams, self.everything, [(self.everything, source)])
@@ -199,8 +202,9 @@ class OffloadedStates(UnitStates):
         streams.free_after(self._grads_stored, free)
 
     def fetch(self, state: str, target: torch.Tensor) -> Event:
-        """Copy a whole state up to memory of the compute stream."""
+        """Copy a whole state to memory of the compute stream."""
         streams = self.streams
+        # After earlier readers of `target` on the compute stream, and after the stores that this reads.
         streams.h2d.wait(streams.now(), self._stored, self._grads_stored)
         with streams.h2d:
             self.storages[state].to_device(streams, self.everything, target)
@@ -333,7 +337,7 @@ class OffloadedStates(UnitStates):
     def _fetch(self, bucket: Bucket, states: Iterable[str]) -> None:
         streams, span = self.streams, bucket.span
         buffer, views = self._on_device[span]
-        # Ordered after this bucket's own way down, not after the previous bucket's: h2d and d2h run at once.
+        # Ordered after the last store of this bucket alone, not of the previous one: h2d and d2h run at the same time.
         streams.h2d.wait(buffer.ready, self._buckets_stored.get(span, PAST), self._grads_stored)
         with streams.h2d:
             for state in states:

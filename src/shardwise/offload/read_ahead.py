@@ -1,6 +1,6 @@
 """Reading from the disk ahead of need, in the order in which the last step read.
 
-A *transfer* brings chunks of one unit to the device, for an update or for a gather. Transfers come in the same order in
+A *transfer* brings chunks of one unit to the device, for an update or for a gather. Transfers have the same order in
 every step, so the last step predicts the next one, and the disk reads while the device computes. When a prediction
 turns out wrong, what was read for it is dropped and read again.
 """
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class AccessHistory(Generic[T]):
-    """Items that come in the same order in every step, numbered from the first one on, and the prediction of the next.
+    """Items that recur in the same order in every step, numbered from the first, and the prediction of the next.
 
     >>> history = AccessHistory[str]()
     >>> history.enter("a"), history.enter("b"), history.begin_step()
@@ -36,11 +36,11 @@ class AccessHistory(Generic[T]):
         """The number of the next item."""
         self._previous: list[T] = []
         self._current: list[T] = []
-        self._repeats = False  # whether the current step has gone as the previous one so far
+        self._repeats = False  # whether the current step has equalled the previous one so far
         self._predicted = 0  # the number up to which items were predicted
 
     def enter(self, item: T) -> bool:
-        """Record that `item` came. Returns whether it was predicted."""
+        """Record an item; returns whether it was predicted."""
         place = len(self._current)
         self._current.append(item)
         self._repeats = self._repeats and place < len(self._previous) and self._previous[place] == item
@@ -51,7 +51,7 @@ class AccessHistory(Generic[T]):
         return was_predicted
 
     def begin_step(self) -> bool:
-        """Record that a new step begins. Returns whether the one that ended went as the one before it."""
+        """Record that a new step begins. Returns whether the last two steps were the same."""
         repeated = self._repeats and len(self._current) == len(self._previous)
         self._previous, self._current = self._current, []
         self._repeats = bool(self._previous)
@@ -60,7 +60,7 @@ class AccessHistory(Generic[T]):
         return repeated
 
     def predict(self) -> tuple[int, T] | None:
-        """The number of the item that comes after all that were predicted, and the item; at most one step ahead."""
+        """The next item after all that were predicted, with its number; at most one step ahead."""
         if not self._repeats or self._predicted - self.entered >= len(self._previous):
             return None
         number, self._predicted = self._predicted, self._predicted + 1
@@ -119,7 +119,7 @@ class ReadAhead:
         self._fill()
 
     def begin_step(self) -> None:
-        """Begin a step. If the last one did not go as the one before it, what was read ahead is dropped."""
+        """Begin a step. If the last one differed from the one before it, what was read ahead is dropped."""
         if not self._history.begin_step():
             self.drop()
 

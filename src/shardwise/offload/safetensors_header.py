@@ -36,7 +36,7 @@ class HeaderEntry(NamedTuple):
 
 
 def read_header(path: Path) -> Mapping[str, HeaderEntry]:
-    """The tensors of a safetensors file. A CheckpointError if it is none, or is not whole."""
+    """The tensors of a safetensors file. A CheckpointError if it is not one, or is cut short."""
     remedy = "copy it again, or download it again"
     try:
         with path.open("rb") as file:

@@ -166,7 +166,7 @@ class WeightFiles:
         self._close_handles()
 
     def _restart(self, storage: FileStorage, block: FileBlock) -> None:
-        """Read from `block` on: what comes was not foreseen."""
+        """Read from `block` on: the next use was not predicted."""
         self._drop()
         rest = iter(storage.blocks)
         for found in rest:

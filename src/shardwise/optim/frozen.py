@@ -38,7 +38,7 @@ def check_none_thawed(units: Sequence[Unit]) -> None:
 def has_frozen(unit: Unit) -> bool:
     """Whether a parameter of a trainable unit was frozen since."""
     with PLAINLY():
-        return not all(param.requires_grad for param in unit.params)
+        return bool([param for param in unit.params if not param.requires_grad])
 
 
 def check_none_frozen(unit: Unit) -> None:

@@ -40,7 +40,7 @@ def balanced(host_rate: float, device_rate: float) -> float:
 
 
 def use_cores() -> None:
-    """Let torch use this rank's share of the cores, except one for the thread that issues work."""
+    """Limit torch to this rank's share of the cores, less one for the thread that issues work."""
     cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     torch.set_num_threads(max(1, cores - 1))
 

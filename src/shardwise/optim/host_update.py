@@ -111,7 +111,7 @@ class HostedUpdate:
         self._worker, self._unit, self._states, self._scalars = worker, unit, states, scalars
         self._groups = [options_now(group) for group in optimizer.param_groups]
         self._piece_states = [optimizer.state.get(piece.param, {}) for piece in unit.weights.pieces]
-        self._in_flight = states.in_flight
+        self._in_flight = states.in_flight  # the gradients are copied to the host by then: `_work` waits for it
         self._new_weights = states.new_weights(unit.weights.policy.weight_dtype)
         self._read: Event = PAST
         self._done = worker.do(self._work)
@@ -127,7 +127,7 @@ class HostedUpdate:
         arrival = HostArrival(streams, self._done)
         if target is not None:
             streams.moved_bytes["host to device"] += target.numel() * target.element_size()
-            begun = streams.now()
+            begun = streams.now()  # earlier readers of `target` on the compute stream are done
             self._done.add_done_callback(lambda done: self._copy(target, begun, arrival))
         else:
             arrival.issued.set()

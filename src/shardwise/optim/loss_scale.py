@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from shardwise.config.sections import LossScale, Precision
+from shardwise.schedule.autograd import current_task
 from shardwise.tensors import HostFlags
 
 _FACTOR = 2.0
@@ -68,12 +69,34 @@ class LossScaling:
         self.skipped_steps = 0
         self.was_skipped = False
         self.is_exhausted = False
+        self._scaled_task = -1  # the last backward that began at a loss of `noted`
         self._outcome: HostFlags | None = None
         """Whether the last step was skipped, and whether at the smallest scale; being copied to the host."""
 
     @property
     def scale(self) -> torch.Tensor | None:
         return self.scaler.scale if self.scaler is not None else None
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss times the scale; as it is where there is none."""
+        return loss.float() * self.scaler.scale if self.scaler is not None else loss
+
+    def noted(self, loss: torch.Tensor) -> torch.Tensor:
+        """A scaled loss from which a plain `.backward()` may begin."""
+        if self.scaler is not None and loss.requires_grad:
+            loss.register_hook(self._note_task)
+        return loss
+
+    def _note_task(self, _: torch.Tensor) -> None:
+        self._scaled_task = current_task()
+
+    def check_plain_backward(self) -> None:
+        """In a backward that the user began: refuse it if its loss lacks the scale."""
+        if self.scaler is not None and self._scaled_task != current_task():
+            raise RuntimeError(
+                "Loss scaling is required in fp16: call engine.backward(loss), or engine.scale(loss).backward(), not "
+                "loss.backward()"
+            )
 
     def note(self, overflow: torch.Tensor) -> None:
         """Record the outcome of a step, and start its copy to the host."""

@@ -13,14 +13,14 @@ from shardwise.optim.optimizers import members
 
 
 class OptimizerGuard:
-    """Replaces methods on the instances. `step` refuses for good; until removed, `zero_grad` of any of several joint
+    """Replaces methods on the instances. `step` always raises; until `remove`, `zero_grad` of any of several joint
     optimizers calls `drop`, for all of them."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, drop: Callable[[], None]) -> None:
         self._members = members(optimizer)
         self._drop = drop
         for each in self._members:
-            # A bound method: LR schedulers look for the function behind it.
+            # A bound method: LR schedulers read its `__func__`.
             each.step = MethodType(_use_engine_step, each)  # type: ignore[method-assign]  # refuses
             each.zero_grad = self._zero_grad  # type: ignore[method-assign]  # drops
             # GradScaler then calls `step`, which refuses; else it ends in an assertion of its own.

@@ -60,7 +60,7 @@ class Joint(torch.optim.Optimizer):
         self._link()
 
     def _link(self) -> None:
-        """Let the members work on our groups and states."""
+        """Point the members at our groups and states."""
         for number, member in enumerate(self.members):
             member.state = self.state
             member.param_groups = [group for group in self.param_groups if group["member"] == number]

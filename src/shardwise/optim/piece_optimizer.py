@@ -106,6 +106,7 @@ def scaled(grads: torch.Tensor, coefficient: torch.Tensor | None, room: torch.Te
         return grads if coefficient is None else grads.mul_(coefficient)
     if coefficient is None:
         return grads.to(torch.float32) if room is None else room.copy_(grads)
+    # In fp32, rounded once: the coefficient has a dimension, so it promotes gradients of 16 bits (`clipping.unscale`).
     return torch.mul(grads, coefficient, out=room)
 
 

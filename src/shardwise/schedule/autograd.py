@@ -28,7 +28,7 @@ def current_task() -> int:
 
 
 def inside_backward() -> bool:
-    return current_task() != -1
+    return torch._C._current_graph_task_id() != -1  # current_task, without the call: hooks ask this all the time
 
 
 def leaves_gradients_on(params: Iterable[torch.Tensor]) -> bool:
@@ -44,7 +44,7 @@ def leaves_gradients_on(params: Iterable[torch.Tensor]) -> bool:
 def awaits_gradient(params: Iterable[torch.Tensor]) -> bool:
     """Whether the current backward has yet to bring a gradient to a parameter that has none."""
     with PLAINLY():
-        return any(param.grad is None and param.requires_grad and _is_added_to(param) for param in params)
+        return any(map(_is_added_to, [param for param in params if param.grad is None and param.requires_grad]))
 
 
 def adds_to(params: Iterable[torch.Tensor]) -> bool:
@@ -98,7 +98,7 @@ def _is_executed(node: Any) -> bool:
 
 
 def refuse_transforms() -> None:
-    """Raise inside `torch.func.grad` and its like, where the schedule cannot follow the backward."""
+    """Raise inside the transforms of `torch.func`, where the schedule cannot follow the backward."""
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise RuntimeError(
             "a module under an engine runs inside a transform of torch.func, whose backward cannot be followed: use "
@@ -208,7 +208,7 @@ class SavedTensorGuard:
     A tensor that a module neither returns nor keeps in its attributes (a loss appended to a global list, what a user's
     hook caught) may start a backward inside the module before its outputs are reached. Only autograd's hooks on saved
     tensors see that, and they cost a call for each saved tensor. So the first training forward runs under such hooks;
-    if its backward needed them, they stay for good.
+    if its backward needed them, all later forwards do too.
     """
 
     def __init__(self, units: Sequence[Unit], gather: Callable[[Unit], None]) -> None:

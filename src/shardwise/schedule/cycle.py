@@ -1,18 +1,22 @@
-"""The order of units in passes that only compute, one after the other: from the last unit it goes on to the first.
+"""The order of units in passes that only compute, one after the other: the first unit follows the last.
 
-Generating text is many forwards of the same units, so what comes next is known across the end of a pass: the units that
+Generating text is many forwards of the same units, so the next unit is known across the end of a pass: the units that
 the next pass begins with are gathered while this one ends. Each unit is gathered again in each pass, except those that
-stay gathered all the while; they are locked (see `Schedule.begin_inference`).
+stay gathered throughout; they are locked (see `InferenceMode`).
 
 With one rank, a window of units ahead of the one in use moves along the recorded order. With several, the gathers are
-collectives in an agreed order (see `order`), and every rank has issued the same ones when a pass ends.
+collectives in an agreed order (see `gathers`), and every rank has issued the same ones when a pass ends.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-from shardwise.schedule.order import GatherOrder, GatherOrders, Order, Prefetch
+from torch import nn
+
+from shardwise.schedule.gathers import GatherOrder, GatherOrders, Gathers
+from shardwise.schedule.hooks import containers
+from shardwise.schedule.order import Order, Prefetch
 from shardwise.unit import Unit
 from shardwise.unit.weights import WeightsState
 
@@ -99,3 +103,35 @@ class CyclicGatherOrders(GatherOrders):
     def drop(self) -> None:
         super().drop()
         self._window = ()
+
+
+class InferenceMode:
+    """Between `begin` and `end`, passes only compute, one after the other."""
+
+    def __init__(self, model: nn.Module, units: Sequence[Unit], gathers: Gathers) -> None:
+        self._model = model
+        self._units = units
+        self._gathers = gathers
+        self._for_training: tuple[Order, GatherOrders] | None = None
+        self._kept: list[Unit] = []
+
+    def begin(self, keeps: Sequence[Unit], ahead: int) -> None:
+        """The units of `keeps` stay gathered; the others are gathered up to `ahead` before their use, across the end of
+        a pass. A collective."""
+        gathers = self._gathers
+        gathers.drop()
+        self._kept = [unit for unit in gathers.sharded if unit in keeps]
+        for unit in self._kept:
+            unit.weights.lock()
+        moving = [unit for unit in gathers.sharded if unit not in self._kept]
+        self._for_training = gathers.order, gathers.orders
+        gathers.order = CyclicOrder(self._units, moving, ahead)
+        gathers.orders = CyclicGatherOrders(moving, containers(self._model), ahead)
+
+    def end(self) -> None:
+        """Release what stayed gathered, and what was gathered ahead for a next pass."""
+        if self._for_training is not None:
+            (self._gathers.order, self._gathers.orders), self._for_training = self._for_training, None
+            while self._kept:
+                self._kept.pop().weights.unlock()
+            self._gathers.release_all()

@@ -8,9 +8,9 @@ backward is forgotten when its outputs are.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shardwise.unit import Unit
@@ -30,6 +30,9 @@ class UseCounts:
     recomputed: int = 0
 
 
+_UNUSED = UseCounts()
+
+
 class ForwardGraph:
     """What a forward used. It is spent when a backward has been through it. Later ones have higher numbers."""
 
@@ -39,7 +42,7 @@ class ForwardGraph:
         self.uses: defaultdict[Unit, UseCounts] = defaultdict(UseCounts)
 
     def has_used(self, unit: Unit) -> bool:
-        return unit in self.uses and self.uses[unit] != UseCounts()
+        return self.uses.get(unit, _UNUSED) != _UNUSED
 
     def spend(self) -> None:
         """A backward has been through it; another one may follow if it retained the graph."""
@@ -83,14 +86,8 @@ class ForwardGraphs:
             graph.spend()
         self._reached = []
 
-    def using(self, unit: Unit, before: ForwardGraph | None = None) -> Iterator[ForwardGraph]:
+    def using(self, unit: Unit, before: ForwardGraph | None = None) -> list[ForwardGraph]:
         """The graphs that use a unit and have had no backward, or are in one; of those `before` another, if given."""
-        for graph in {*self._reached, *(ref() for ref in self._waiting)}:
-            if graph is None or (before is not None and graph.number >= before.number):
-                continue
-            if graph.has_used(unit):
-                yield graph
-
-    def have_used(self, unit: Unit) -> bool:
-        """Whether a backward may still go through a use of a unit."""
-        return next(self.using(unit), None) is not None
+        last = math.inf if before is None else before.number
+        graphs = {*self._reached, *[ref() for ref in self._waiting]}
+        return [graph for graph in graphs if graph is not None and graph.number < last and graph.has_used(unit)]

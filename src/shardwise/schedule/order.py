@@ -1,31 +1,16 @@
-"""The order of units: what is prefetched, what stays gathered, and one order of collectives on all ranks.
+"""The order in which a forward enters the units: what is prefetched, what stays gathered, and what is reduced first.
 
-A rank cannot know what the others' data make them do, so two orders are agreed on.
-
-- *Reductions* (`Order`): the order in which a forward entered the units. One rank follows its own forwards. Several
-  exchange what they recorded every hundredth backward, and keep one merged order. It also decides what is prefetched
-  and what stays gathered between forward and backward.
-- *Gathers* (`GatherOrder`), of sharded weights: the order of a pass (forward, evaluation or backward) is agreed on once
-  and kept. In the first pass of its kind the ranks meet before every gather: each says which unit it needs next, and
-  all of these are gathered in the order of the units. From then on nothing is exchanged. A rank that needs a unit first
-  takes part in the gathers that come before it, and at the end of the pass in those that are left. Prefetches are the
-  gathers that come next.
-
-Members of one container (experts, layers) stand for each other: one that no rank entered in the first pass has its
-place in the order too. Any other unit that is entered later is gathered out of turn, which works if all ranks do so.
+One rank follows its own forwards. Several cannot know what the others' data make them do: they exchange what they
+recorded every hundredth backward, and keep one merged order. That of the gathers is agreed on apart (see `gathers`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
-from shardwise.comm import Comm
 from shardwise.config.sections import Runtime
 from shardwise.unit import Unit
-from shardwise.unit.weights import WeightsState
 
 _AGREE_EVERY = 100
 """Backwards that reduce, between two exchanges of the recorded orders."""
@@ -33,7 +18,7 @@ _AGREE_EVERY = 100
 
 @dataclass(frozen=True)
 class Prefetch:
-    """How far gathers run ahead of use: so many units, so many bytes of them, and so many with the one in use."""
+    """Limits on gathers ahead of use: the number of units, their bytes, and their bytes with the unit in use."""
 
     units: int = 1
     ahead_bytes: int | None = None
@@ -112,7 +97,7 @@ class Order:
             self._follow(self._recorded)
 
     def agree(self) -> None:
-        """Before reductions: now and then, make one order of those that the ranks recorded. A collective."""
+        """Before reductions: in every hundredth call, merge the orders that ranks recorded into one. A collective."""
         if self._comm is not None and self._agreements % _AGREE_EVERY == 0:
             numbers = [self._all.index(unit) for unit in self._recorded]
             everyone = self._comm.share_object(numbers, "the order of units")
@@ -165,222 +150,3 @@ class Order:
         """Whether the backward begins with `unit`, or prefetches it at once, and `entered` entries bring no more of
         it: then it is in memory at the peak anyway, and releasing it would only send it once more."""
         return entered > self._stays_from.get(unit.name, entered)
-
-
-_NOTHING = -1
-
-
-class GatherOrder:
-    """The order of the gathers in one kind of pass."""
-
-    def __init__(self, name: str, units: Sequence[Unit], containers: Collection[str], comm: Comm) -> None:
-        self._name = name
-        self._units = list(units)
-        self._containers = containers
-        self._comm = comm
-        self._is_backward = name == "backward"
-        self._agreed: list[Unit] | None = None
-        self._recorded: list[Unit] = []
-        self._position = 0
-        self._kept: set[str] = set()
-        self._prefetched: list[Unit] = []
-        self._passed: list[Unit] = []
-
-    def begin(self, kept: Collection[str]) -> None:
-        """A pass begins, for which the `kept` units are gathered already, on all ranks."""
-        self._position = 0
-        self._recorded = []
-        self._prefetched = []
-        self._passed = []
-        self._kept = set(kept)
-
-    def gather(self, unit: Unit, ahead: Sequence[Unit]) -> None:
-        """Start to gather a unit that is about to be used, in its turn, and those `ahead` whose turn comes next."""
-        if unit in self._passed:
-            self._passed.remove(unit)
-        self._skip_prefetched(unit)
-        if unit.weights.state is WeightsState.RELEASED:
-            if self._agreed is None:
-                self._meet(unit)
-            else:
-                self._go_to(unit, self._agreed)
-        for other in ahead:
-            if other.weights.state is WeightsState.RELEASED and self._is_next(other):
-                self._position += 1
-                self._prefetched.append(other)
-                other.weights.gather()
-
-    def passes(self, unit: Unit, is_to_come: Callable[[Unit], bool]) -> bool:
-        """Take part in the gather of a unit that this rank does not enter, if its turn has come; returns whether so.
-
-        Other ranks reduce the unit after they have gathered it, and wait for this rank in both.
-        """
-        if self._agreed is None:
-            return unit in self._recorded
-        turn = self._turn_of(unit, self._agreed)
-        if turn is not None:
-            if any(is_to_come(other) for other in self._agreed[self._position : turn]):
-                return False
-            self._pass_to(turn + 1, self._agreed)
-        return True
-
-    def finish(self, keep: Collection[Unit], between: Callable[[], None]) -> bool:
-        """Take part in what is left, and release all units but those to `keep`; returns whether the order was agreed.
-
-        `between` is called whenever another rank may have made progress.
-        """
-        was_agreed = self._agreed is not None
-        if self._agreed is not None:
-            self._pass_to(len(self._agreed), self._agreed, keep)
-        else:
-            while self._meet(None):
-                between()
-            self._agreed = self._with_siblings(self._recorded)
-        # A backward releases everything when it has reduced what is left: the plan counts on it.
-        for unit in self._units if not self._is_backward else ():
-            if not (was_agreed and unit in keep):
-                unit.weights.release()
-        return was_agreed
-
-    # In an agreed order
-
-    def _go_to(self, unit: Unit, agreed: list[Unit]) -> None:
-        turn = self._turn_of(unit, agreed)
-        if turn is None:
-            if unit not in agreed:
-                agreed.insert(self._position, unit)
-                self._position += 1
-        else:
-            self._pass_to(turn, agreed)
-            self._position = turn + 1
-        unit.weights.gather()
-
-    def _turn_of(self, unit: Unit, agreed: list[Unit]) -> int | None:
-        """The index of the next gather of a unit, if there is one. A kept unit skips its first."""
-        turns = [turn for turn in range(self._position, len(agreed)) if agreed[turn] is unit]
-        if unit.name in self._kept:
-            turns = turns[1:]
-        return turns[0] if turns else None
-
-    def _is_next(self, unit: Unit) -> bool:
-        if self._agreed is None:
-            return False
-        self._skip_kept(self._agreed)
-        return self._position < len(self._agreed) and self._agreed[self._position] is unit
-
-    def _skip_kept(self, agreed: list[Unit]) -> None:
-        while self._position < len(agreed) and agreed[self._position].name in self._kept:
-            self._kept.remove(agreed[self._position].name)
-            self._position += 1
-
-    def _pass_to(self, turn: int, agreed: list[Unit], keep: Collection[Unit] = ()) -> None:
-        """Take part in the gathers before `turn`, which other ranks may need."""
-        while True:
-            self._skip_kept(agreed)
-            if self._position >= turn:
-                return
-            self._take_part(agreed[self._position], keep)
-            self._position += 1
-
-    def _take_part(self, unit: Unit, keep: Collection[Unit] = ()) -> None:
-        """Gather for other ranks. A unit that is gathered here already may be in use: it is not released."""
-        was_released = unit.weights.state is WeightsState.RELEASED
-        unit.weights.gather_for_others()
-        if was_released and unit not in keep:
-            self._keep_briefly(unit)
-
-    def _keep_briefly(self, unit: Unit) -> None:
-        """Keep a unit that others need for a moment: this rank may be about to enter it, only in another order."""
-        self._passed.append(unit)
-        # In the first pass no rank could ask for it again while others wait for a reduction: all are kept.
-        while len(self._passed) > 1 and self._agreed is not None:
-            self._passed.pop(0).weights.release()
-
-    def _skip_prefetched(self, unit: Unit) -> None:
-        """Give up the prefetched units that come before `unit`: they are not entered after all."""
-        if unit in self._prefetched or unit.weights.state is WeightsState.RELEASED:
-            while self._prefetched and (other := self._prefetched.pop(0)) is not unit:
-                self._keep_briefly(other)
-
-    # In the first pass
-
-    def _meet(self, wanted: Unit | None) -> bool:
-        """Gather what any rank needs; returns whether there was anything."""
-        mine = self._units.index(wanted) if wanted is not None else _NOTHING
-        number = torch.tensor([mine], device=self._comm.device)
-        shared = self._comm.share(number, f"what the {self._name} gathers next", channel="gather")
-        numbers = sorted(
-            {number for number in shared.flatten().tolist() if number != _NOTHING}, reverse=self._is_backward
-        )
-        for index in numbers:
-            self._recorded.append(self._units[index])
-            with self._comm.announced():
-                if index == mine:
-                    self._units[index].weights.gather()
-                else:
-                    self._take_part(self._units[index])
-        return bool(numbers)
-
-    def _with_siblings(self, recorded: list[Unit]) -> list[Unit]:
-        """`recorded`, and next to them the members of their containers that no rank entered."""
-        agreed = list(recorded)
-        used = {self._container(unit) for unit in recorded} - {None}
-        absent = [unit for unit in self._units if unit not in agreed and self._container(unit) in used]
-        for unit in absent:
-            family = [other for other in self._units if self._container(other) == self._container(unit)]
-            known = [other for other in family if other in agreed]
-            before = [other for other in known if other.number < unit.number]
-            turn = agreed.index(before[-1] if before else known[0])
-            agreed.insert(turn + (bool(before) != self._is_backward), unit)
-        return agreed
-
-    def _container(self, unit: Unit) -> str | None:
-        """The path of the list or dictionary of modules that a unit's first module is a member of."""
-        path = unit.spec.runs[0][0] if unit.spec.runs and unit.spec.runs[0] else ""
-        parent = path.rpartition(".")[0]
-        return parent if path and parent in self._containers else None
-
-
-class GatherOrders:
-    """The gather orders of one model's passes, and what stays gathered between them. With one rank, or with
-    replicated weights, there is no order to keep."""
-
-    def __init__(self, units: Sequence[Unit], containers: Collection[str]) -> None:
-        sharded = [unit for unit in units if unit.weights.policy.weights_sharded]
-        kinds = ("forward", "evaluation", "backward") if sharded and sharded[0].comm.is_checked else ()
-        self._orders = {kind: GatherOrder(kind, sharded, containers, sharded[0].comm) for kind in kinds}
-        self._current: GatherOrder | None = None
-        self._kept: set[str] = set()
-        self.all_gathered = False
-        """Whether everything stays gathered on all ranks, so that passes have nothing to gather."""
-
-    def begin(self, kind: str) -> None:
-        """A pass begins."""
-        self._current = self._orders.get(kind) if not self.all_gathered else None
-        if self._current is not None:
-            self._current.begin(self._kept)
-        self._kept = set()
-
-    def gather(self, unit: Unit, ahead: Sequence[Unit]) -> None:
-        """Start to gather a unit that is about to be used, and those `ahead` of it."""
-        if self._current is not None:
-            self._current.gather(unit, ahead)
-            return
-        unit.weights.gather()
-        for other in ahead:
-            other.weights.gather()
-
-    def passes(self, unit: Unit, is_to_come: Callable[[Unit], bool]) -> bool:
-        """Whether the gather of a unit that this rank does not enter is over."""
-        return self._current is None or self._current.passes(unit, is_to_come)
-
-    def finish(self, keep: Collection[Unit] = (), between: Callable[[], None] = lambda: None) -> None:
-        """The pass ends; the units to `keep` stay gathered."""
-        if self._current is not None and self._current.finish(keep, between):
-            self._kept = {unit.name for unit in keep}
-        self._current = None
-
-    def drop(self) -> None:
-        """The pass is over, or an exception ended it: everything is released."""
-        self._current = None
-        self._kept = set()

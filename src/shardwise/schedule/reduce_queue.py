@@ -1,6 +1,10 @@
-"""The reduce-scatters of one backward, in the order that all ranks keep: one is in flight while the next is packed.
+"""When units are reduced: once a backward has left them, in the order that all ranks keep.
 
-Where a unit is reduced in the node and then across nodes, the second is in flight beside the first of the next unit.
+Autograd runs nodes in the reverse order of their creation. So a backward is done with a unit when it reaches the inputs
+of the unit's first use, except where an earlier forward, or something outside of the unit's modules, used it before.
+
+One reduce-scatter is in flight while the next is packed. Where a unit is reduced in the node and then across nodes, the
+second is in flight beside the first of the next unit.
 """
 
 from __future__ import annotations
@@ -8,13 +12,73 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from shardwise.profiling import Clock
+from shardwise.schedule.autograd import adds_to, adds_to_all, awaits_gradient, inside_backward
+from shardwise.schedule.gathers import Gathers
+from shardwise.schedule.graphs import ForwardGraph, ForwardGraphs
 from shardwise.unit import Unit
+from shardwise.unit.weights import WeightsState
+
+
+class CompleteUnits:
+    """The units that this rank's backward has left, or has no part in."""
+
+    def __init__(self, graphs: ForwardGraphs, gathers: Gathers) -> None:
+        self._graphs = graphs
+        self._gathers = gathers
+        self._left: set[Unit] = set()
+        self._used_before: list[Unit] = []
+
+    def forget(self) -> None:
+        """The backward is over."""
+        self._left = set()
+
+    def leave(self, graph: ForwardGraph, unit: Unit) -> bool:
+        """The backward has left all uses of a unit in a graph; returns whether that makes the unit complete."""
+        if unit in self._left or self._is_awaited(graph, unit):
+            return False
+        self._left.add(unit)
+        return True
+
+    def has(self, unit: Unit) -> bool:
+        return unit in self._left or self._is_skipped(unit)
+
+    def _is_awaited(self, graph: ForwardGraph, unit: Unit) -> bool:
+        """Whether a backward that has left a unit in a graph may bring further gradients: from uses before it."""
+        earlier = self._graphs.using(unit, before=graph)
+        if not earlier:
+            return self._is_used_before(unit)
+        # The earlier forward has a part in this backward, or it has its own. Autograd cannot tell where gradients are
+        # added up on the parameters, and where a re-entrant checkpoint brings them, in a task of its own: there the
+        # reduction waits for the end.
+        is_added_up = unit.weights.policy.grads_cut == "replicated"
+        is_recomputed = any(each.uses[unit].without_grad for each in (*earlier, graph)) or not adds_to_all(unit.params)
+        return unit.is_trainable and (is_added_up or is_recomputed or awaits_gradient(unit.params))
+
+    def _is_used_before(self, unit: Unit) -> bool:
+        """Whether something outside of the unit's modules used its parameters before they did. Then the unit is
+        reduced at the end of the backward, from now on."""
+        if unit not in self._used_before and awaits_gradient(unit.params):
+            self._used_before.append(unit)
+        return unit in self._used_before
+
+    def _is_skipped(self, unit: Unit) -> bool:
+        """Whether this rank's backward has no part in a unit, and its gather, which others may need, is over."""
+        if not unit.comm.is_checked or self._graphs.using(unit):
+            return False
+        is_awaited = inside_backward() and adds_to(unit.params)
+        return not is_awaited and self._gathers.orders.passes(unit, self._is_to_come)
+
+    def _is_to_come(self, unit: Unit) -> bool:
+        """Whether the backward has yet to reach a unit."""
+        is_released = unit.weights.state is WeightsState.RELEASED
+        return is_released and unit not in self._left and bool(self._graphs.using(unit))
 
 
 class ReduceQueue:
-    """The units that are still to be reduced, and the one in flight. `on_reduced` is called with each."""
+    """The units that are still to be reduced, and those in flight. `on_reduced` is called with each."""
 
-    def __init__(self, clock: Clock, on_reduced: Callable[[Unit], None]) -> None:
+    def __init__(self, complete: CompleteUnits, clock: Clock, on_reduced: Callable[[Unit], None]) -> None:
+        self._complete = complete
         self._clock = clock
         self._on_reduced = on_reduced
         self._waiting: list[Unit] = []
@@ -31,9 +95,9 @@ class ReduceQueue:
         own, or those of its node."""
         self._waiting, self._reduces = waiting, reduces
 
-    def advance(self, is_ready: Callable[[Unit], bool]) -> None:
-        """Continue as far as the next unit is ready."""
-        while self._waiting and is_ready(self._waiting[0]):
+    def advance(self) -> None:
+        """Reduce what this rank's backward has left, or has no part in, as far as the order allows."""
+        while self._waiting and self._complete.has(self._waiting[0]):
             self._reduce(self._waiting.pop(0))
 
     def reduce_rest(self) -> None:
@@ -43,7 +107,8 @@ class ReduceQueue:
         self.finish()
 
     def start(self, unit: Unit, is_final: bool = True) -> None:
-        """Start to reduce a unit's gradients, once those before have arrived."""
+        """Start to reduce a unit's gradients, once those before have arrived: the plan counts on two units in flight
+        at most."""
         self._finish_one_each()
         unit.grads.start_reduce(is_final)
         self._in_flight.append(unit)

@@ -9,7 +9,7 @@ import torch
 
 from shardwise.memory import Buffer, Entry, Kind, Ledger, Tier
 from shardwise.partition import Layout, Span
-from shardwise.partition.dtensors import local_grads
+from shardwise.partition.dtensors import is_dtensor, local_grads
 from shardwise.unit.param_guard import PLAINLY
 
 
@@ -69,6 +69,7 @@ class AutogradGrads:
         self._layout = layout
         self._ledger = ledger
         self._entry = Entry(Kind.GRADS, f"{name} (local)", Tier.DEVICE)
+        self._has_dtensors = any(map(is_dtensor, params))
 
     def expect(self, size_bytes: int) -> None:
         """Enter into the ledger what autograd is about to make."""
@@ -77,7 +78,9 @@ class AutogradGrads:
     def read(self) -> list[torch.Tensor | None]:
         """The gradients as plain values: a backward with `create_graph` leaves some that have a history."""
         with PLAINLY():
-            grads = local_grads(self.params, [param.grad for param in self.params])
+            grads = [param.grad for param in self.params]
+            if self._has_dtensors:
+                grads = local_grads(self.params, grads)
         if not torch.is_grad_enabled():
             return grads
         return [grad if grad is None else grad.detach() for grad in grads]
@@ -85,7 +88,7 @@ class AutogradGrads:
     def exist(self) -> bool:
         """Whether a parameter has a gradient."""
         with PLAINLY():
-            return any(param.grad is not None for param in self.params)
+            return bool([param for param in self.params if param.grad is not None])
 
     def replace(self, views: Sequence[torch.Tensor]) -> None:
         """Make each `grad` a view, to which autograd adds in place."""

@@ -29,7 +29,7 @@ where one rank is alone. Sharded gradients go from REDUCED back to ARRIVING with
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 
 import torch
@@ -144,7 +144,7 @@ class Grads:
 
     @cached_property
     def cast_bytes(self) -> int:
-        """What the gradients that an update of this rank needs take in fp32; nothing where they are in fp32."""
+        """The bytes of an fp32 copy of the gradients that this rank updates with; 0 where they are in fp32."""
         is_exact = self._held.tensor.dtype == torch.float32
         return 0 if is_exact else self._plan.owned_numel * torch.float32.itemsize
 
@@ -198,13 +198,14 @@ class Grads:
         )
         if not self._full.live:
             self._full.allocate()
-        if not any(param.grad is view for param, view in zip(params, views, strict=True)):
+        are_in_place = [param.grad is view for param, view in zip(params, views, strict=True)]
+        if not any(are_in_place):
             self._packing.fill(self._local.read())
         else:
-            for place, grad, param, view in zip(self._packing.views, self._local.read(), params, views, strict=True):
+            for place, grad, is_in_place in zip(self._packing.views, self._local.read(), are_in_place, strict=True):
                 if grad is None:
                     place.zero_()
-                elif param.grad is not view:
+                elif not is_in_place:
                     place.copy_(grad.detach())
         self._local.replace(views)
         if has_arrived:
@@ -223,23 +224,24 @@ class Grads:
                 self._reduce_alone()
                 return
             self._is_final = is_final
-            self._reducing = list(self._reductions())
+            self._reducing = self._reductions()
             self._reducing[0].start()
             if self._full is not None:
                 self._local.drop()
             self._enter(_REDUCING)
 
-    def _reductions(self) -> Iterator[ReduceScatter]:
+    def _reductions(self) -> list[ReduceScatter]:
         """From local gradients to what is held, over the axes by which that is cut; from there to the shard, over the
         others."""
         cut, hops = self._policy.grads_cut, self._comm.hops
-        arguments = self._comm, self._ledger
+        arguments, made = (self._comm, self._ledger), []
         if cut != "replicated":
             held = self._shard if cut == "sharded" else HeldShard(self._held, ())
-            yield ReduceScatter(self._plan, self._local, held, *arguments, hops(AXES[cut]))
+            made.append(ReduceScatter(self._plan, self._local, held, *arguments, hops(AXES[cut])))
         if cut != "sharded" and self._is_final:
             source = FlatGrads(self._held.tensor, self._policy.sum_dtype)
-            yield ReduceScatter(self._plan, source, self._shard, *arguments, hops(axes_between("sharded", cut)))
+            made.append(ReduceScatter(self._plan, source, self._shard, *arguments, hops(axes_between("sharded", cut))))
+        return made
 
     def _reduce_alone(self) -> None:
         """The gradients of one rank are the mean over all ranks."""
@@ -303,7 +305,7 @@ class Grads:
         return self.state is _EMPTY and self._local.exist()
 
     def drop_local(self) -> None:
-        """Drop what was set by hand, where no backward has brought anything."""
+        """Drop gradients that the user has set, where no backward has left any."""
         self._local.drop()
 
     # In an update

@@ -95,7 +95,7 @@ class HeldGrads:
             ]
 
     def put(self) -> None:
-        """Have every `p.grad` show that the engine holds the gradient."""
+        """Make every `p.grad` a `HeldGrad`."""
         with PLAINLY():
             for param, held in self._pairs:
                 param.grad = held
@@ -104,7 +104,7 @@ class HeldGrads:
         """What the user has put into `p.grad` since, by the parameter's name; None where it was dropped."""
         with PLAINLY():
             found = [(held.param_name, param.grad) for param, held in self._pairs if param.grad is not held]
-        return [(name, grad) for name, grad in found if grad is None or grad is not self._arrived.get(name)]
+        return found and [(name, grad) for name, grad in found if grad is None or grad is not self._arrived.get(name)]
 
     def take_off(self) -> list[torch.Tensor | None]:
         """Leave every `p.grad` None; returns what autograd has added meanwhile, if anything."""

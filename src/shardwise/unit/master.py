@@ -9,18 +9,22 @@ its own shape where the optimizer needs whole ones (`Layout.updates`).
     SeparateMaster   on the device, in a buffer of its own; the segment gets a cast of it
     OffloadedMaster  on the host or a disk; the segment is filled from there
     MirroredMaster   on the host or a disk, with a copy of the weights of this rank's shard on the device
+
+Weights that rest beside a master, though the rank does not update them, are a `RestingPart`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from shardwise.comm import DONE, Handle
+from shardwise.config.shape import Axis
 from shardwise.memory import Buffer, Entry, Kind, Ledger, Tier
 from shardwise.offload.buckets import HERE, MASTER, Arrival
 from shardwise.offload.offloaded_states import OffloadedStates
@@ -45,6 +49,26 @@ def pieces_of(runs: Sequence[GroupRun]) -> list[MasterPiece]:
     return [
         MasterPiece(run.group, nn.Parameter(torch.empty(0)), run.shard, run.shape or (run.shard.numel,)) for run in runs
     ]
+
+
+@dataclass
+class RestingPart:
+    """Weights that a rank holds and does not update: its node's part, where the masters are sharded over all ranks.
+
+    They are the elements `span`, whose place in the full buffer is `place`; the master's segment is a part of them. An
+    update is followed by a gather of the new weights over the other nodes, along `axes`, into this part, and `arriving`
+    is that gather until it has ended. A use of the unit is followed by a gather over the node, into the full buffer.
+    """
+
+    span: Span
+    buffer: Buffer
+    place: torch.Tensor
+    axes: Sequence[Axis]
+    arriving: Handle = DONE
+
+    def wait(self) -> None:
+        self.arriving.wait()
+        self.arriving = DONE
 
 
 class Master(ABC):
@@ -72,10 +96,10 @@ class Master(ABC):
 
     @abstractmethod
     def write_back(self) -> None:
-        """Make what was written into the segment the master's value. Unchanged elements keep every bit of theirs."""
+        """Make what was written into the segment the master's value. Unchanged elements keep every bit."""
 
     def differs(self, places: torch.Tensor) -> torch.Tensor | None:
-        """Whether the segment was written at `places` by others, on the device; None where that cannot be told."""
+        """Whether others have written to the segment at `places`, on the device; None where this cannot be known."""
         return None
 
     def rest_in(self, states: UnitStates) -> None:
@@ -103,10 +127,7 @@ class Master(ABC):
 
     def bind(self) -> None:
         """Point the pieces at the values."""
-        self._bind(self.cut(self.values))
-
-    def _bind(self, values: Sequence[torch.Tensor]) -> None:
-        for piece, value in zip(self.pieces, values, strict=True):
+        for piece, value in zip(self.pieces, self.cut(self.values), strict=True):
             piece.param.data = value
 
 
@@ -166,7 +187,7 @@ class SharedMaster(Master):
         if self._buffer.live:
             self.wait()
             self._segment.copy_(self._buffer.tensor)
-            self._buffer.free()
+            self._buffer.free()  # it is memory of the compute stream, as the copy is work of it
             self.bind()
         return self._update()
 
@@ -228,7 +249,8 @@ class OffloadedMaster(Master):
 
     def bind(self) -> None:
         storage = self._states.storages[MASTER]
-        self._bind([storage.at_rest(piece.span, torch.Size(piece.shape)) for piece in self.pieces])
+        for piece in self.pieces:
+            piece.param.data = storage.at_rest(piece.span, torch.Size(piece.shape))
 
 
 class MirroredMaster(OffloadedMaster):

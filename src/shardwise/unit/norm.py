@@ -23,7 +23,8 @@ _BITS, _PARTS = 16, 4
 
 
 def clip_coefficient(norm: torch.Tensor, limit: float) -> torch.Tensor:
-    """What gradients are multiplied with so that their norm is at most `limit`; fp32, on the device."""
+    """What gradients are multiplied with so that their norm is at most `limit`; fp32, on the device. The small term is
+    that of `torch.nn.utils.clip_grad_norm_`."""
     return (limit / (norm + 1e-6)).clamp(max=1.0).to(torch.float32)
 
 
@@ -35,7 +36,7 @@ def sums_of_squares(shards: Sequence[Sequence[torch.Tensor]], comm: Comm) -> tor
     if comm.kernels == "cpu":
         sums = torch.stack([_sum_of_squares(part, comm) for part in parts])
     else:
-        # One launch for all. Shards are of one dtype and aligned alike under every placement, so the bits are too.
+        # One launch for all. Shards have one dtype and one alignment under every placement, so the bits are the same.
         norms = torch._foreach_norm(parts, 2, dtype=torch.float32)
         sums = torch.stack(norms).to(torch.float64).square()
     counts = [len(shard) for shard in shards]

@@ -49,7 +49,7 @@ class ReduceScatter:
         self._sent: Buffer | None = None
         self._received: list[Buffer] = []
         self._rows: Sequence[torch.Tensor] = ()
-        self._row_count = math.prod(hop.size for hop in hops)
+        self._row_count = math.prod([hop.size for hop in hops])
         numel = source.numel // self._row_count
         step = max(1, -(-numel // plan.reduce_plan.parts))
         self._cuts = [(start, min(start + step, numel)) for start in range(0, numel, step)]

@@ -121,7 +121,8 @@ class OffloadedShard(HeldShard):
     def prefetch(self) -> None:
         """Copy the sum of earlier micro-batches back, ahead of what is added to it."""
         if self._sum is not None and self._fetching is None:
-            # The buffer may still be the source of its last way down: wait, and free it, before it is used again.
+            # The buffer may still be the source of its last copy to the host: wait for that, and free it, before it is
+            # allocated again.
             self._states.streams.drain()
             self._fetching = self._states.fetch(GRADS, self._buffer.allocate())
 

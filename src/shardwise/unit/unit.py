@@ -23,10 +23,12 @@ _NUMBERS = count()
 
 
 class Unit:
-    """One unit: name and layout, `weights`, `states`, and `grads` if it is trainable.
+    """One unit: name and layout, `weights`, `states`, and `grads`, which a frozen one does not have.
 
     `on_read` is called with the unit when one of its parameters is used while it is not gathered.
     """
+
+    grads: Grads
 
     def __init__(
         self,
@@ -49,13 +51,8 @@ class Unit:
         self.states = unit_states_for(plan.name, plan.policy, plan.owned_numel, offload)
         self.weights = Weights(plan, self.params, comm, offload.ledger, self.states, partial(on_read, self))
         self.weights.adopt()
-        self._grads = Grads(plan, self.params, comm, offload.ledger, self.states) if self.is_trainable else None
-
-    @property
-    def grads(self) -> Grads:
-        """The gradients of a trainable unit."""
-        assert self._grads is not None, f"{self.name} is frozen and has no gradients"
-        return self._grads
+        if self.is_trainable:
+            self.grads = Grads(plan, self.params, comm, offload.ledger, self.states)
 
     def view(self, flat: torch.Tensor, name: str) -> torch.Tensor:
         """One parameter's part of a flat tensor in this unit's layout."""
@@ -78,7 +75,7 @@ class Unit:
         self.states.synchronize()
 
     def make_resident(self, optimizer: torch.optim.Optimizer) -> None:
-        """Move all states to the device for good. Between a step and the next forward."""
+        """Move all states to the device, where they stay. Between a step and the next forward."""
         before, resident = self.states, ResidentStates()
         if not isinstance(before, OffloadedStates) or not self.is_trainable:
             return
@@ -94,7 +91,7 @@ class Unit:
         self.states = resident
 
     def leave_disk(self, optimizer: torch.optim.Optimizer) -> None:
-        """Move what rests on a disk to the host for good. Between a step and the next forward."""
+        """Move what rests on a disk to the host, where it stays. Between a step and the next forward."""
         states = self.states
         if not isinstance(states, OffloadedStates):
             return
@@ -109,7 +106,7 @@ class Unit:
     def free(self) -> None:
         """Drop every buffer, once nothing reads it any more."""
         self.weights.wait_streams()
-        if self._grads is not None:
-            self._grads.clear()
+        if self.is_trainable:
+            self.grads.clear()
         self.states.free()  # before the weights: an update on the host may be working on the pieces
         self.weights.free()

@@ -32,12 +32,11 @@ from shardwise.memory import Buffer, Entry, Kind, Ledger, Tier
 from shardwise.offload.buckets import HERE, Arrival
 from shardwise.offload.unit_states import UnitStates
 from shardwise.profiling import mark
-from shardwise.unit.master import MasterPiece, OffloadedMaster, make_master, pieces_of
+from shardwise.unit.master import MasterPiece, OffloadedMaster, RestingPart, make_master, pieces_of
 from shardwise.unit.origins import ORIGIN, has_origin, read_values
 from shardwise.unit.param_binding import ParamBinding
 from shardwise.unit.param_guard import ParamGuard, writes
 from shardwise.unit.plan import UnitPlan
-from shardwise.unit.resting_part import RestingPart
 
 
 class WeightsState(enum.Enum):
@@ -128,7 +127,7 @@ class Weights:
 
     @property
     def storage_id(self) -> int:
-        """What tells the storage of `full` from others, also while it is freed."""
+        """An identifier of the storage of `full`, which is valid also while that is freed."""
         return int(self._full.tensor.untyped_storage()._cdata)
 
     @property
@@ -243,6 +242,7 @@ class Weights:
         frees_nothing = self.is_whole and self._master.frees_nothing
         if self.state is _RELEASED or self.state is _FREED or self._locks or frees_nothing:
             return
+        # A gather in flight writes into `full`, which is memory of the compute stream: that waits before it is freed.
         self.wait_gather()
         with mark("release", self.name):
             self._binding.bind_stand_ins()
@@ -305,9 +305,9 @@ class Weights:
         self._binding.check()
 
     def was_written(self) -> torch.Tensor | None:
-        """Whether others wrote into `full` in place, by a few elements of each parameter; None if that cannot be told.
+        """Whether others wrote into `full` in place, judged by a few elements of each parameter; None if unknown.
 
-        Such a write is not seen by any counter if it goes through `param.data`, and an update would undo it.
+        No version counter shows a write through `param.data`, and an update would undo it.
         """
         if self.state is not _GATHERED or self._locks or self._binding.is_fake or not self.policy.trainable:
             return None
@@ -343,6 +343,7 @@ class Weights:
         if self._rest is None:
             self._handle = self._fill(self._full.tensor, self._axes, self.name)
         else:
+            # On the stream of the gathers, not on the compute stream: that would wait here for the new weights.
             with self._comm.following(self._rest.arriving, "gather"):
                 self._rest.place.copy_(self._rest.buffer.tensor)
                 self._handle = self._comm.gather(self._full.tensor, "gather", self.name, self._axes)

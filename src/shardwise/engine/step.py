@@ -1,17 +1,26 @@
-"""The gradients of a step from its backwards to its update: held for the user, dropped, or final with their norm."""
+"""A step: its gradients, from the first micro-batch to their norm, and the update that ends it.
+
+`StepGrads` is what happens to gradients between backwards and updates: they are held for the user, dropped, or final.
+`StepUpdate` runs the optimizer on the shards of all units and sends the new weights to the ranks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
 
 from shardwise.comm import Comm
-from shardwise.config.sections import Gradients
+from shardwise.config import Config
+from shardwise.engine.failures import all_or_nothing
+from shardwise.engine.residency import Budget
 from shardwise.errors import GradientError, Notices
+from shardwise.offload.context import OffloadContext
+from shardwise.offload.offloaded_states import OffloadedStates, prefetch
 from shardwise.offload.unit_states import UnitStates
-from shardwise.optim import clipping
+from shardwise.optim import Updater, clipping
 from shardwise.optim.clipping import Clip
 from shardwise.profiling import Clock
 from shardwise.schedule import Schedule
@@ -26,12 +35,20 @@ class StepGrads:
 
     `hold` and `let_go` frame the time in which `p.grad` has no values. Gradients become final, once in a step, by
     `clip` or by the update: they are reduced, the hooks have edited them, and their norm is known.
+
+    syncs     whether replicated gradients are reduced by the last backward of a step
+    boundary  whether the next step updates; None where the number of micro-batches decides
     """
 
-    def __init__(self, units: Sequence[Unit], settings: Gradients, comm: Comm, notices: Notices) -> None:
+    def __init__(self, units: Sequence[Unit], config: Config, comm: Comm, notices: Notices) -> None:
         self.hooks: list[GradHook] = []
+        self.syncs = True
+        self.boundary: bool | None = None
         self._units = units
-        self._settings = settings
+        self._settings = settings = config.gradients
+        self._are_sharded = config.placement.grads.sharding == "sharded"
+        self._micro_batches = config.batch.accumulation
+        self._micro_step = 0
         self._comm = comm
         self._notices = notices
         self._is_held = False
@@ -39,6 +56,39 @@ class StepGrads:
         self._limit = settings.clip_norm
         self._drops = 0
         self._held_pieces: dict[str, tuple[UnitStates, HeldGrads]] = {}
+
+    @property
+    def is_boundary(self) -> bool:
+        """Whether the next step updates."""
+        return self.boundary if self.boundary is not None else self._micro_step == self._micro_batches - 1
+
+    @property
+    def is_midway(self) -> bool:
+        """Whether the step has had micro-batches, but not the last."""
+        return self._micro_step > 0
+
+    @property
+    def are_reduced(self) -> bool:
+        """Whether the coming backward reduces over all ranks: sharded gradients always, others at the boundary."""
+        return self._are_sharded or (self.is_boundary and self.syncs and self._settings.reduce_at == "backward")
+
+    @property
+    def are_gathered_early(self) -> bool:
+        """Whether reduced gradients are final, so that a replicated optimizer's ranks may gather them before the
+        step: no hook edits them."""
+        return not self._are_sharded and not self.hooks
+
+    def next_micro_batch(self) -> None:
+        """A step that does not update."""
+        self._micro_step += 1
+        self._comm.micro_step = self._micro_step
+
+    @contextlib.contextmanager
+    def updating(self) -> Iterator[None]:
+        """Around a step that updates. Its operations are still those of the last micro-batch."""
+        self._micro_step = 0
+        yield
+        self._comm.micro_step = 0
 
     def hold(self) -> None:
         """A backward has ended. With `reduce_at: step`, the user reads and edits local gradients instead."""
@@ -54,9 +104,13 @@ class StepGrads:
             return
         changed = [change for unit in self._units for change in unit.grads.changed_by_hand()]
         on_pieces = [change for unit in self._units for change in self._pieces(unit).changed()]
-        if _all_dropped(changed, self._param_count) or _all_dropped(on_pieces, self._piece_count):
+        if not changed and not on_pieces:
+            for unit in self._units:
+                unit.grads.let_go()
+            self._take_off_pieces()
+        elif _all_dropped(changed, self._param_count) or _all_dropped(on_pieces, self._piece_count):
             drop()
-        elif changed or on_pieces:
+        else:
             name, grad = (changed or on_pieces)[0]
             raise GradientError(
                 f"p.grad of {name!r} was {'dropped' if grad is None else 'set by hand'} after a backward, while the "
@@ -64,10 +118,6 @@ class StepGrads:
                 "engine.register_grad_hook(fn), or call engine.zero_grad() and set p.grad of all parameters before "
                 "engine.step()"
             )
-        else:
-            for unit in self._units:
-                unit.grads.let_go()
-            self._take_off_pieces()
 
     @property
     def _param_count(self) -> int:
@@ -106,7 +156,7 @@ class StepGrads:
         return any(unit.grads.has_gradients or unit.grads.were_set_by_hand for unit in self._units)
 
     def clip(self, schedule: Schedule, clock: Clock, scale: torch.Tensor | None, limit: float) -> torch.Tensor:
-        """Have the update clip the norm at `limit` as well; returns the norm without the loss scale."""
+        """Make the update clip the norm at `limit` as well; returns the norm without the loss scale."""
         self._limit = limit if self._limit is None else min(self._limit, limit)
         norm = self.finish(schedule, clock, scale).grad_norm
         self.hold()
@@ -115,7 +165,7 @@ class StepGrads:
     def reduce(self, schedule: Schedule, drop: Callable[[], None]) -> None:
         """Reduce what was left to the update."""
         self.let_go(drop)
-        schedule.reduce_all()
+        schedule.backward.reduce_all()
         self.hold()
 
     def set_norm(self, norm: torch.Tensor) -> None:
@@ -126,10 +176,10 @@ class StepGrads:
     def finish(self, schedule: Schedule, clock: Clock, scale: torch.Tensor | None) -> Clip:
         """Make the gradients final, and find what the update multiplies them with."""
         if self._norm is None:
-            schedule.reduce_all()
-            schedule.unlock_all()
-            schedule.release_all()
-            units = [unit for unit in schedule.forward_order() if unit.is_trainable]
+            schedule.backward.reduce_all()
+            schedule.gathers.unlock_all()
+            schedule.gathers.release_all()
+            units = [unit for unit in schedule.gathers.order.forward if unit.is_trainable]
             for hook in self.hooks:
                 for unit in units:
                     unit.grads.shard.edit(partial(hook, unit.name))
@@ -143,9 +193,10 @@ class StepGrads:
         self._drops = 0
         self._start_anew()
 
-    def dropped(self, is_midway: bool) -> None:
-        """The gradients were dropped; `is_midway` if during an accumulation."""
-        self._drops += is_midway
+    def dropped(self) -> None:
+        """The gradients were dropped."""
+        self._drops += self.is_midway
+        self._micro_step = self._comm.micro_step = 0
         self._start_anew()
         if self._drops == 2:
             self._notices.say(
@@ -158,6 +209,71 @@ class StepGrads:
         self._take_off_pieces()
         self._norm = None
         self._limit = self._settings.clip_norm
+
+
+class StepUpdate:
+    """Updates the units of a schedule with final gradients, and prefetches offloaded states for it."""
+
+    def __init__(
+        self,
+        updater: Updater,
+        units: Sequence[Unit],
+        schedule: Schedule,
+        offload: OffloadContext,
+        budget: Budget,
+        clock: Clock,
+    ) -> None:
+        self._updater = updater
+        self._units = units
+        self._schedule = schedule
+        self._offload = offload
+        self._budget = budget
+        self._clock = clock
+        self._is_offloaded = self._has_offloaded()
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self._updater.optimizer
+
+    def prefetch(self) -> None:
+        """Fetch the states of the units that are updated first, as far as the backward has got."""
+        if self._is_offloaded:
+            prefetch(self._offload, self._streamed_states(), self._schedule.backward.reduced_part())
+
+    def apply(self, clip: Clip, drop: Callable[[], None]) -> None:
+        """Update the units and start the gathers of their new weights, without waiting. If it raises, `drop` drops the
+        remaining gradients."""
+        updater, units = self._updater, self._trainable()
+        self._offload.begin_step()
+        with self._clock.phase("update"), all_or_nothing(drop):
+            if updater.begin(clip.overflow):
+                for unit in units:
+                    unit.grads.clear()
+            else:
+                for batch in updater.batches(units):
+                    updater.update(batch, clip.coefficient)
+                    for unit in batch:
+                        unit.weights.refresh()
+        self._offload.streams.drain()
+        updater.finish()
+
+    def spend_budget(self) -> None:
+        """After a step: move states to the device that the memory budget has room for."""
+        if self._budget.spend(self._trainable(), self._updater, self._offload.staging):
+            self._is_offloaded = self._has_offloaded()
+
+    def _trainable(self) -> list[Unit]:
+        return [unit for unit in self._schedule.gathers.order.forward if unit.is_trainable]
+
+    def _streamed_states(self) -> Iterator[OffloadedStates]:
+        """The states that an update copies to the device, in its order."""
+        for unit in self._schedule.gathers.order.forward:
+            states = unit.states
+            if isinstance(states, OffloadedStates) and states.is_streamed and not states.updates_on_host:
+                yield states
+
+    def _has_offloaded(self) -> bool:
+        return any(unit.states.is_offloaded for unit in self._units)
 
 
 def _all_dropped(changed: Sequence[tuple[str, torch.Tensor | None]], count: int) -> bool:

@@ -84,7 +84,12 @@ def test_an_installed_deepspeed_is_hidden_only_when_asked(monkeypatch, tmp_path)
     with pytest.raises(CompatibilityError, match=r"DeepSpeed 9.9 is installed and would be hidden: pass --force"):
         activation.check_may_go_first(False, "pass --force")
     activation.check_may_go_first(True, "pass --force")
-    startup = [sys.executable, "-c", "import shardwise.compat.startup, sys; print('compat/path' in str(sys.path))"]
+    startup = [
+        sys.executable,
+        "-c",
+        "import sys; from shardwise.compat import activation; activation.start_up(); "
+        "print('compat/path' in str(sys.path))",
+    ]
     path = {"PYTHONPATH": f"{tmp_path}:{':'.join(p for p in sys.path if p)}", "SHARDWISE_AS_DEEPSPEED": "1"}
     refused = run_command(startup, env=path)
     assert refused.stdout.strip() == "False"

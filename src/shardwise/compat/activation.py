@@ -11,6 +11,7 @@ import sysconfig
 from collections.abc import Mapping
 from pathlib import Path
 
+from shardwise._version import __version__
 from shardwise.errors import CompatibilityError
 
 FOLDER = Path(__file__).parent / "path"
@@ -21,7 +22,16 @@ FORCE = "force"
 """The value of `VARIABLE` that goes before an installed DeepSpeed."""
 _CLIENTS = ("transformers", "accelerate", "trl", "peft", "lightning", "pytorch_lightning", "swift", "llamafactory")
 _STARTUP = "shardwise-as-deepspeed.pth"
-_STARTUP_CODE = f"import os; os.environ.get({VARIABLE!r}) and __import__('shardwise.compat.startup')\n"
+_STARTUP_CODE = (
+    f"import os; os.environ.get({VARIABLE!r}) and "
+    "__import__('shardwise.compat.activation', fromlist=['start_up']).start_up()\n"
+)
+
+# DeepSpeed's `git_version_info`
+version = f"{DEEPSPEED_VERSION}+shardwise.{__version__}"
+git_hash = git_branch = None
+installed_ops: dict[str, bool] = {}
+compatible_ops: dict[str, bool] = {}
 
 
 def activate() -> None:
@@ -74,6 +84,18 @@ def check_may_go_first(forced: bool, how: str) -> None:
     version = installed_deepspeed()
     if version is not None and not forced:
         raise CompatibilityError(f"DeepSpeed {version} is installed and would be hidden: {how}, or uninstall it")
+
+
+def start_up() -> None:
+    """What the start-up file runs in processes that have the variable set."""
+    found = None if os.environ.get(VARIABLE) == FORCE else installed_deepspeed()
+    if found is None:
+        activate()
+    elif os.environ.get("RANK", "0") == "0":
+        print(
+            f"shardwise: DeepSpeed {found} is installed and is used; {VARIABLE}={FORCE} puts shardwise in its place",
+            file=sys.stderr,
+        )
 
 
 def install() -> str:

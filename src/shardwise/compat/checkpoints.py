@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import atexit
 import logging
 import os
@@ -18,14 +19,16 @@ from shardwise.errors import CheckpointError
 if TYPE_CHECKING:
     from shardwise.engine.engine import Engine
 
+UNIVERSAL_CHECKPOINT_INFO = "universal_checkpoint_info"
+OPTIMIZER_STATE_DICT, BASE_OPTIMIZER_STATE = "optimizer_state_dict", "base_optimizer_state"
+FP32_FLAT_GROUPS, SINGLE_PARTITION_OF_FP32_GROUPS = "fp32_flat_groups", "single_partition_of_fp32_groups"
+ZERO_STAGE, PARAM_SHAPES, BUFFER_NAMES, DS_VERSION = "zero_stage", "param_shapes", "buffer_names", "ds_version"
 _LATEST = "latest"
-_SCRIPT = '''"""Merge the checkpoint in a folder into one file of fp32 weights: python zero_to_fp32.py FOLDER FILE"""
+_SCRIPT = '''"""Merge the checkpoint in a folder into one file of fp32 weights: python zero_to_fp32.py FOLDER OUT"""
 
-import sys
+from shardwise.compat.checkpoints import zero_to_fp32
 
-from shardwise.compat.checkpoints import convert_zero_checkpoint_to_fp32_state_dict
-
-convert_zero_checkpoint_to_fp32_state_dict(*sys.argv[1:])
+zero_to_fp32()
 '''
 
 
@@ -197,17 +200,43 @@ def get_fp32_state_dict_from_zero_checkpoint(
 def convert_zero_checkpoint_to_fp32_state_dict(
     checkpoint_dir: str,
     output_dir: str,
-    *details: Any,
+    max_shard_size: str | None = None,
+    safe_serialization: bool = False,
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
-    **options: Any,
 ) -> None:
-    """Write the fp32 weights of a checkpoint as `pytorch_model.bin` in a folder, or into a file of another name."""
+    """Write the fp32 weights of a checkpoint into one file, of any size: in a folder, or of a name with an ending.
+
+    In a folder it is `pytorch_model.bin`, with `safe_serialization` `model.safetensors`.
+    """
     target = Path(output_dir)
     if not target.suffix:
         target.mkdir(parents=True, exist_ok=True)
-        target = target / "pytorch_model.bin"
-    torch.save(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters), target)
+        target = target / ("model.safetensors" if safe_serialization else "pytorch_model.bin")
+    weights = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
+    if not safe_serialization:
+        torch.save(weights, target)
+        return
+    from safetensors.torch import save_file
+
+    save_file(clone_tensors_for_torch_save(weights), target, metadata={"format": "pt"})  # tied weights share storage
+
+
+def zero_to_fp32() -> None:
+    """`python zero_to_fp32.py FOLDER OUT`, with the arguments of DeepSpeed's script."""
+    parser = argparse.ArgumentParser(
+        "zero_to_fp32", description="Write the fp32 weights of a checkpoint into one file."
+    )
+    parser.add_argument("checkpoint_dir", help="The folder that holds the checkpoint.")
+    parser.add_argument("output_dir", help="A folder, or a file with an ending.")
+    parser.add_argument("--max_shard_size", help="No effect: one file is written.")
+    parser.add_argument("--safe_serialization", action="store_true", help="Write safetensors.")
+    parser.add_argument("-t", "--tag", help="Which checkpoint (default: the latest).")
+    parser.add_argument("--exclude_frozen_parameters", action="store_true")
+    parser.add_argument("-d", "--debug", action="store_true", help=argparse.SUPPRESS)
+    options = vars(parser.parse_args())
+    del options["debug"]
+    convert_zero_checkpoint_to_fp32_state_dict(**options)
 
 
 def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: str, tag: str | None = None) -> nn.Module:
@@ -242,3 +271,26 @@ def _written(name: str, content: Any) -> str:
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     torch.save(content, path := os.path.join(folder, name))
     return path
+
+
+def main(args: Any = None) -> None:
+    """`ds_to_universal`: every checkpoint loads on any number of ranks, so this one is copied, by links if possible."""
+    args = args or parse_arguments()
+    source, target = Path(args.input_folder), Path(args.output_folder)
+    if not (source / "manifest.json").is_file():
+        raise CheckpointError(f"{source} holds no manifest.json: name the folder of one checkpoint")
+    shutil.copytree(source, target, copy_function=_link_or_copy)
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser("ds_to_universal", description="Copy a checkpoint to another folder.")
+    parser.add_argument("--input_folder", required=True)
+    parser.add_argument("--output_folder", required=True)
+    return parser.parse_known_args()[0]

@@ -102,5 +102,48 @@ def configure(*args: Any, **kwargs: Any) -> None:
     """Does nothing: communication is not logged."""
 
 
+# `deepspeed.utils.groups`: all ranks are data-parallel, and there is no other kind.
+
+
+def _get_data_parallel_group() -> Any:
+    return dist.group.WORLD
+
+
+def _get_data_parallel_world_size() -> int:
+    return dist.get_world_size()
+
+
+def _get_data_parallel_rank() -> int:
+    return dist.get_rank()
+
+
+def _get_sequence_parallel_group() -> Any:
+    return None
+
+
+def _get_sequence_parallel_world_size() -> int:
+    return 1
+
+
+def _get_sequence_parallel_rank() -> int:
+    return 0
+
+
 def __getattr__(name: str) -> Any:
     return getattr(dist, name)
+
+
+__all__ = [
+    "all_gather_into_tensor",
+    "configure",
+    "get_all_ranks_from_group",
+    "get_local_rank",
+    "get_world_group",
+    "has_all_gather_into_tensor",
+    "inference_all_reduce",
+    "init_distributed",
+    "is_available",
+    "is_initialized",
+    "log_summary",
+    *(name for name in dir(dist) if not name.startswith("_")),
+]

@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shardwise.compat.early_shard import EarlyShard, early_device
+from shardwise.compat.clients import unwrap_in_trainers
 from shardwise.compat.engine_facts import EngineFacts
-from shardwise.compat.outputs import with_gradients_changed
-from shardwise.compat.retraining import unwrap_in_trainers
-from shardwise.compat.unused import UnusedParameters
-from shardwise.compat.zero import mark_module, note_units, put_back
+from shardwise.compat.gradients import UnusedParameters, with_gradients_changed
+from shardwise.compat.zero_parameters import EarlyShard, early_device, mark_module, note_units, put_back
 from shardwise.errors import CompatibilityError
 
 if TYPE_CHECKING:

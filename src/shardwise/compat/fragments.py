@@ -16,6 +16,21 @@ if TYPE_CHECKING:
     from shardwise.unit.state_view import StateView
     from shardwise.unit.unit import Unit
 
+__all__ = [
+    "safe_get_full_fp32_param",
+    "safe_get_full_grad",
+    "safe_get_full_optimizer_state",
+    "safe_get_local_fp32_param",
+    "safe_get_local_grad",
+    "safe_get_local_optimizer_state",
+    "safe_set_full_fp32_param",
+    "safe_set_full_grad",
+    "safe_set_full_optimizer_state",
+    "safe_set_local_fp32_param",
+    "safe_set_local_grad",
+    "safe_set_local_optimizer_state",
+    "safe_update_full_grad_vectorized",
+]
 _ENGINES: MutableMapping[torch.Tensor, tuple[weakref.ref[Engine], str]] = WeakTensorKeyDictionary()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import os
-import sys
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -15,11 +14,11 @@ from torch import nn
 
 from shardwise._version import __version__
 from shardwise.compat.accelerator import get_accelerator
+from shardwise.compat.clients import check_client_counts_all_ranks
 from shardwise.compat.comm import init_distributed
-from shardwise.compat.early_shard import early_device
 from shardwise.compat.engine import DeepSpeedEngine, adapt, release
 from shardwise.compat.optimizer import OPTIMIZERS
-from shardwise.compat.zero import hand_over, is_early, mark_module, shard_early
+from shardwise.compat.zero_parameters import early_device, hand_over, is_early, mark_module, shard_early
 from shardwise.errors import CompatibilityError, ConfigError
 
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ def initialize(
         raise AssertionError("deepspeed.initialize requires a model")
     _refuse_parallelism(mpu, mesh_param, model)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
-    _check_client_counts_all_ranks()
+    check_client_counts_all_ranks()
     settings, parsed = read_config(config if config is not None else config_params, args)
     _say_who_serves(parsed)
     stage, weights = _stage(parsed), parsed.placement.weights
@@ -155,19 +154,6 @@ def _without_idle_sections(settings: dict[str, Any]) -> dict[str, Any]:
         )
         del saved["cpu_checkpointing"]
     return settings
-
-
-def _check_client_counts_all_ranks() -> None:
-    """Accelerate takes every process for the only one if it finds neither a GPU nor a backend that it was given: then
-    all would train on the same samples and write the same files."""
-    partial_state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
-    counted = getattr(partial_state, "_shared_state", {}).get("num_processes")
-    started = torch.distributed.get_world_size()
-    if counted is not None and counted != started:
-        raise CompatibilityError(
-            f"Accelerate counts {counted} processes, and {started} were started: without a GPU it is told to use the "
-            "CPU, by TrainingArguments(use_cpu=True), or InitProcessGroupKwargs(backend='gloo') for an Accelerator"
-        )
 
 
 def _refuse_parallelism(mpu: Any, mesh_param: Any, model: nn.Module) -> None:
@@ -310,3 +296,6 @@ def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
     group.add_argument("--deepscale", default=False, action="store_true", help="Deprecated name of --deepspeed.")
     group.add_argument("--deepscale_config", default=None, type=str, help="Deprecated name of --deepspeed_config.")
     return parser
+
+
+add_core_arguments = add_config_arguments

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.utils import checkpoint as torch_checkpoint
 
-from shardwise.compat.names import logger
+from shardwise.compat.utils import logger
 
 _configured: dict[str, Any] = {}
 
@@ -30,3 +30,6 @@ def is_configured() -> bool:
 
 def reset() -> None:
     """Does nothing: no buffers are kept."""
+
+
+non_reentrant_checkpoint = checkpoint

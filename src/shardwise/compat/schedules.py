@@ -1,4 +1,4 @@
-"""DeepSpeed's learning-rate schedules as classes: those of a configuration, built from arguments."""
+"""`deepspeed.runtime.lr_schedules`: the schedules of a configuration as classes, and the names of their parameters."""
 
 from __future__ import annotations
 
@@ -7,19 +7,26 @@ from typing import Any
 
 import torch
 
-from shardwise.compat.names import (
-    TOTAL_NUM_STEPS,
-    WARMUP_DECAY_LR,
-    WARMUP_LINEAR_RATE,
-    WARMUP_LOG_RATE,
-    WARMUP_LR,
-    WARMUP_MAX_LR,
-    WARMUP_NUM_STEPS,
-    WARMUP_TYPE,
-    logger,
-)
+from shardwise.compat.utils import logger
 from shardwise.config import schedules
 from shardwise.config.schedules import FormulaLR, check
+
+LR_SCHEDULE = "lr_schedule"
+LR_RANGE_TEST, ONE_CYCLE = "LRRangeTest", "OneCycle"
+WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR = "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"
+VALID_LR_SCHEDULES = [LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR]
+LR_RANGE_TEST_MIN_LR, LR_RANGE_TEST_STEP_RATE = "lr_range_test_min_lr", "lr_range_test_step_rate"
+LR_RANGE_TEST_STEP_SIZE, LR_RANGE_TEST_STAIRCASE = "lr_range_test_step_size", "lr_range_test_staircase"
+CYCLE_MIN_LR, CYCLE_MAX_LR, DECAY_LR_RATE = "cycle_min_lr", "cycle_max_lr", "decay_lr_rate"
+CYCLE_FIRST_STEP_SIZE, CYCLE_SECOND_STEP_SIZE = "cycle_first_step_size", "cycle_second_step_size"
+CYCLE_FIRST_STAIR_COUNT, CYCLE_SECOND_STAIR_COUNT = "cycle_first_stair_count", "cycle_second_stair_count"
+DECAY_STEP_SIZE, DECAY_MOM_RATE = "decay_step_size", "decay_mom_rate"
+CYCLE_MIN_MOM, CYCLE_MAX_MOM = "cycle_min_mom", "cycle_max_mom"
+WARMUP_MIN_LR, WARMUP_MAX_LR = "warmup_min_lr", "warmup_max_lr"
+WARMUP_NUM_STEPS, WARMUP_TYPE, TOTAL_NUM_STEPS = "warmup_num_steps", "warmup_type", "total_num_steps"
+WARMUP_LOG_RATE, WARMUP_LINEAR_RATE = "log", "linear"
+WARMUP_MIN_RATIO, COS_MIN_RATIO = "warmup_min_ratio", "cos_min_ratio"
+__all__ = [*(name for name in globals() if name.isupper()), *VALID_LR_SCHEDULES]
 
 
 class NamedSchedule(FormulaLR):
@@ -83,3 +90,9 @@ class NamedSchedule(FormulaLR):
 def schedule_class(name: str) -> type[NamedSchedule]:
     """The class of the schedule with this name."""
     return type(name, (NamedSchedule,), {})
+
+
+def __getattr__(name: str) -> Any:
+    if name in VALID_LR_SCHEDULES:
+        return schedule_class(name)
+    raise AttributeError(name)

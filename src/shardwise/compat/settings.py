@@ -1,28 +1,212 @@
-"""The classes of DeepSpeed's configuration by name, loaded at first use: `import deepspeed` does not need them."""
+"""DeepSpeed's configuration as objects: `DeepSpeedConfig` and its sections, with DeepSpeed's names and defaults.
+
+Programs read them. The engine does not: `initialize` translates the configuration itself.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import enum
+import sys
+from pathlib import Path
 from typing import Any
 
-_OFFLOAD = ("DeepSpeedZeroOffloadParamConfig", "DeepSpeedZeroOffloadOptimizerConfig")
-_PRECISION = ("DeepSpeedFP16Config", "DeepSpeedBF16Config", "get_float16_config", "get_bfloat16_config")
+import torch.distributed as dist
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from shardwise.compat.initialize import read_settings
+from shardwise.config.sections import Batch
+from shardwise.errors import ConfigError
+
+DeepSpeedConfigError = ConfigError
+ADAM_OPTIMIZER, ADAMW_OPTIMIZER = "adam", "adamw"
+ADAGRAD_OPTIMIZER, LION_OPTIMIZER = "adagrad", "lion"
+_STAGE_3 = "stage3_"
+_BATCH_KEYS = {
+    "global_batch_size": "train_batch_size",
+    "micro_batch_size": "train_micro_batch_size_per_gpu",
+    "accumulation": "gradient_accumulation_steps",
+}
 
 
-def _named(*names: str) -> Callable[[str], Any]:
-    """The `__getattr__` of a module that has these names."""
+class ZeroStageEnum(int, enum.Enum):
+    """The stages by name."""
 
-    def find(name: str) -> Any:
-        if name not in names:
-            raise AttributeError(name)
-        from shardwise.compat import setting_models
-
-        return getattr(setting_models, name)
-
-    return find
+    disabled = 0
+    optimizer_states = 1
+    gradients = 2
+    weights = 3
+    max_stage = 3  # noqa: PIE796  # an alias
 
 
-config_named = _named("DeepSpeedConfig", "get_bfloat16_enabled", "get_fp16_enabled", *_PRECISION)
-offload_section_named = _named(*_OFFLOAD)
-precision_named = _named(*_PRECISION)
-zero_section_named = _named("DeepSpeedZeroConfig", *_OFFLOAD)
+class OffloadDeviceEnum(enum.StrEnum):
+    """Where offloaded states rest."""
+
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
+
+
+class OffloadStateTypeEnum(enum.StrEnum):
+    """Kinds of states that `engine.offload_states` names."""
+
+    optim_states = "optim_states"
+    hp_params = "hp_params"
+    lp_params = "lp_params"
+    lp_grads = "lp_grads"
+    contiguous_grad_buffer = "contiguous_grad_buffer"
+
+
+class _SettingsSection(BaseModel):
+    """A section. Keys without a field become attributes as they are; those that are "auto" have their default."""
+
+    model_config = ConfigDict(extra="allow", validate_default=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_auto(cls, data: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in data.items() if value != "auto"}
+
+
+class DeepSpeedZeroOffloadParamConfig(_SettingsSection):
+    device: OffloadDeviceEnum = OffloadDeviceEnum.none
+    nvme_path: Path | None = None
+    buffer_count: int = Field(5, ge=0)
+    buffer_size: float = Field(1e8, ge=0)
+    max_in_cpu: float = Field(1e9, ge=0)
+    pin_memory: bool = False
+
+
+class DeepSpeedZeroOffloadOptimizerConfig(_SettingsSection):
+    device: OffloadDeviceEnum = OffloadDeviceEnum.none
+    nvme_path: Path | None = None
+    buffer_count: int = Field(4, ge=0)
+    pin_memory: bool = False
+    pipeline_read: bool = False
+    pipeline_write: bool = False
+    fast_init: bool = False
+    ratio: float = Field(1.0, ge=0, le=1)
+
+    @property
+    def pipeline(self) -> bool:
+        return self.pipeline_read or self.pipeline_write
+
+
+class DeepSpeedZeroConfig(_SettingsSection):
+    """The section `zero_optimization`; its keys are given with or without `stage3_`."""
+
+    stage: ZeroStageEnum = ZeroStageEnum.disabled
+    offload_param: DeepSpeedZeroOffloadParamConfig | None = None
+    offload_optimizer: DeepSpeedZeroOffloadOptimizerConfig | None = None
+    overlap_comm: bool | None = None
+    contiguous_gradients: bool = True
+    reduce_scatter: bool = True
+    reduce_bucket_size: float = Field(5e8, gt=0)
+    allgather_partitions: bool = True
+    allgather_bucket_size: float = Field(5e8, ge=0)
+    sub_group_size: float = Field(1e9, ge=0)
+    prefetch_bucket_size: float = Field(5e7, ge=0)
+    param_persistence_threshold: float = Field(1e5, ge=0)
+    model_persistence_threshold: float = Field(sys.maxsize, ge=0)
+    max_live_parameters: float = Field(1e9, ge=0)
+    max_reuse_distance: float = Field(1e9, ge=0)
+    gather_16bit_weights_on_model_save: bool = False
+    module_granularity_threshold: float = 0
+    elastic_checkpoint: bool = False
+    load_from_fp32_weights: bool = True
+    ignore_unused_parameters: bool = True
+    round_robin_gradients: bool = False
+    pipeline_loading_checkpoint: bool = False
+    memory_efficient_linear: bool = True
+    zero_hpz_partition_size: int = Field(1, ge=0)
+    zero_quantized_weights: bool = False
+    zero_quantized_gradients: bool = False
+    mics_shard_size: int = -1
+
+    @model_validator(mode="before")
+    @classmethod
+    def _current_names(cls, data: dict[str, Any]) -> dict[str, Any]:
+        named = {key.removeprefix(_STAGE_3): value for key, value in data.items()}
+        if "gather_fp16_weights_on_model_save" in named:
+            named["gather_16bit_weights_on_model_save"] = named.pop("gather_fp16_weights_on_model_save")
+        pins = named.pop("cpu_offload_use_pin_memory", False)
+        for old, new in (("cpu_offload_param", "offload_param"), ("cpu_offload", "offload_optimizer")):
+            if named.pop(old, False):
+                named.setdefault(new, {"device": "cpu", "pin_memory": pins})
+        return named
+
+    @model_validator(mode="after")
+    def _overlap_by_stage(self) -> DeepSpeedZeroConfig:
+        if self.overlap_comm is None:
+            self.overlap_comm = self.stage == ZeroStageEnum.weights
+        return self
+
+
+class DeepSpeedFP16Config(_SettingsSection):
+    enabled: bool = False
+    auto_cast: bool = False
+    loss_scale: float = Field(0, ge=0)
+    initial_scale_power: int = Field(16, ge=0)
+    loss_scale_window: int = Field(1000, ge=0)
+    hysteresis: int = Field(2, ge=0)
+    consecutive_hysteresis: bool = False
+    min_loss_scale: float = Field(1, ge=0)
+    fp16_master_weights_and_grads: bool = False
+
+
+class DeepSpeedBF16Config(_SettingsSection):
+    enabled: bool = False
+    immediate_grad_update: bool = False
+    bf16_master_weights_and_grads: bool = False
+    bf16_optimizer_states: bool = False
+
+
+def get_float16_config(settings: dict[str, Any]) -> DeepSpeedFP16Config:
+    return DeepSpeedFP16Config(**(settings.get("fp16") or {}))
+
+
+def get_bfloat16_config(settings: dict[str, Any]) -> DeepSpeedBF16Config:
+    return DeepSpeedBF16Config(**(settings.get("bf16") or settings.get("bfloat16") or {}))
+
+
+def get_fp16_enabled(settings: dict[str, Any]) -> bool:
+    return get_float16_config(settings).enabled
+
+
+def get_bfloat16_enabled(settings: dict[str, Any]) -> bool:
+    return get_bfloat16_config(settings).enabled
+
+
+class DeepSpeedConfig:
+    """A configuration, from a dictionary, a path or JSON text, with the batch sizes for the ranks that there are."""
+
+    def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
+        settings = read_settings(config)
+        self._param_dict = settings
+        self.world_size = dist.get_world_size() if dist.is_initialized() else 1
+        self.train_batch_size = settings.get("train_batch_size")
+        self.train_micro_batch_size_per_gpu = settings.get("train_micro_batch_size_per_gpu")
+        self.gradient_accumulation_steps = settings.get("gradient_accumulation_steps")
+        self._configure_train_batch_size()
+        self.zero_config = DeepSpeedZeroConfig(**(settings.get("zero_optimization") or {}))
+        self.zero_optimization_stage = self.zero_config.stage
+        self.zero_enabled = self.zero_optimization_stage > 0
+        self.float16_config, self.bfloat16_config = get_float16_config(settings), get_bfloat16_config(settings)
+        self.fp16_enabled, self.bfloat16_enabled = self.float16_config.enabled, self.bfloat16_config.enabled
+        self.gradient_clipping = settings.get("gradient_clipping", 0.0)
+        self.steps_per_print = settings.get("steps_per_print", 10)
+        self.wall_clock_breakdown = settings.get("wall_clock_breakdown", False)
+        optimizer, scheduler = settings.get("optimizer") or {}, settings.get("scheduler") or {}
+        self.optimizer_name, self.optimizer_params = optimizer.get("type"), optimizer.get("params")
+        self.scheduler_name, self.scheduler_params = scheduler.get("type"), scheduler.get("params")
+
+    def _configure_train_batch_size(self) -> None:
+        """Complete the three sizes of a batch; an AssertionError if they do not multiply."""
+        given = {ours: size for ours, key in _BATCH_KEYS.items() if (size := getattr(self, key)) not in (None, "auto")}
+        if not given.keys() & {"global_batch_size", "micro_batch_size"}:
+            raise AssertionError("Either train_batch_size or train_micro_batch_size_per_gpu needs to be provided")
+        try:
+            batch = Batch(**given).resolve(self.world_size)
+        except (ConfigError, ValueError) as error:
+            raise AssertionError(f"Check batch related parameters: {error}") from error
+        for ours, key in _BATCH_KEYS.items():
+            setattr(self, key, getattr(batch, ours))

@@ -1,152 +1,29 @@
-"""`deepspeed.zero`: parameters that rest in shards before there is an engine, and whole values of any parameter.
-
-A parameter that was built under `Init` rests as one flat shard a rank, and its shape is (0,), as with DeepSpeed. At
-`deepspeed.initialize` the engine reads it, one unit at a time. From then on the parameter has its shape, and the engine
-gathers and releases it.
-"""
+"""`deepspeed.zero`: models that are built in shards, and whole values of any parameter."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
-import enum
-import weakref
 from collections.abc import Callable, Iterable, Iterator
-from itertools import count
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from shardwise.compat.comm import init_distributed
-from shardwise.compat.early_shard import EarlyShard, early_device
+from shardwise.compat.zero_parameters import (
+    ZeroParameter,
+    close_whole,
+    early_device,
+    is_early,
+    mark,
+    open_whole,
+    shard_early,
+)
+from shardwise.errors import CompatibilityError
 
-if TYPE_CHECKING:
-    from shardwise.unit.unit import Unit
-
-EMPTY_SHAPE = [0]
-"""The shape of a parameter that rests in shards without an engine."""
-
-
-class ZeroParamStatus(enum.Enum):
-    """Whether a parameter has its whole values here."""
-
-    AVAILABLE = 1
-    NOT_AVAILABLE = 2
-    INFLIGHT = 3
-
-
-class ZeroParamType(enum.Enum):
-    NORMAL = 1
-    PARTITIONED = 2
-    REMOTE = 3
-
-
-class ZeroParameter(nn.Parameter):
-    """A parameter with the attributes by which clients recognise stage 3."""
-
-    early: EarlyShard | None = None
-    ds_id: int
-    ds_active_sub_modules: set[int]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """A parameter of its own: whole where the values are open, else one that rests in shards as well."""
-        if id(self) not in memo:
-            copied = nn.Parameter(self.detach().clone(), self.requires_grad)
-            if self.early is not None and self.early.users == 0:
-                mark(copied)
-                put_back(copied, copy.copy(self.early))
-            memo[id(self)] = copied
-        made: nn.Parameter = memo[id(self)]
-        return made
-
-    @property
-    def ds_shape(self) -> torch.Size:
-        return self.early.shape if self.early is not None else self.shape
-
-    @property
-    def ds_numel(self) -> int:
-        return self.ds_shape.numel()
-
-    @property
-    def ds_status(self) -> ZeroParamStatus:
-        from shardwise.engine.access import unit_of
-
-        if self.early is None:
-            return _status(unit_of(self))
-        return ZeroParamStatus.AVAILABLE if self.early.users else ZeroParamStatus.NOT_AVAILABLE
-
-    @property
-    def ds_tensor(self) -> torch.Tensor:
-        """This rank's elements, flat; of an engine's parameter, a copy in the precision that is updated."""
-        if self.early is not None:
-            return self.early.tensor
-        from shardwise.compat.fragments import local_values
-
-        return local_values(self)
-
-    @property
-    def ds_persist(self) -> bool:
-        return False
-
-    def all_gather(self, param_list: Iterable[ZeroParameter] | None = None, **options: Any) -> None:
-        """Open the whole values until `partition`. A collective."""
-        for param in param_list if param_list is not None else [self]:
-            _open(param)
-
-    def partition(self, param_list: Iterable[ZeroParameter] | None = None, **options: Any) -> None:
-        """Keep the shard alone again. A collective."""
-        for param in param_list if param_list is not None else [self]:
-            _close(param, modifier_rank=None)
-
-    def partition_numel(self) -> int:
-        return self.ds_tensor.numel()
-
-
-_IDS = count()
-
-
-def mark(param: nn.Parameter) -> None:
-    """Give a parameter the attributes of stage 3."""
-    if not isinstance(param, ZeroParameter):
-        param.__class__ = ZeroParameter
-        param.ds_id = next(_IDS)  # type: ignore[attr-defined]  # now a ZeroParameter
-        param.ds_active_sub_modules = set()  # type: ignore[attr-defined]  # read by TRL
-
-
-def shard_early(param: nn.Parameter, device: torch.device, checks_writes: bool = False) -> None:
-    """Leave this rank's shard of a parameter alone, with rank 0's values. A collective."""
-    mark(param)
-    assert isinstance(param, ZeroParameter)
-    if param.early is None:
-        put_back(param, EarlyShard(param, device, checks_writes))
-
-
-def put_back(param: torch.Tensor, values: torch.Tensor | EarlyShard) -> None:
-    """Give a parameter values outside any engine: whole, or this rank's shard."""
-    if isinstance(values, EarlyShard):
-        assert isinstance(param, ZeroParameter)
-        param.early = values
-        param.data = torch.empty(0, dtype=values.dtype, device=values.tensor.device)
-    else:
-        param.data = values
-
-
-def hand_over(param: nn.Parameter, device: torch.device) -> None:
-    """Have the engine that is about to be built read the values of a parameter that rests in an early shard."""
-    from shardwise.unit.origins import SHARED_ORIGIN
-
-    assert isinstance(param, ZeroParameter)
-    early, param.early = param.early, None
-    assert early is not None
-    blank = torch.full((), float("nan") if early.dtype.is_floating_point else 0, dtype=early.dtype, device=device)
-    param.data = blank.expand(early.shape)
-    setattr(param, SHARED_ORIGIN, early.whole)
-
-
-def is_early(param: torch.Tensor) -> bool:
-    return isinstance(param, ZeroParameter) and param.early is not None
+ZeRORuntimeException = CompatibilityError
+_LEAF = "_z3_leaf"
 
 
 class Init:
@@ -270,83 +147,21 @@ class GatheredParameters:
 
 @contextlib.contextmanager
 def _opened(param: ZeroParameter, modifier_rank: int | None) -> Iterator[None]:
-    _open(param)
+    open_whole(param)
     version = param._version
     try:
         yield
     except BaseException:
-        _close(param, modifier_rank=None)  # sends nothing: other ranks may not get here
+        close_whole(param, modifier_rank=None)  # sends nothing: other ranks may not get here
         raise
     early = param.early
     is_lost = modifier_rank is None and early is not None and early.checks_writes and param._version != version
-    _close(param, modifier_rank)
+    close_whole(param, modifier_rank)
     if is_lost:
         raise RuntimeError(
             "in-place modification of a parameter inside GatheredParameters without a modifier_rank would be lost: "
             "pass modifier_rank=0, and write on that rank"
         )
-
-
-def _open(param: ZeroParameter) -> None:
-    early = param.early
-    if early is None:
-        return
-    if early.users == 0:
-        param.data = early.whole().view(early.shape)
-    early.users += 1
-
-
-def _close(param: ZeroParameter, modifier_rank: int | None) -> None:
-    early = param.early
-    if early is None:
-        return  # an engine has it now
-    if modifier_rank is not None:
-        early.take_back(param, modifier_rank)
-    early.users -= 1
-    if early.users == 0:
-        param.data = torch.empty(0, dtype=early.dtype, device=early.tensor.device)
-    elif modifier_rank is not None:
-        param.data = early.whole().view(early.shape)
-
-
-def mark_module(model: nn.Module) -> None:
-    """Give a model and its parameters what clients look for under stage 3."""
-    for param in model.parameters():
-        mark(param)
-    nn.Module.ds_external_parameters = _no_external_parameters  # type: ignore[attr-defined]  # as DeepSpeed does
-    torch.Tensor.ds_status = property(_status_of_saved)  # type: ignore[attr-defined]  # read by TRL
-
-
-def note_units(units: Iterable[Unit]) -> None:
-    """Remember an engine's units, by whose buffers tensors are recognised."""
-    _UNITS.update(units)
-
-
-_UNITS: weakref.WeakSet[Unit] = weakref.WeakSet()
-
-
-def _status(unit: Unit | None) -> ZeroParamStatus:
-    from shardwise.unit.weights import WeightsState
-
-    is_here = unit is None or unit.weights.state is WeightsState.GATHERED
-    return ZeroParamStatus.AVAILABLE if is_here else ZeroParamStatus.NOT_AVAILABLE
-
-
-def _status_of_saved(tensor: torch.Tensor) -> ZeroParamStatus:
-    """Of a tensor that autograd saved for a parameter: under hooks on saved tensors it is not the parameter itself.
-
-    TRL's chunked losses ask it in their backward.
-    """
-    known = [] if isinstance(tensor, nn.Parameter) else list(_UNITS)
-    unit = next((unit for unit in known if unit.weights.storage_id == tensor.untyped_storage()._cdata), None)
-    if unit is None:
-        raise AttributeError("'Tensor' object has no attribute 'ds_status'")
-    return _status(unit)
-
-
-def _no_external_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """A parameter that is used outside its own module is gathered at that use: none has to be registered."""
-    return []
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
@@ -366,3 +181,55 @@ class MultipleAllGatherHandles:
     def wait(self, **options: Any) -> None:
         for handle in self.handles:
             handle.wait(**options)
+
+
+def set_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Iterable[Any], raise_if_not_found: bool = True, **options: Any
+) -> list[nn.Module]:
+    """Mark the modules of these classes, and return them. It changes nothing: whole blocks are gathered as one unit."""
+    return _marked(model, leaf_module_classes, True, raise_if_not_found)
+
+
+def unset_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Iterable[Any], raise_if_not_found: bool = True, **options: Any
+) -> list[nn.Module]:
+    """Remove the mark."""
+    return _marked(model, leaf_module_classes, False, raise_if_not_found)
+
+
+def set_z3_leaf_module(module: nn.Module, flag: bool) -> None:
+    vars(module)[_LEAF] = flag
+
+
+def z3_leaf_module(module: nn.Module) -> bool:
+    return bool(vars(module).get(_LEAF, False))
+
+
+def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if z3_leaf_module(module)]
+
+
+@contextlib.contextmanager
+def unwrap_model_for_generation(model: Any) -> Iterator[nn.Module]:
+    """The model inside an engine, with whole parameters under stage 3. A collective."""
+    inner = getattr(model, "module", model)
+    with GatheredParameters(inner.parameters()):
+        yield inner
+
+
+def _marked(model: nn.Module, classes: Iterable[Any], flag: bool, raises: bool) -> list[nn.Module]:
+    """Marks modules by their class, its name, or its full name."""
+    wanted = list(classes)
+    found = [module for module in model.modules() if any(_is_of(module, kind) for kind in wanted)]
+    if raises and not found:
+        raise ValueError(f"No modules of type {wanted} found in model {type(model).__name__}: name classes that it has")
+    for module in found:
+        set_z3_leaf_module(module, flag)
+    return found
+
+
+def _is_of(module: nn.Module, kind: Any) -> bool:
+    if isinstance(kind, str):
+        own = type(module)
+        return kind in (own.__name__, own.__qualname__, f"{own.__module__}.{own.__qualname__}")
+    return isinstance(module, kind)

@@ -1,11 +1,37 @@
-"""`zero_optimization.ignore_unused_parameters: false`: a step in which a parameter got no gradient is an error."""
+"""What is done with gradients around a backward: their change on entering a model, and a check for missing ones."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import torch
 from torch import nn
+
+from shardwise.tensors import map_tensors
+
+
+def with_gradients_changed(outputs: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The same outputs. A gradient that reaches one of their tensors is changed once on its way into the model.
+
+    The tensors are views of the model's own: a loss that the model computes from logits, and returns beside them, has
+    its gradient changed where it enters, and not again at the logits.
+    """
+
+    def viewed(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.grad_fn is None:
+            return tensor
+        view = tensor.view_as(tensor)
+        view.register_hook(change)
+        return view
+
+    if isinstance(outputs, MutableMapping) and type(outputs) is not dict:  # such as ModelOutput of transformers
+        copied = copy.copy(outputs)
+        for key, value in outputs.items():
+            copied[key] = map_tensors(value, viewed)
+        return copied
+    return map_tensors(outputs, viewed)
 
 
 class UnusedParameters:

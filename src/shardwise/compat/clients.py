@@ -1,0 +1,54 @@
+"""What single clients need beyond DeepSpeed's API: Accelerate, Trainer, TRL."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.errors import CompatibilityError
+
+
+def check_client_counts_all_ranks() -> None:
+    """Accelerate takes every process for the only one if it finds neither a GPU nor a backend that it was given: then
+    all would train on the same samples and write the same files."""
+    partial_state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
+    counted = getattr(partial_state, "_shared_state", {}).get("num_processes")
+    started = torch.distributed.get_world_size()
+    if counted is not None and counted != started:
+        raise CompatibilityError(
+            f"Accelerate counts {counted} processes, and {started} were started: without a GPU it is told to use the "
+            "CPU, by TrainingArguments(use_cpu=True), or InitProcessGroupKwargs(backend='gloo') for an Accelerator"
+        )
+
+
+def unwrap_in_trainers(engine: Any) -> None:
+    """Set `model_wrapped` to `model` in each Trainer that refers to a destroyed engine.
+
+    `Trainer.train` has Accelerate destroy the engine of an earlier `train` or `evaluate`, but passes the model to
+    Accelerate again only if `model_wrapped` is the model itself.
+    """
+    trainer_class = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
+    if trainer_class is None:
+        return
+    for candidate in gc.get_objects():
+        if issubclass(type(candidate), trainer_class) and getattr(candidate, "model_wrapped", None) is engine:
+            candidate.model_wrapped = candidate.model
+
+
+class ParameterOffload:
+    """What TRL looks for to generate without gathering layer by layer: it removes the hooks and puts them back.
+
+    The engine's hooks stay: a forward on gathered parameters gathers nothing.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.forward_hooks: list[Any] = []
+        self.backward_hooks: list[Any] = []
+
+    def _register_deepspeed_module(self, module: nn.Module, *details: Any) -> None:
+        pass

@@ -1,0 +1,255 @@
+"""DeepSpeed's modules by their names: where the names in each come from, and what to use instead of the others.
+
+`import deepspeed` finds one real file, path/deepspeed/__init__.py. The modules below it are rows of `SERVED`: a finder
+makes them, and a name in one is imported from its module here when it is first read.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
+from importlib.abc import InspectLoader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_loader
+from types import ModuleType
+from typing import Any, NoReturn
+
+from shardwise.errors import CompatibilityError
+
+_ROOT = "deepspeed"
+ALL = "*"
+"""Every name of a module that has `__all__`."""
+
+_PRECISION = "DeepSpeedFP16Config DeepSpeedBF16Config get_float16_config get_bfloat16_config"
+_OFFLOAD = "DeepSpeedZeroOffloadParamConfig DeepSpeedZeroOffloadOptimizerConfig"
+_EXTERNAL = "register_external_parameter unregister_external_parameter"
+_RECOMPUTE = "checkpoint configure is_configured reset non_reentrant_checkpoint"
+
+SERVED: dict[str, dict[str, str]] = {
+    "": {
+        "initialize": "initialize add_config_arguments add_core_arguments",
+        "engine": "DeepSpeedEngine",
+        "optimizer": "DeepSpeedOptimizer",
+        "accelerator": "get_accelerator",
+        "comm": "init_distributed",
+        "settings": "DeepSpeedConfigError",
+        "utils": "OnDevice log_dist logger",
+        "modules": "PipelineModule init_inference tp_model_init default_inference_config",
+    },
+    "accelerator": {"accelerator": "get_accelerator is_current_accelerator_supported"},
+    "checkpoint": {"checkpoints": "UNIVERSAL_CHECKPOINT_INFO"},
+    "checkpoint.constants": {
+        "checkpoints": "BASE_OPTIMIZER_STATE BUFFER_NAMES DS_VERSION FP32_FLAT_GROUPS OPTIMIZER_STATE_DICT "
+        "PARAM_SHAPES SINGLE_PARTITION_OF_FP32_GROUPS UNIVERSAL_CHECKPOINT_INFO ZERO_STAGE"
+    },
+    "checkpoint.ds_to_universal": {"checkpoints": "main parse_arguments"},
+    "checkpoint.utils": {"checkpoints": "clone_tensors_for_torch_save get_model_ckpt_name_for_rank"},
+    "checkpointing": {"recompute": _RECOMPUTE},
+    "comm": {"comm": ALL},
+    "comm.comm": {"comm": ALL},
+    "comm.torch": {"comm": "known_world_size"},
+    "git_version_info": {
+        "activation": "version git_hash git_branch installed_ops compatible_ops",
+        "utils": "torch_info",
+    },
+    "launcher": {},
+    "launcher.runner": {
+        "launcher": "DEEPSPEED_ENVIRONMENT_NAME main fetch_hostfile _parse_hostfile parse_inclusion_exclusion "
+        "parse_resource_filter"
+    },
+    "moe": {},
+    "moe.utils": {"utils": "has_moe_layers is_moe_param split_params_into_different_moe_groups_for_optimizer"},
+    "ops": {"ops": "__compatible_ops__"},
+    "ops.adagrad": {"ops": "DeepSpeedCPUAdagrad"},
+    "ops.adam": {"ops": "DeepSpeedCPUAdam FusedAdam"},
+    "ops.aio": {"ops": "AsyncIOBuilder"},
+    "ops.lamb": {"ops": "FusedLamb"},
+    "ops.lion": {"ops": "DeepSpeedCPULion FusedLion"},
+    "ops.op_builder": {"ops": "AsyncIOBuilder CPUAdamBuilder FusedAdamBuilder FusedLambBuilder"},
+    "runtime": {},
+    "runtime.activation_checkpointing": {},
+    "runtime.activation_checkpointing.checkpointing": {"recompute": _RECOMPUTE},
+    "runtime.base_optimizer": {"optimizer": "DeepSpeedOptimizer ZeROOptimizer"},
+    "runtime.config": {
+        "settings": "DeepSpeedConfig DeepSpeedConfigError get_bfloat16_enabled get_fp16_enabled ADAGRAD_OPTIMIZER "
+        f"ADAM_OPTIMIZER ADAMW_OPTIMIZER LION_OPTIMIZER {_PRECISION}"
+    },
+    "runtime.dataloader": {"utils": "RepeatingLoader"},
+    "runtime.engine": {"engine": "DeepSpeedEngine"},
+    "runtime.fp16": {},
+    "runtime.fp16.fused_optimizer": {"optimizer": "FP16_Optimizer"},
+    "runtime.fp16.unfused_optimizer": {"optimizer": "FP16_UnfusedOptimizer"},
+    "runtime.lr_schedules": {"schedules": ALL},
+    "runtime.precision_config": {"settings": _PRECISION},
+    "runtime.swap_tensor": {"utils": "MIN_SWAPPABLE_BYTES"},
+    "runtime.utils": {"accelerator": "empty_cache see_memory_usage", "utils": "call_to_str clip_grad_norm_"},
+    "runtime.zero": {
+        "zero": f"Init GatheredParameters unwrap_model_for_generation {_EXTERNAL}",
+        "zero_parameters": "ZeroParamStatus ZeroParamType",
+    },
+    "runtime.zero.config": {"settings": f"DeepSpeedZeroConfig ZeroStageEnum {_OFFLOAD}"},
+    "runtime.zero.offload_config": {"settings": f"OffloadDeviceEnum OffloadStateTypeEnum {_OFFLOAD}"},
+    "runtime.zero.partition_parameters": {
+        "zero": f"Init GatheredParameters MultipleAllGatherHandles {_EXTERNAL}",
+        "zero_parameters": "ZeroParamStatus ZeroParamType partitioned_param_data_shape",
+    },
+    "runtime.zero.stage3": {
+        "optimizer": "DeepSpeedZeroOptimizer_Stage3",
+        "modules": "estimate_zero3_model_states_mem_needs_all_live estimate_zero3_model_states_mem_needs_all_cold",
+    },
+    "runtime.zero.stage_1_and_2": {
+        "optimizer": "DeepSpeedZeroOptimizer",
+        "modules": "estimate_zero2_model_states_mem_needs_all_live estimate_zero2_model_states_mem_needs_all_cold",
+    },
+    "runtime.zero.utils": {"zero": "ZeRORuntimeException"},
+    "utils": {
+        "comm": "is_initialized",
+        "fragments": ALL,
+        "zero": "get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules unset_z3_leaf_modules z3_leaf_module",
+        "utils": "OnDevice RepeatingLoader instrument_w_nvtx log_dist logger",
+    },
+    "utils.groups": {
+        "comm": "_get_data_parallel_group _get_data_parallel_rank _get_data_parallel_world_size "
+        "_get_sequence_parallel_group _get_sequence_parallel_rank _get_sequence_parallel_world_size"
+    },
+    "utils.init_on_device": {"utils": "OnDevice"},
+    "utils.logging": {"utils": "log_dist logger"},
+    "utils.nvtx": {"utils": "instrument_w_nvtx"},
+    "utils.tensor_fragment": {"fragments": ALL},
+    "utils.torch": {"utils": "required_torch_version"},
+    "utils.zero_to_fp32": {
+        "checkpoints": "convert_zero_checkpoint_to_fp32_state_dict get_fp32_state_dict_from_zero_checkpoint "
+        "get_model_state_file get_optim_files load_state_dict_from_zero_checkpoint"
+    },
+    "zero": {"zero": f"Init GatheredParameters {_EXTERNAL}"},
+}
+"""By the module's name below `deepspeed`: the names that it has, by the module here that they come from."""
+
+_SCRIPTS = {
+    "checkpoint.ds_to_universal": "checkpoints.main",
+    "launcher.runner": "launcher.main",
+    "utils.zero_to_fp32": "checkpoints.zero_to_fp32",
+}
+"""What `python -m` runs of a module."""
+
+_DATA_ALONE = "shard the data alone, with stage 3 for models that do not fit"
+_STREAM = "shardwise.stream(model) generates with models that do not fit"
+_PLAN = "`shardwise plan MODEL` predicts the memory of every stage"
+_INSTEAD = {
+    "pipe": _DATA_ALONE,
+    "runtime.pipe": _DATA_ALONE,
+    "sequence": _DATA_ALONE,
+    "runtime.sequence_parallel": _DATA_ALONE,
+    "module_inject": _DATA_ALONE,
+    "moe": "models with experts train as they are; their experts are sharded like all parameters",
+    "inference": _STREAM,
+    "model_implementations": _STREAM,
+    "monitor": "log engine.get_global_grad_norm(), engine.get_lr() and the loss from the loop",
+    "profiling": "torch.profiler shows the phases of the engine, and engine.shardwise_engine.report() its memory",
+    "elasticity": "a checkpoint resumes on any number of ranks; docs/checkpoints.md",
+    "autotuning": "`shardwise plan MODEL --search` ranks configurations",
+    "compression": "train without it",
+    "linear": "PEFT's LoRA works under every stage",
+    "nebula": "save_checkpoint writes to any folder",
+    "checkpoint": "load_checkpoint takes a checkpoint of any number of ranks and any stage, without a conversion",
+    "runtime.checkpoint_engine": "save_checkpoint writes to any folder",
+    "runtime.data_pipeline": "sort or sample the data in the loader",
+    "runtime.hybrid_engine": "engine.shardwise_engine.generate(...) keeps the weights gathered while it generates",
+    "ops": "use torch's own operators and optimizers",
+}
+"""What to use instead of modules that are not served, by their names or those of packages that they are in."""
+
+
+def refused(name: str, remedy: str) -> Callable[..., Any]:
+    """A function that stands where DeepSpeed has one that shardwise does not serve."""
+
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        raise CompatibilityError(f"deepspeed.{name} is not served by shardwise: {remedy}")
+
+    return refuse
+
+
+PipelineModule = refused("PipelineModule", _DATA_ALONE)
+init_inference = refused("init_inference", "pass no optimizer to deepspeed.initialize, and call engine.eval()")
+tp_model_init = refused("tp_model_init", _DATA_ALONE)
+default_inference_config = refused("default_inference_config", "see init_inference")
+estimate_zero2_model_states_mem_needs_all_live = refused("estimate_zero2_model_states_mem_needs_all_live", _PLAN)
+estimate_zero2_model_states_mem_needs_all_cold = refused("estimate_zero2_model_states_mem_needs_all_cold", _PLAN)
+estimate_zero3_model_states_mem_needs_all_live = refused("estimate_zero3_model_states_mem_needs_all_live", _PLAN)
+estimate_zero3_model_states_mem_needs_all_cold = refused("estimate_zero3_model_states_mem_needs_all_cold", _PLAN)
+
+
+class ServedModule(ModuleType):
+    """A module of DeepSpeed's: its names are imported when they are read, and so are the modules inside it."""
+
+    def __getattr__(self, name: str) -> Any:
+        inside = _inside(self.__name__)
+        if name == "__all__":
+            return [listed for listed in dir(self) if not listed.startswith("_")]
+        if f"{inside}.{name}".lstrip(".") in SERVED:
+            return import_module(f"{self.__name__}.{name}")
+        for source, names in SERVED[inside].items():
+            is_whole = names == ALL and not name.startswith("_")  # importlib asks for `__path__` and others
+            if name in (_source(source).__all__ if is_whole else names.split()):
+                return getattr(_source(source), name)
+        raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+
+    def __dir__(self) -> list[str]:
+        return sorted({*_names(_inside(self.__name__)), *(name for name in vars(self) if not name.startswith("_"))})
+
+
+def _inside(name: str) -> str:
+    """A module's name below `deepspeed`."""
+    return name.partition(".")[2]
+
+
+def _source(name: str) -> ModuleType:
+    return import_module(f"shardwise.compat.{name}")
+
+
+def _names(inside: str) -> Iterator[str]:
+    for source, names in SERVED[inside].items():
+        yield from _source(source).__all__ if names == ALL else names.split()
+    for module in SERVED:
+        package, _, own = module.rpartition(".")
+        if own and package == inside:
+            yield own
+
+
+class ServedModules(MetaPathFinder, InspectLoader):
+    """Finds and makes the modules of `SERVED`. An import of another one says what to use instead."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
+        if not name.startswith(f"{_ROOT}.") or not isinstance(sys.modules.get(_ROOT), ServedModule):
+            return None
+        inside = _inside(name)
+        if inside in SERVED:
+            return spec_from_loader(name, self, origin=__file__, is_package=self.is_package(name))
+        parts = inside.split(".")
+        heads = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
+        remedy = next((_INSTEAD[head] for head in heads if head in _INSTEAD), "docs/from-deepspeed.md lists what is")
+        # Clients that can do without catch an ImportError.
+        raise ModuleNotFoundError(f"{name} is not in the module deepspeed that shardwise serves: {remedy}", name=name)
+
+    def is_package(self, fullname: str) -> bool:
+        """All but scripts: an import inside one that has no modules reaches `find_spec`, and its sentence."""
+        return _inside(fullname) not in _SCRIPTS
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return ServedModule(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Does nothing: names are found when they are read."""
+
+    def get_source(self, fullname: str) -> str | None:
+        """What `python -m` runs."""
+        source, _, function = _SCRIPTS.get(_inside(fullname), "").rpartition(".")
+        return f"from shardwise.compat.{source} import {function}\n{function}()\n" if function else None
+
+
+def serve(package: ModuleType) -> None:
+    """Make a module `deepspeed` the first of those that are served."""
+    package.__class__ = ServedModule
+    if not any(isinstance(finder, ServedModules) for finder in sys.meta_path):
+        sys.meta_path.append(ServedModules())

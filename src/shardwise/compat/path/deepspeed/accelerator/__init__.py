@@ -1,1 +1,0 @@
-from shardwise.compat.accelerator import get_accelerator, is_current_accelerator_supported

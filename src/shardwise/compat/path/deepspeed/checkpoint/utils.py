@@ -1,1 +1,0 @@
-from shardwise.compat.checkpoints import clone_tensors_for_torch_save, get_model_ckpt_name_for_rank

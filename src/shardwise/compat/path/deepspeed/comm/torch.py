@@ -1,1 +1,0 @@
-from shardwise.compat.comm import known_world_size

@@ -1,1 +1,0 @@
-from shardwise.compat.op_builder import AsyncIOBuilder

@@ -1,1 +1,0 @@
-from shardwise.compat.recompute import checkpoint, configure, is_configured, reset

@@ -1,1 +1,0 @@
-from shardwise.compat.optimizer import DeepSpeedOptimizer, ZeROOptimizer

@@ -1,1 +1,0 @@
-from shardwise.compat.loading import RepeatingLoader

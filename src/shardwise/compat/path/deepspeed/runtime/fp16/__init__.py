@@ -1,1 +1,0 @@
-from . import fused_optimizer, unfused_optimizer

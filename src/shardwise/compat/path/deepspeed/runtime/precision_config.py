@@ -1,1 +1,0 @@
-from shardwise.compat.settings import precision_named as __getattr__

@@ -1,1 +1,0 @@
-from shardwise.compat.names import MIN_SWAPPABLE_BYTES

@@ -1,6 +1,0 @@
-from shardwise.compat.absent import refused
-from shardwise.compat.optimizer import DeepSpeedZeroOptimizer
-
-_PLAN = "`shardwise plan MODEL` predicts the memory of every stage"
-estimate_zero2_model_states_mem_needs_all_live = refused("estimate_zero2_model_states_mem_needs_all_live", _PLAN)
-estimate_zero2_model_states_mem_needs_all_cold = refused("estimate_zero2_model_states_mem_needs_all_cold", _PLAN)

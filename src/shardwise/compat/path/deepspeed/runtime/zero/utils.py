@@ -1,1 +1,0 @@
-from shardwise.errors import CompatibilityError as ZeRORuntimeException

@@ -1,1 +1,0 @@
-from shardwise.compat.names import log_dist, logger

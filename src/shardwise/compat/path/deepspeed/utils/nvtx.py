@@ -1,1 +1,0 @@
-from shardwise.compat.names import instrument_w_nvtx

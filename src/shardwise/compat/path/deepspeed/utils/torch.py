@@ -1,1 +1,0 @@
-from shardwise.compat.names import required_torch_version

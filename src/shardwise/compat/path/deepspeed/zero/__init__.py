@@ -1,6 +1,0 @@
-from shardwise.compat.zero import (
-    GatheredParameters,
-    Init,
-    register_external_parameter,
-    unregister_external_parameter,
-)

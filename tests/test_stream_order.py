@@ -141,16 +141,16 @@ class Forgetful(StreamOrder):
             name = frame.f_code.co_filename.rpartition("/shardwise/")[2]
             is_engine = name != frame.f_code.co_filename and not name.startswith(("planning", "observe", "timing"))
             if is_engine and (name, frame.f_code.co_name) != ("offload/streams.py", "wait"):
-                return f"{name}: {frame.f_code.co_name}"
+                return f"{name}: {frame.f_code.co_qualname}"
             frame = frame.f_back
         return "elsewhere"
 
 
 # Another wait comes first wherever these are issued in the cases below.
 FOLLOWS_ANOTHER = {
-    "unit/reduce_scatter.py: abandon (compute)",  # after `finish`; alone where a backward is broken off
-    "offload/buffer_pool.py: _drop_scratch (compute)",  # after the wait for the buffers of the pool
-    "unit/resting_part.py: wait (compute)",  # after the gather that reads the new weights
+    "unit/reduce_scatter.py: ReduceScatter.abandon (compute)",  # after `finish`; alone where a backward is broken off
+    "offload/buffer_pool.py: DeviceBufferPool._drop_scratch (compute)",  # after the wait for the buffers of the pool
+    "unit/master.py: RestingPart.wait (compute)",  # after the gather that reads the new weights
 }
 CASES = [
     ({"preset": "zero3", **BF16}, 2, 1),

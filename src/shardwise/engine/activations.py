@@ -1,8 +1,8 @@
 """Activation checkpointing by configuration: each block's forward is recomputed in its backward.
 
 A single layer (an embedding, a head) is not recomputed: its input would be saved all the same. With
-`checkpointing.offload`, what checkpoints save rests on the host: it is copied there in the forward, and back
-one checkpoint ahead of its use. torch saves the inputs of a checkpoint as it saves any tensor for a backward, so hooks on
+`checkpointing.offload`, what checkpoints save rests on the host: it is copied there in the forward, and back one
+checkpoint ahead of its use. torch saves the inputs of a checkpoint as it saves any tensor for a backward, so hooks on
 saved tensors see them.
 """
 

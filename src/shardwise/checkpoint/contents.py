@@ -109,8 +109,8 @@ def owned_slices(
     frozen: bool = True,
     tied: Collection[str] = (),
 ) -> Iterator[TensorSlice]:
-    """The values that this rank owns in the layout, and the states of `optimizer`; of `frozen` parameters if so, and
-    not of `tied` ones, which another stage has."""
+    """The values that this rank owns in the layout, and the states of `optimizer`: without `frozen`, not those of
+    frozen parameters, and never those of `tied` ones, which another stage writes."""
     for unit in engine.units if frozen else filter(attrgetter("is_trainable"), engine.units):
         owned = unit.layout.shard(engine.comm.shard_index)
         for view in state_views(unit, optimizer):

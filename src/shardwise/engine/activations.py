@@ -1,7 +1,7 @@
 """Activation checkpointing by configuration: each block's forward is recomputed in its backward.
 
 A single layer (an embedding, a head) is not recomputed: its input would be saved all the same. With
-`checkpointing.offload`, what checkpoints save rests on the host: it is copied down in the forward, and back one
+`checkpointing.offload`, what checkpoints save rests on the host: it is copied there in the forward, and back one
 checkpoint ahead of its use. torch saves the inputs of a checkpoint as it saves any tensor for a backward, so hooks on
 saved tensors see them.
 """
@@ -89,7 +89,7 @@ class ActivationStore:
     def take(self, size_bytes: int) -> tuple[HostStorage, Event]:
         """Memory of that size, and when it is free: the smallest idle storage that is large enough.
 
-        If there is none, the idle ones are freed: inputs of ever new lengths take no more than the longest do.
+        If there is none, the idle ones are freed: inputs of changing lengths take no more memory than the longest.
         """
         fitting = [entry for entry in self._idle if entry[0].size_bytes >= size_bytes]
         if fitting:

@@ -17,7 +17,7 @@ from shardwise.unit.state_view import TensorView
 
 
 def ema(engine: Engine, decay: float = 0.999) -> Ema:
-    """An average of the weights that `engine.step()` keeps up: average = decay * average + (1 - decay) * weights.
+    """An average of the weights that `engine.step()` updates: average = decay * average + (1 - decay) * weights.
 
     It is of the fp32 master copy, and each rank holds the average of what it updates: 4Ψ/W bytes where the optimizer is
     sharded. The first update copies the weights, as `torch.optim.swa_utils.AveragedModel` does. Make it before

@@ -80,7 +80,7 @@ class WeightPlacement:
 
 
 def window_bytes(sizes: Sequence[int], ahead: int) -> int:
-    """The largest sum of a unit and the `ahead` units after it, going on from the last to the first.
+    """The largest sum of a unit and the `ahead` units after it, where the first follows the last.
 
     >>> window_bytes([1, 5, 1, 4], ahead=1), window_bytes([1, 5], ahead=3)
     (6, 6)
@@ -102,7 +102,7 @@ def spread(count: int, among: int) -> set[int]:
 def place(
     units: Sequence[UnitSize], away: Tier, device_bytes: int | None, host_bytes: int | None = None, ahead: int = AHEAD
 ) -> WeightPlacement:
-    """Where the units rest, which are in the order of their use. As many as fit `device_bytes` rest on the device, all
+    """Where units, given in the order of their use, rest. As many as fit `device_bytes` rest on the device, all
     of them for None; the others on `away`, and where that is the disk, as many of these as fit `host_bytes` on the
     host. Up to `ahead` units are fetched ahead: the number with which the fewest bytes travel.
     """

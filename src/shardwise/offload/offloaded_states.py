@@ -184,7 +184,7 @@ class OffloadedStates(UnitStates):
         return self._is_frozen and storage is not None and storage.travels_directly and storage.dtype == target.dtype
 
     def prefetch(self, bucket: Bucket) -> None:
-        """Copy a bucket's states to the device ahead of the update: all but the gradients, which may be missing yet."""
+        """Copy a bucket's states to the device ahead of the update, without gradients: they may not be there yet."""
         if bucket.span not in self._on_device:
             self._acquire(bucket)
             self._fetch(bucket, [state for state in self.storages if state != GRADS])

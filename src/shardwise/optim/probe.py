@@ -78,7 +78,7 @@ def is_by_tensor(optimizer: torch.optim.Optimizer) -> bool:
 def _probe(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], shapes: Sequence[tuple[int, ...]], device: torch.device
 ) -> Scope:
-    """Try in fp64, where equal updates differ by nothing that counts; in fp32 for kernels that have no other."""
+    """Try in fp64, where rounding differences are negligible; in fp32 for kernels that do not support fp64."""
     devices = [device] if device.type == "cuda" else []
     # A dry run traces with fake tensors, and the user's random numbers must not change.
     with _disable_current_modes(), torch.random.fork_rng(devices), torch.inference_mode(False), _without_hooks():

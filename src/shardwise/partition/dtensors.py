@@ -104,7 +104,7 @@ def uneven_cut(model: nn.Module) -> str:
 
 
 def set_dtype(param: Any, dtype: torch.dtype) -> None:
-    """Have a DTensor report the dtype that its local tensor is about to have."""
+    """Make a DTensor report the dtype that its local tensor is about to get."""
     if is_dtensor(param) and param.dtype != dtype:
         inside = param._local_tensor
         blank = torch.empty((), dtype=dtype, device=inside.device).expand(inside.shape)

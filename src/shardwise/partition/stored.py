@@ -90,7 +90,7 @@ def prepare_quantized(model: nn.Module) -> None:
 
 
 def rebind_copies(param: Any, view: torch.Tensor) -> None:
-    """Let what a quantised weight calls by another name be `view`, in which the parameter lies from now on."""
+    """Point the other names of a quantised weight's values at `view`, where the parameter is from now on."""
     if getattr(param, "CB", None) is not None:
         param.CB = view
 

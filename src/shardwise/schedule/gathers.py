@@ -210,12 +210,12 @@ class GatherOrders:
         self._orders = {kind: GatherOrder(kind, sharded, containers, sharded[0].comm) for kind in kinds}
         self._current: GatherOrder | None = None
         self._kept: set[str] = set()
-        self.all_gathered = False
+        self.all_locked = False
         """Whether everything stays gathered on all ranks, so that passes have nothing to gather."""
 
     def begin(self, kind: str) -> None:
         """A pass begins."""
-        self._current = self._orders.get(kind) if not self.all_gathered else None
+        self._current = self._orders.get(kind) if not self.all_locked else None
         if self._current is not None:
             self._current.begin(self._kept)
         self._kept = set()
@@ -290,11 +290,11 @@ class Gathers:
         for unit in self.sharded:
             self.gather(unit)
             self.lock(unit)
-        self.orders.all_gathered = True
+        self.orders.all_locked = True
 
     def unlock_all(self) -> None:
         """Release what was locked."""
-        self.orders.all_gathered = False
+        self.orders.all_locked = False
         while self._locked:
             self._locked.pop().weights.unlock()
 

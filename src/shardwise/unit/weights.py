@@ -305,10 +305,8 @@ class Weights:
         self._binding.check()
 
     def was_written(self) -> torch.Tensor | None:
-        """Whether others wrote into `full` in place, judged by a few elements of each parameter; None if unknown.
-
-        No version counter shows a write through `param.data`, and an update would undo it.
-        """
+        """Whether others wrote into `full` in place, judged by a few elements of each parameter; None if unknown. No
+        version counter shows a write through `param.data`, and an update would undo it."""
         if self.state is not _GATHERED or self._locks or self._binding.is_fake or not self.policy.trainable:
             return None
         return self._master.differs(self._places)
@@ -362,8 +360,7 @@ class Weights:
     def _gather_aside(self) -> None:
         """Take part in a gather beside the locked values, into which the user may have written."""
         self._drop_aside()
-        entry = Entry(Kind.WORK, self.name, Tier.DEVICE)
-        full = self._full.tensor
+        entry, full = Entry(Kind.WORK, self.name, Tier.DEVICE), self._full.tensor
         buffer = Buffer(self._ledger, entry, full.numel(), full.dtype, full.device)
         if self._rest is None:
             buffer.allocate()[self.owned.slice] = self._segment

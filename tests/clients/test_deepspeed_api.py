@@ -256,6 +256,102 @@ def test_small_calls_of_users_are_served_and_others_named(rank, world_size):
         ds.runtime.zero.stage3.estimate_zero3_model_states_mem_needs_all_live(net, num_gpus_per_node=8)
 
 
+@ranks(2)
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_the_size_of_a_step_is_changed_between_steps(rank, world_size, stage):
+    ds = deepspeed()
+    losses = []
+    for count in (1, 2):
+        net = model()
+        config = settings(stage, gradient_accumulation_steps=count, scheduler=None)
+        engine, *_ = ds.initialize(model=net, model_parameters=net.parameters(), config=config)
+        if count == 1:
+            engine.set_train_batch_size(8)
+            assert (engine.gradient_accumulation_steps(), engine.train_batch_size()) == (2, 8)
+        losses.append(steps(engine, 6))
+        assert engine.global_steps == 3
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-6, atol=1e-7)
+    engine.set_train_micro_batch_size(1)
+    assert engine.get_batch_info() == (4, 1, 2)
+    with pytest.raises(ValueError, match="pass a multiple of 2"):
+        engine.set_train_batch_size(3)
+    engine.backward(engine(torch.ones(2, 8)).mean())
+    with pytest.raises(CompatibilityError, match=r"change it after step\(\)"):
+        engine.set_train_batch_size(8)
+
+
+@ranks(1)
+def test_engines_answer_what_scripts_read_and_refuse_what_would_be_ignored(rank, world_size):
+    ds = deepspeed()
+    net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    net[0].bias.requires_grad_(False)
+    config = settings(3, zero_allow_untested_optimizer=True)
+    config["zero_optimization"] |= {"stage3_prefetch_bucket_size": 5, "reduce_bucket_size": 7}
+    trained = [param for param in net.parameters() if param.requires_grad]
+    engine, *_ = ds.initialize(model=net, model_parameters=trained, config=config)
+    assert (engine.zero_prefetch_bucket_size(), engine.zero_reduce_bucket_size()) == (5, 7)
+    assert (engine.zero_allow_untested_optimizer(), engine.dump_state(), engine.zero_offload_param()) == (
+        True,
+        False,
+        None,
+    )
+    assert engine.optimizer_params() == {"lr": 1e-2}
+    assert engine.param_names[net[2].bias] == "2.bias"
+    assert (engine.mpu, engine.monitor.enabled, engine.dist_backend) == (None, False, "gloo")
+    assert sorted(engine.module_state_dict(exclude_frozen_parameters=True)) == ["0.weight", "2.bias", "2.weight"]
+    assert len(engine.deepspeed_io(list(range(5)), 2, "eval")) == 3
+    with pytest.raises(AssertionError, match=r"backward\(\) takes a scalar tensor"):
+        engine.backward(engine(torch.ones(2, 8)))
+    engine.zero_grad()
+    steps(engine, 2)
+    with pytest.raises(ValueError, match=r"no state 'exp_avgs': it has .*'exp_avg'"):
+        ds.utils.safe_get_full_optimizer_state(net[0].weight, "exp_avgs")
+    with pytest.raises(CompatibilityError, match="custom_load_fn is not supported"):
+        engine.load_module_state_dict({}, custom_load_fn=print)
+    with pytest.raises(TypeError, match="training_dta"):
+        ds.initialize(model=net, training_dta=[], config=config)
+    assert not isinstance(net, ds.PipelineModule | ds.InferenceEngine)
+    with pytest.raises(CompatibilityError, match="PipelineModule is not served"):
+        ds.PipelineModule(layers=[])
+
+
+@ranks(2)
+def test_init_builds_in_the_dtype_that_is_asked_for(rank, world_size):
+    ds = deepspeed()
+    torch.manual_seed(0)
+    with ds.zero.Init(dtype=torch.bfloat16):
+        net = nn.Linear(4, 4)
+    assert net.weight.dtype is net.weight.ds_tensor.dtype is torch.bfloat16
+    with ds.zero.GatheredParameters(net.weight):
+        torch.manual_seed(0)
+        assert torch.equal(net.weight, nn.Linear(4, 4).weight.bfloat16())
+    some = dist.new_group([0])
+    if rank == 0:
+        with pytest.raises(CompatibilityError, match="names some of the ranks"):
+            ds.zero.Init(data_parallel_group=some)
+    with pytest.raises(CompatibilityError, match="zero_quantized_weights"):
+        ds.zero.Init(zero_quantized_weights=True)
+
+
+def test_schedules_take_the_state_of_deepspeeds(served):
+    lr_schedules = served("deepspeed.runtime.lr_schedules")
+    rates = []
+    for is_loaded in (False, True):
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+        schedule = lr_schedules.WarmupLR(optimizer, warmup_max_lr=0.1, warmup_num_steps=9)
+        if is_loaded:
+            schedule.load_state_dict({"last_batch_iteration": 3})
+        else:
+            for _ in range(4):
+                optimizer.step()
+                schedule.step()
+            assert schedule.state_dict()["last_batch_iteration"] == 3
+        optimizer.step()
+        schedule.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates[0] == rates[1]
+
+
 class Tied(nn.Module):
     """A model with a tied, a frozen and an unused parameter; its loss is returned beside what it is computed from."""
 

@@ -120,7 +120,9 @@ def test_deepspeeds_adam_is_adamw_without_decay_unless_told_otherwise():
         return load(optimizer={"type": "Adam", "params": params}).optimizer
 
     assert optimizer(lr=1e-3).name == "AdamW"
-    assert optimizer(lr="1e-3", torch_adam=True).params == {"lr": 1e-3, "weight_decay": 0.0}
+    # DeepSpeed builds torch's AdamW then, with torch's default of weight_decay, 0.01.
+    assert optimizer(lr="1e-3", torch_adam=True).params == {"lr": 1e-3}
+    assert optimizer(lr="1e-3", torch_adam=False).params == {"lr": 1e-3, "weight_decay": 0.0}
     assert optimizer(adam_w_mode=False, weight_decay=0.1).name == "Adam"
     assert optimizer(lr="auto", betas=[0.8, 0.99]).params == {"betas": (0.8, 0.99), "weight_decay": 0.0}
 

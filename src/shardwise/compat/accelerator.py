@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 
-class Accelerator:
+class DeepSpeedAccelerator:
     """Questions about a kind of device, forwarded to torch."""
 
     def __init__(self, kind: str) -> None:
@@ -91,9 +91,9 @@ class Accelerator:
 
 
 @cache
-def get_accelerator() -> Accelerator:
+def get_accelerator() -> DeepSpeedAccelerator:
     """The accelerator of this process; DS_ACCELERATOR names another kind."""
-    return Accelerator(os.environ.get("DS_ACCELERATOR") or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return DeepSpeedAccelerator(os.environ.get("DS_ACCELERATOR") or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def is_current_accelerator_supported() -> bool:

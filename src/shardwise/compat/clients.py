@@ -39,7 +39,7 @@ def unwrap_in_trainers(engine: Any) -> None:
             candidate.model_wrapped = candidate.model
 
 
-class ParameterOffload:
+class DeepSpeedZeRoOffload:
     """What TRL looks for to generate without gathering layer by layer: it removes the hooks and puts them back.
 
     The engine's hooks stay: a forward on gathered parameters gathers nothing.

@@ -94,6 +94,30 @@ def has_all_gather_into_tensor() -> bool:
     return True
 
 
+def has_reduce_scatter_tensor() -> bool:
+    return True
+
+
+def has_coalescing_manager() -> bool:
+    return True
+
+
+def has_all_reduce_coalesced() -> bool:
+    return True
+
+
+def allgather_fn(output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any = None, **options: Any) -> Any:
+    return all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=options.get("async_op", False))
+
+
+def reduce_scatter_fn(
+    output_tensor: torch.Tensor, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, **options: Any
+) -> Any:
+    return dist.reduce_scatter_tensor(
+        output_tensor, tensor, op=op, group=group, async_op=options.get("async_op", False)
+    )
+
+
 def log_summary(show_straggler: bool = False) -> None:
     """Prints nothing: `engine.report()` counts the bytes on the wire."""
 
@@ -129,12 +153,26 @@ def _get_sequence_parallel_rank() -> int:
     return 0
 
 
+get_data_parallel_group = _get_sequence_data_parallel_group = _get_data_parallel_group
+get_data_parallel_world_size = _get_sequence_data_parallel_world_size = _get_data_parallel_world_size
+get_data_parallel_rank = _get_sequence_data_parallel_rank = _get_data_parallel_rank
+get_model_parallel_group = get_tensor_model_parallel_group = _get_sequence_parallel_group
+get_model_parallel_world_size = get_tensor_model_parallel_world_size = _get_sequence_parallel_world_size
+_get_model_parallel_world_size = _get_sequence_parallel_world_size
+get_model_parallel_rank = get_tensor_model_parallel_rank = _get_sequence_parallel_rank
+
+
 def __getattr__(name: str) -> Any:
     return getattr(dist, name)
 
 
 __all__ = [
     "all_gather_into_tensor",
+    "allgather_fn",
+    "reduce_scatter_fn",
+    "has_reduce_scatter_tensor",
+    "has_coalescing_manager",
+    "has_all_reduce_coalesced",
     "configure",
     "get_all_ranks_from_group",
     "get_local_rank",

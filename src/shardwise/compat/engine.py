@@ -36,10 +36,13 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
         self.basic_optimizer = engine.optimizer
         self.training_dataloader: Any = None
         self.client_lr_scheduler: Any = None
+        self.client_optimizer: Any = None
+        self.collate_fn: Any = None
+        self.is_compiled = False
         self.micro_steps = 0
         self.loss_total = 0.0
         self._unused = UnusedParameters.of(self.module, settings, stage)
-        self._is_in_no_sync = False
+        self.inside_no_sync_ctxt = False
         self._is_in_backward = False
         self._has_updated = False
         self._is_destroyed = False
@@ -63,8 +66,7 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
 
     def scale(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
         """The loss for a plain `.backward()`: in fp16 times the loss scale, else as it is."""
-        if loss.numel() != 1 or not loss.requires_grad:
-            raise AssertionError(f"scale() takes a scalar tensor with a gradient, not one of shape {tuple(loss.shape)}")
+        _check_is_loss(loss, "scale")
         return self.shardwise_engine.scale(loss)
 
     def backward(
@@ -78,6 +80,7 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
     ) -> torch.Tensor:
         """Gradients of `loss`, divided by the number of micro-batches unless `scale_wrt_gas` is False; returns that."""
         self._check_has_optimizer("backward")
+        _check_is_loss(loss, "backward")
         if not allreduce_gradients:
             raise CompatibilityError(
                 "engine.backward(allreduce_gradients=False) leaves the reduction to another call: use engine.no_sync() "
@@ -101,7 +104,7 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """At the boundary of an accumulation: clip, update, step the schedule, drop the gradients."""
         self._check_has_optimizer("step")
-        if self._is_in_no_sync:
+        if self.inside_no_sync_ctxt:
             raise AssertionError("It is illegal to call Engine.step() inside no_sync context manager")
         if self._unused is not None and self.is_gradient_accumulation_boundary():
             self._unused.check()
@@ -135,14 +138,14 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
                 "no_sync context manager is incompatible with gradient partitioning logic of ZeRO stage "
                 f"{self.zero_optimization_stage()}"
             )
-        if self._is_in_no_sync:
+        if self.inside_no_sync_ctxt:
             raise AssertionError("no_sync context manager reentry is unsupported")
-        self._is_in_no_sync = True
+        self.inside_no_sync_ctxt = True
         try:
             with self.shardwise_engine.no_sync():
                 yield
         finally:
-            self._is_in_no_sync = False
+            self.inside_no_sync_ctxt = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.shardwise_engine.zero_grad()
@@ -158,6 +161,7 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
         if backend is not None:
             options["backend"] = backend
         self.module.compile(**options)
+        self.is_compiled = True
 
     def destroy(self) -> None:
         """Take the engine off the model, which keeps its values: in shards under stage 3, else whole. A collective."""
@@ -197,12 +201,26 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
 
-    def module_state_dict(self, destination: Any = None, prefix: str = "", keep_vars: bool = False, **_: Any) -> Any:
+    def module_state_dict(
+        self,
+        destination: Any = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> Any:
         """The model's state_dict with whole values. A collective where weights are sharded."""
-        return self.module.state_dict(prefix=prefix, keep_vars=keep_vars)
+        state = self.module.state_dict(prefix=prefix, keep_vars=keep_vars)
+        if exclude_frozen_parameters:
+            for name, param in self.module.named_parameters(prefix.rstrip("."), remove_duplicate=False):
+                if not param.requires_grad:
+                    state.pop(name, None)
+        return state
 
-    def load_module_state_dict(self, checkpoint: Any, strict: bool = True, **_: Any) -> None:
+    def load_module_state_dict(
+        self, checkpoint: Any, strict: bool = True, custom_load_fn: Any = None, **details: Any
+    ) -> None:
         """Load whole values into the model. A collective."""
+        _refuse_custom_load(custom_load_fn)
         state = checkpoint.get("module", checkpoint) if isinstance(checkpoint, dict) else checkpoint
         self.shardwise_engine.load_state_dict(state, strict=strict)
 
@@ -254,8 +272,7 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
         """
         from shardwise.compat import checkpoints
 
-        if custom_load_fn is not None:
-            raise CompatibilityError("load_checkpoint(custom_load_fn=...) is not supported: load into engine.module")
+        _refuse_custom_load(custom_load_fn)
         if load_module_only or not load_optimizer_states:
             return checkpoints.load_weights(
                 self.shardwise_engine, load_dir, tag, load_module_strict, load_module_only, load_lr_scheduler_states
@@ -269,17 +286,28 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
     def empty_partition_cache(self) -> None:
         """Does nothing: units are released after their use."""
 
-    def deepspeed_io(self, dataset: Any, batch_size: int | None = None, collate_fn: Any = None, **options: Any) -> Any:
-        """A loader of this rank's part of a dataset."""
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Any = None,
+        num_local_io_workers: int | None = None,
+    ) -> Any:
+        """A loader of this rank's part of a dataset; on another route than "train", of all of it, in its order."""
         from torch.utils.data import DataLoader, DistributedSampler
 
-        size = batch_size or self.train_micro_batch_size_per_gpu() or 1
-        sampler: Any = DistributedSampler(dataset, self.world_size, self.global_rank, shuffle=True)
+        if data_sampler is None and route == "train":
+            data_sampler = DistributedSampler(dataset, self.world_size, self.global_rank, shuffle=True)
         return DataLoader(
             dataset,
-            batch_size=size,
-            sampler=options.get("data_sampler") or sampler,
-            collate_fn=collate_fn,
+            batch_size=batch_size or self.train_micro_batch_size_per_gpu() or 1,
+            sampler=data_sampler,
+            collate_fn=collate_fn or self.collate_fn,
+            num_workers=num_local_io_workers or 0,
+            pin_memory=pin_memory and self.device.type == "cuda",
             drop_last=bool(self._settings.get("dataloader_drop_last", False)),
         )
 
@@ -300,10 +328,22 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
             try:
                 return getattr(self.module, name)
             except AttributeError:
+                if (answer := self._configured(name)) is not None:
+                    return answer
                 raise AttributeError(
                     f"{type(self.module).__name__} has no attribute {name!r}, and neither has DeepSpeedEngine as "
                     "shardwise serves it: docs/from-deepspeed.md says what to use instead"
                 ) from None
+
+
+def _check_is_loss(loss: torch.Tensor, call: str) -> None:
+    if loss.numel() != 1 or not loss.requires_grad:
+        raise AssertionError(f"{call}() takes a scalar tensor with a gradient, not one of shape {tuple(loss.shape)}")
+
+
+def _refuse_custom_load(function: Any) -> None:
+    if function is not None:
+        raise CompatibilityError("custom_load_fn is not supported: load into engine.module, within GatheredParameters")
 
 
 _ADAPTED = "_deepspeed_engine"

@@ -7,11 +7,24 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardwise.compat.utils import Monitor
 from shardwise.errors import CompatibilityError
 
 if TYPE_CHECKING:
     from shardwise.config.sections import Batch
     from shardwise.engine.engine import Engine
+
+_SETTINGS: dict[str, Any] = {
+    "amp_enabled": False,
+    "communication_data_type": None,
+    "dump_state": False,
+    "gradient_predivide_factor": 1.0,
+    "memory_breakdown": False,
+    "prescale_gradients": False,
+    "zero_allow_untested_optimizer": False,
+    "zero_force_ds_cpu_optimizer": True,
+}
+"""Methods that answer with a setting of their name, and the answer without one."""
 
 
 class EngineFacts:
@@ -22,6 +35,12 @@ class EngineFacts:
     _settings: dict[str, Any]
     _stage: int
     _has_updated: bool
+
+    # What has one answer here
+    monitor = Monitor()
+    mpu = None
+    has_moe_layers = pipeline_parallelism = False
+    enable_backward_allreduce = gradient_average = True
 
     @property
     def config(self) -> dict[str, Any]:
@@ -83,11 +102,26 @@ class EngineFacts:
         return self.shardwise_engine.config.batch
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the number of micro-batches of a step."""
-        raise CompatibilityError(
-            "engine.set_train_batch_size() would change the accumulation in the middle of training: call "
-            "engine.set_gradient_accumulation_boundary(is_boundary) before each backward instead"
-        )
+        """Change the samples of a step, by the number of its micro-batches."""
+        each = (self.train_micro_batch_size_per_gpu() or 1) * self.world_size
+        if train_batch_size < each or train_batch_size % each:
+            raise ValueError(
+                f"set_train_batch_size({train_batch_size}): pass a multiple of {each}, a micro-batch of all ranks"
+            )
+        self._set_batch(train_batch_size // each, each // self.world_size)
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Change the samples of a micro-batch; a step has as many micro-batches as before."""
+        self._set_batch(self.gradient_accumulation_steps(), micro_batch_size)
+
+    def _set_batch(self, accumulation: int, micro_batch_size: int) -> None:
+        from shardwise.config.sections import Batch
+
+        engine = self.shardwise_engine
+        if not engine.is_at_rest:
+            raise CompatibilityError("the size of a step is changed between its micro-batches: change it after step()")
+        batch = Batch(accumulation=accumulation, micro_batch_size=micro_batch_size).resolve(self.world_size)
+        engine.config = engine.config.with_sections(batch=batch)
 
     def get_lr(self) -> list[float]:
         return self._of_groups("lr")
@@ -150,6 +184,21 @@ class EngineFacts:
         name = self._setting("scheduler", "type")
         return None if name is None else str(name)
 
+    def optimizer_params(self) -> Any:
+        return self._setting("optimizer", "params")
+
+    def scheduler_params(self) -> Any:
+        return self._setting("scheduler", "params")
+
+    @property
+    def param_names(self) -> dict[torch.Tensor, str]:
+        """The names of the parameters."""
+        return {param: name for name, param in self.shardwise_engine.module.named_parameters()}
+
+    @property
+    def dist_backend(self) -> str:
+        return torch.distributed.get_backend()
+
     def steps_per_print(self) -> Any:
         return self._settings.get("steps_per_print", 10)
 
@@ -171,3 +220,15 @@ class EngineFacts:
     def _setting(self, section: str, key: str) -> Any:
         found = self._settings.get(section)
         return found.get(key) if isinstance(found, dict) else None
+
+    def _configured(self, name: str) -> Any:
+        """A method that answers with a setting: of the top level, or `zero_<key>` of the section; None for others."""
+        if name in _SETTINGS:
+            return lambda: self._settings.get(name, _SETTINGS[name])
+        from shardwise.compat.settings import DeepSpeedZeroConfig
+
+        keys = [key for key in (name, name.removeprefix("zero_")) if key in DeepSpeedZeroConfig.model_fields]
+        if not name.startswith("zero_") or not keys:
+            return None
+        section = DeepSpeedZeroConfig(**(self._settings.get("zero_optimization") or {}))
+        return lambda: getattr(section, keys[0])

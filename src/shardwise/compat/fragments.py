@@ -69,9 +69,14 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """A state of the optimizer, whole; None of a frozen parameter. A collective."""
+    """A state of the optimizer, whole; None of a frozen parameter, and before the first step. A collective."""
     found = _find_trained(param)
-    return found[0].full_state(found[1]).get(optim_state_key) if found is not None else None
+    if found is None:
+        return None
+    states = found[0].full_state(found[1])
+    if states and optim_state_key not in states:
+        raise ValueError(f"the optimizer has no state {optim_state_key!r}: it has {', '.join(map(repr, states))}")
+    return states.get(optim_state_key)
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import os
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,7 @@ from shardwise.compat.comm import init_distributed
 from shardwise.compat.engine import DeepSpeedEngine, adapt, release
 from shardwise.compat.optimizer import OPTIMIZERS
 from shardwise.compat.zero_parameters import early_device, hand_over, is_early, mark_module, shard_early
-from shardwise.errors import CompatibilityError, ConfigError
+from shardwise.errors import CompatibilityError
 
 if TYPE_CHECKING:
     from shardwise.config import Config
@@ -43,7 +42,6 @@ def initialize(
     config: Any = None,
     mesh_param: Any = None,
     config_params: Any = None,
-    **further: Any,
 ) -> tuple[DeepSpeedEngine, Any, Any, Any]:
     """The engine, its optimizer, a loader of `training_data` if given, and the learning-rate schedule."""
     if model is None:
@@ -75,6 +73,7 @@ def initialize(
     if engine.optimizer is not None:
         is_plain = parsed.placement.optim.sharding == "replicated" and parsed.precision.compute == "fp32"
         adapted.optimizer = engine.optimizer if is_plain else OPTIMIZERS[stage](engine, engine.optimizer)
+    adapted.client_optimizer, adapted.collate_fn = optimizer, collate_fn
     if training_data is not None:
         adapted.training_dataloader = adapted.deepspeed_io(training_data, collate_fn=collate_fn)
     return adapted, adapted.optimizer, adapted.training_dataloader, engine.lr_scheduler
@@ -82,6 +81,7 @@ def initialize(
 
 def read_config(config: Any, args: Any = None) -> tuple[dict[str, Any], Config]:
     """A configuration as DeepSpeed's dictionary and as shardwise's object."""
+    from shardwise.compat.settings import read_settings
     from shardwise.config import Config
 
     if config is None:
@@ -91,23 +91,6 @@ def read_config(config: Any, args: Any = None) -> tuple[dict[str, Any], Config]:
     config = read_settings(config)
     settings = copy.deepcopy(config)
     return config, Config.load(_without_idle_sections(settings) or {"zero_optimization": {"stage": 0}})
-
-
-def read_settings(config: Any) -> dict[str, Any]:
-    """A configuration as DeepSpeed's dictionary, from a dictionary, a path or JSON text."""
-    from shardwise.config.files import read_file, read_text
-
-    if isinstance(config, str) and config.lstrip().startswith("{"):
-        config = read_text(config, "JSON text")
-    elif isinstance(config, str | os.PathLike):
-        from pathlib import Path
-
-        if not Path(config).is_file():
-            raise ConfigError(f"{config}: no such file")
-        config = read_file(Path(config))
-    if not isinstance(config, dict):
-        raise ConfigError(f"config is {type(config).__name__}: pass a dictionary, a path or JSON text")
-    return config
 
 
 def _stage(config: Config) -> int:

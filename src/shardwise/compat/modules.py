@@ -7,7 +7,7 @@ makes them, and a name in one is imported from its module here when it is first 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from importlib.abc import InspectLoader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -23,8 +23,14 @@ ALL = "*"
 
 _PRECISION = "DeepSpeedFP16Config DeepSpeedBF16Config get_float16_config get_bfloat16_config"
 _OFFLOAD = "DeepSpeedZeroOffloadParamConfig DeepSpeedZeroOffloadOptimizerConfig"
+_ACCELERATOR = "get_accelerator is_current_accelerator_supported DeepSpeedAccelerator"
 _EXTERNAL = "register_external_parameter unregister_external_parameter"
 _RECOMPUTE = "checkpoint configure is_configured reset non_reentrant_checkpoint"
+_ZERO = {
+    "zero": f"Init GatheredParameters unwrap_model_for_generation {_EXTERNAL}",
+    "zero_parameters": "ZeroParamStatus ZeroParamType",
+    "modules": "TiledLinear",
+}
 
 SERVED: dict[str, dict[str, str]] = {
     "": {
@@ -33,11 +39,13 @@ SERVED: dict[str, dict[str, str]] = {
         "optimizer": "DeepSpeedOptimizer",
         "accelerator": "get_accelerator",
         "comm": "init_distributed",
-        "settings": "DeepSpeedConfigError",
+        "settings": "DeepSpeedConfig DeepSpeedConfigError",
         "utils": "OnDevice log_dist logger",
-        "modules": "PipelineModule init_inference tp_model_init default_inference_config",
+        "modules": "PipelineModule PipelineEngine InferenceEngine DeepSpeedHybridEngine init_inference tp_model_init "
+        "default_inference_config",
     },
-    "accelerator": {"accelerator": "get_accelerator is_current_accelerator_supported"},
+    "accelerator": {"accelerator": _ACCELERATOR},
+    "accelerator.real_accelerator": {"accelerator": _ACCELERATOR},
     "checkpoint": {"checkpoints": "UNIVERSAL_CHECKPOINT_INFO"},
     "checkpoint.constants": {
         "checkpoints": "BASE_OPTIMIZER_STATE BUFFER_NAMES DS_VERSION FP32_FLAT_GROUPS OPTIMIZER_STATE_DICT "
@@ -62,15 +70,27 @@ SERVED: dict[str, dict[str, str]] = {
     "moe.utils": {"utils": "has_moe_layers is_moe_param split_params_into_different_moe_groups_for_optimizer"},
     "ops": {"ops": "__compatible_ops__"},
     "ops.adagrad": {"ops": "DeepSpeedCPUAdagrad"},
+    "ops.adagrad.cpu_adagrad": {"ops": "DeepSpeedCPUAdagrad"},
     "ops.adam": {"ops": "DeepSpeedCPUAdam FusedAdam"},
+    "ops.adam.cpu_adam": {"ops": "DeepSpeedCPUAdam"},
+    "ops.adam.fused_adam": {"ops": "FusedAdam"},
     "ops.aio": {"ops": "AsyncIOBuilder"},
     "ops.lamb": {"ops": "FusedLamb"},
+    "ops.lamb.fused_lamb": {"ops": "FusedLamb"},
     "ops.lion": {"ops": "DeepSpeedCPULion FusedLion"},
-    "ops.op_builder": {"ops": "AsyncIOBuilder CPUAdamBuilder FusedAdamBuilder FusedLambBuilder"},
+    "ops.lion.cpu_lion": {"ops": "DeepSpeedCPULion"},
+    "ops.lion.fused_lion": {"ops": "FusedLion"},
+    "ops.op_builder": {
+        "ops": "OpBuilder AsyncIOBuilder CPUAdagradBuilder CPUAdamBuilder CPULionBuilder FusedAdamBuilder "
+        "FusedLambBuilder FusedLionBuilder UtilsBuilder"
+    },
     "runtime": {},
     "runtime.activation_checkpointing": {},
     "runtime.activation_checkpointing.checkpointing": {"recompute": _RECOMPUTE},
+    "runtime.bf16_optimizer": {"optimizer": "BF16_Optimizer"},
     "runtime.base_optimizer": {"optimizer": "DeepSpeedOptimizer ZeROOptimizer"},
+    "runtime.compiler": {"utils": "is_compile_supported disable is_compiling"},
+    "runtime.config_utils": {"settings": "DeepSpeedConfigModel"},
     "runtime.config": {
         "settings": "DeepSpeedConfig DeepSpeedConfigError get_bfloat16_enabled get_fp16_enabled ADAGRAD_OPTIMIZER "
         f"ADAM_OPTIMIZER ADAMW_OPTIMIZER LION_OPTIMIZER {_PRECISION}"
@@ -79,20 +99,22 @@ SERVED: dict[str, dict[str, str]] = {
     "runtime.engine": {"engine": "DeepSpeedEngine"},
     "runtime.fp16": {},
     "runtime.fp16.fused_optimizer": {"optimizer": "FP16_Optimizer"},
+    "runtime.fp16.loss_scaler": {"optimizer": "LossScaler DynamicLossScaler"},
     "runtime.fp16.unfused_optimizer": {"optimizer": "FP16_UnfusedOptimizer"},
     "runtime.lr_schedules": {"schedules": ALL},
     "runtime.precision_config": {"settings": _PRECISION},
     "runtime.swap_tensor": {"utils": "MIN_SWAPPABLE_BYTES"},
-    "runtime.utils": {"accelerator": "empty_cache see_memory_usage", "utils": "call_to_str clip_grad_norm_"},
-    "runtime.zero": {
-        "zero": f"Init GatheredParameters unwrap_model_for_generation {_EXTERNAL}",
-        "zero_parameters": "ZeroParamStatus ZeroParamType",
+    "runtime.utils": {
+        "accelerator": "empty_cache see_memory_usage",
+        "utils": "call_to_str clip_grad_norm_ set_random_seed",
     },
+    "runtime.zero": _ZERO,
     "runtime.zero.config": {"settings": f"DeepSpeedZeroConfig ZeroStageEnum {_OFFLOAD}"},
     "runtime.zero.offload_config": {"settings": f"OffloadDeviceEnum OffloadStateTypeEnum {_OFFLOAD}"},
+    "runtime.zero.parameter_offload": {"clients": "DeepSpeedZeRoOffload"},
     "runtime.zero.partition_parameters": {
         "zero": f"Init GatheredParameters MultipleAllGatherHandles {_EXTERNAL}",
-        "zero_parameters": "ZeroParamStatus ZeroParamType partitioned_param_data_shape",
+        "zero_parameters": "ZeroParamStatus ZeroParamType is_zero_param partitioned_param_data_shape",
     },
     "runtime.zero.stage3": {
         "optimizer": "DeepSpeedZeroOptimizer_Stage3",
@@ -102,19 +124,26 @@ SERVED: dict[str, dict[str, str]] = {
         "optimizer": "DeepSpeedZeroOptimizer",
         "modules": "estimate_zero2_model_states_mem_needs_all_live estimate_zero2_model_states_mem_needs_all_cold",
     },
-    "runtime.zero.utils": {"zero": "ZeRORuntimeException"},
+    "runtime.zero.utils": {"zero": "ZeRORuntimeException", "zero_parameters": "is_zero_param"},
     "utils": {
         "comm": "is_initialized",
         "fragments": ALL,
-        "zero": "get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules unset_z3_leaf_modules z3_leaf_module",
-        "utils": "OnDevice RepeatingLoader instrument_w_nvtx log_dist logger",
+        "zero": "get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name "
+        "set_z3_leaf_modules_by_suffix unset_z3_leaf_modules z3_leaf_module",
+        "utils": "OnDevice RepeatingLoader instrument_w_nvtx log_dist logger set_log_level_from_string",
     },
     "utils.groups": {
         "comm": "_get_data_parallel_group _get_data_parallel_rank _get_data_parallel_world_size "
-        "_get_sequence_parallel_group _get_sequence_parallel_rank _get_sequence_parallel_world_size"
+        "_get_sequence_parallel_group _get_sequence_parallel_rank _get_sequence_parallel_world_size "
+        "_get_sequence_data_parallel_group _get_sequence_data_parallel_rank _get_sequence_data_parallel_world_size "
+        "_get_model_parallel_world_size get_data_parallel_group get_data_parallel_rank get_data_parallel_world_size "
+        "get_model_parallel_group get_model_parallel_rank get_model_parallel_world_size "
+        "get_tensor_model_parallel_group get_tensor_model_parallel_rank get_tensor_model_parallel_world_size"
     },
     "utils.init_on_device": {"utils": "OnDevice"},
-    "utils.logging": {"utils": "log_dist logger"},
+    "utils.logging": {
+        "utils": "log_dist log_levels logger get_current_level set_log_level_from_string should_log_le warning_once"
+    },
     "utils.nvtx": {"utils": "instrument_w_nvtx"},
     "utils.tensor_fragment": {"fragments": ALL},
     "utils.torch": {"utils": "required_torch_version"},
@@ -122,7 +151,7 @@ SERVED: dict[str, dict[str, str]] = {
         "checkpoints": "convert_zero_checkpoint_to_fp32_state_dict get_fp32_state_dict_from_zero_checkpoint "
         "get_model_state_file get_optim_files load_state_dict_from_zero_checkpoint"
     },
-    "zero": {"zero": f"Init GatheredParameters {_EXTERNAL}"},
+    "zero": _ZERO,
 }
 """By the module's name below `deepspeed`: the names that it has, by the module here that they come from."""
 
@@ -161,16 +190,20 @@ _INSTEAD = {
 """What to use instead of modules that are not served, by their names or those of packages that they are in."""
 
 
-def refused(name: str, remedy: str) -> Callable[..., Any]:
-    """A function that stands where DeepSpeed has one that shardwise does not serve."""
+def refused(name: str, remedy: str) -> type:
+    """What stands where DeepSpeed has a function or class that shardwise does not serve. It has no instances."""
 
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         raise CompatibilityError(f"deepspeed.{name} is not served by shardwise: {remedy}")
 
-    return refuse
+    return type(name, (), {"__new__": refuse})
 
 
 PipelineModule = refused("PipelineModule", _DATA_ALONE)
+PipelineEngine = refused("PipelineEngine", _DATA_ALONE)
+InferenceEngine = refused("InferenceEngine", _STREAM)
+DeepSpeedHybridEngine = refused("DeepSpeedHybridEngine", _INSTEAD["runtime.hybrid_engine"])
+TiledLinear = refused("zero.TiledLinear", "stage 3 gathers one layer at a time; cut a layer that does not fit by hand")
 init_inference = refused("init_inference", "pass no optimizer to deepspeed.initialize, and call engine.eval()")
 tp_model_init = refused("tp_model_init", _DATA_ALONE)
 default_inference_config = refused("default_inference_config", "see init_inference")

@@ -106,6 +106,10 @@ def _builder(class_name: str, name: str) -> type[OpBuilder]:
 CPUAdamBuilder = _builder("CPUAdamBuilder", "cpu_adam")
 FusedAdamBuilder = _builder("FusedAdamBuilder", "fused_adam")
 FusedLambBuilder = _builder("FusedLambBuilder", "fused_lamb")
+CPUAdagradBuilder = _builder("CPUAdagradBuilder", "cpu_adagrad")
+CPULionBuilder = _builder("CPULionBuilder", "cpu_lion")
+FusedLionBuilder = _builder("FusedLionBuilder", "fused_lion")
+UtilsBuilder = _builder("UtilsBuilder", "utils")
 AsyncIOBuilder = _builder("AsyncIOBuilder", "async_io")
 __compatible_ops__ = {
     "cpu_adam": True,

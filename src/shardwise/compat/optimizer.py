@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from shardwise.compat.clients import ParameterOffload
+from shardwise.compat.clients import DeepSpeedZeRoOffload
 
 
 class DeepSpeedOptimizer:
@@ -94,6 +94,18 @@ class FP16_Optimizer(DeepSpeedOptimizer):
     """Of stage 0, where weights have 16 bits."""
 
 
+class BF16_Optimizer(DeepSpeedOptimizer):
+    """Of DeepSpeed's stage 1 in bf16 with pipelines; never made here."""
+
+
+class LossScaler:
+    """The name of DeepSpeed's scaler, for `torch.serialization.add_safe_globals`; never made here."""
+
+
+class DynamicLossScaler(LossScaler):
+    """The same, with a scale that follows overflows."""
+
+
 class FP16_UnfusedOptimizer(DeepSpeedOptimizer):
     """Of DeepSpeed's stage 0 with optimizers that need whole tensors; never made here."""
 
@@ -113,7 +125,7 @@ class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):
 
     def __init__(self, engine: Any, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(engine, optimizer)
-        self.parameter_offload = ParameterOffload(engine.module)
+        self.parameter_offload = DeepSpeedZeRoOffload(engine.module)
 
     fp32_partitioned_groups_flat = DeepSpeedOptimizer.fp32_groups_flat
 

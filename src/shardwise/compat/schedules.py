@@ -52,6 +52,17 @@ class NamedSchedule(FormulaLR):
             self.last_epoch = last_batch_iteration
         super().step()
 
+    def state_dict(self) -> dict[str, Any]:
+        return {"last_batch_iteration": self.last_batch_iteration, **super().state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go to the iteration of another schedule; DeepSpeed's own state is that number alone."""
+        state = dict(state_dict)
+        iteration = state.pop("last_batch_iteration", None)
+        if iteration is not None:
+            state["last_epoch"] = iteration - self._schedule.last_batch_iteration
+        super().load_state_dict(state)
+
     def get_lr_ratio(self) -> float:
         """The rate now, of a group whose own rate is 1."""
         return self._schedule.rate(self.last_batch_iteration, 1.0, 0)

@@ -6,6 +6,7 @@ Programs read them. The engine does not: `initialize` translates the configurati
 from __future__ import annotations
 
 import enum
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from shardwise.compat.initialize import read_settings
+from shardwise.config.files import read_file, read_text
 from shardwise.config.sections import Batch
 from shardwise.errors import ConfigError
 
@@ -56,7 +57,7 @@ class OffloadStateTypeEnum(enum.StrEnum):
     contiguous_grad_buffer = "contiguous_grad_buffer"
 
 
-class _SettingsSection(BaseModel):
+class DeepSpeedConfigModel(BaseModel):
     """A section. Keys without a field become attributes as they are; those that are "auto" have their default."""
 
     model_config = ConfigDict(extra="allow", validate_default=True)
@@ -67,7 +68,7 @@ class _SettingsSection(BaseModel):
         return {key: value for key, value in data.items() if value != "auto"}
 
 
-class DeepSpeedZeroOffloadParamConfig(_SettingsSection):
+class DeepSpeedZeroOffloadParamConfig(DeepSpeedConfigModel):
     device: OffloadDeviceEnum = OffloadDeviceEnum.none
     nvme_path: Path | None = None
     buffer_count: int = Field(5, ge=0)
@@ -76,7 +77,7 @@ class DeepSpeedZeroOffloadParamConfig(_SettingsSection):
     pin_memory: bool = False
 
 
-class DeepSpeedZeroOffloadOptimizerConfig(_SettingsSection):
+class DeepSpeedZeroOffloadOptimizerConfig(DeepSpeedConfigModel):
     device: OffloadDeviceEnum = OffloadDeviceEnum.none
     nvme_path: Path | None = None
     buffer_count: int = Field(4, ge=0)
@@ -91,7 +92,7 @@ class DeepSpeedZeroOffloadOptimizerConfig(_SettingsSection):
         return self.pipeline_read or self.pipeline_write
 
 
-class DeepSpeedZeroConfig(_SettingsSection):
+class DeepSpeedZeroConfig(DeepSpeedConfigModel):
     """The section `zero_optimization`; its keys are given with or without `stage3_`."""
 
     stage: ZeroStageEnum = ZeroStageEnum.disabled
@@ -141,7 +142,7 @@ class DeepSpeedZeroConfig(_SettingsSection):
         return self
 
 
-class DeepSpeedFP16Config(_SettingsSection):
+class DeepSpeedFP16Config(DeepSpeedConfigModel):
     enabled: bool = False
     auto_cast: bool = False
     loss_scale: float = Field(0, ge=0)
@@ -153,7 +154,7 @@ class DeepSpeedFP16Config(_SettingsSection):
     fp16_master_weights_and_grads: bool = False
 
 
-class DeepSpeedBF16Config(_SettingsSection):
+class DeepSpeedBF16Config(DeepSpeedConfigModel):
     enabled: bool = False
     immediate_grad_update: bool = False
     bf16_master_weights_and_grads: bool = False
@@ -174,6 +175,19 @@ def get_fp16_enabled(settings: dict[str, Any]) -> bool:
 
 def get_bfloat16_enabled(settings: dict[str, Any]) -> bool:
     return get_bfloat16_config(settings).enabled
+
+
+def read_settings(config: Any) -> dict[str, Any]:
+    """A configuration as DeepSpeed's dictionary, from a dictionary, a path or JSON text."""
+    if isinstance(config, str) and config.lstrip().startswith("{"):
+        config = read_text(config, "JSON text")
+    elif isinstance(config, str | os.PathLike):
+        if not Path(config).is_file():
+            raise ConfigError(f"{config}: no such file")
+        config = read_file(Path(config))
+    if not isinstance(config, dict):
+        raise ConfigError(f"config is {type(config).__name__}: pass a dictionary, a path or JSON text")
+    return config
 
 
 class DeepSpeedConfig:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,6 +17,13 @@ from shardwise.errors import CompatibilityError
 MIN_SWAPPABLE_BYTES = 1 << 20
 
 logger = logging.getLogger("DeepSpeed")
+log_levels = {
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+    "critical": logging.CRITICAL,
+}
 torch_info: dict[str, Any] = {
     "version": ".".join(torch.__version__.split(".")[:2]),
     "bf16_support": True,
@@ -30,6 +38,48 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
     rank = dist.get_rank() if dist.is_initialized() else -1
     if not ranks or -1 in ranks or rank in ranks:
         logger.log(level, "[Rank %d] %s", rank, message)
+
+
+@cache
+def warning_once(*args: Any, **kwargs: Any) -> None:
+    """Log a warning the first time."""
+    logger.warning(*args, **kwargs)
+
+
+def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
+    """Set the level of DeepSpeed's logger, or of another, by a name of `log_levels`."""
+    if log_level_str.lower() not in log_levels:
+        raise ValueError(f"{log_level_str}: expected one of {', '.join(log_levels)}")
+    (custom_logger or logger).setLevel(log_levels[log_level_str.lower()])
+
+
+def get_current_level() -> int:
+    return logger.getEffectiveLevel()
+
+
+def should_log_le(max_log_level_str: str) -> bool:
+    """Whether messages of a level are logged."""
+    return get_current_level() <= log_levels[max_log_level_str.lower()]
+
+
+def set_random_seed(seed: int) -> None:
+    """Seed Python's, NumPy's and torch's generators."""
+    import random
+
+    import numpy
+
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+class Monitor:
+    """`engine.monitor`: nothing is written; log from the loop."""
+
+    enabled = False
+
+    def write_events(self, event_list: Any) -> None:
+        """Does nothing."""
 
 
 def required_torch_version(min_version: Any = None, max_version: Any = None) -> bool:
@@ -117,3 +167,16 @@ def split_params_into_different_moe_groups_for_optimizer(
             "like all other parameters"
         )
     return groups
+
+
+def is_compile_supported() -> bool:
+    return True
+
+
+def disable(func: Any) -> Any:
+    """Keep torch.compile out of a function."""
+    return torch.compiler.disable(func)
+
+
+def is_compiling() -> bool:
+    return torch.compiler.is_compiling()

@@ -29,8 +29,8 @@ _LEAF = "_z3_leaf"
 class Init:
     """Within it, models are built whole; at its end each rank keeps a shard of every parameter, with rank 0's values.
 
-    The parameters keep the dtype that they are built in: `initialize` casts them, and the master copy is exact. Of
-    nested contexts, the outermost one counts; what has an engine by then stays as it is.
+    Without `dtype` the parameters keep the one that they are built in: `initialize` casts them, and the master copy is
+    exact. Of nested contexts, the outermost one counts; what has an engine by then stays as it is.
     """
 
     _outermost: ClassVar[Init | None] = None
@@ -48,7 +48,10 @@ class Init:
         dtype: torch.dtype | None = None,
         **further: Any,
     ) -> None:
+        if enabled:
+            _refuse_options(data_parallel_group, further)
         self._enabled = enabled
+        self._dtype = dtype
         self._built: dict[int, nn.Module] = {}
         self._remove: Callable[[], None] = _nothing
         zero = _zero_section(config_dict_or_path if config_dict_or_path is not None else config)
@@ -95,7 +98,17 @@ class Init:
         device = early_device(self._offloads)
         for param in params:
             if not param.is_meta and unit_of(param) is None:
+                if self._dtype is not None and param.is_floating_point() and not is_early(param):
+                    param.data = param.data.to(self._dtype)
                 shard_early(param, device, self._checks_writes)
+
+
+def _refuse_options(group: Any, options: dict[str, Any]) -> None:
+    if group is not None and torch.distributed.get_world_size(group) != torch.distributed.get_world_size():
+        raise CompatibilityError("zero.Init(data_parallel_group=...) names some of the ranks: leave it out")
+    for name in ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_param_parallel_group"):
+        if options.get(name):
+            raise CompatibilityError(f"zero.Init({name}=...) is not served by shardwise: leave it out")
 
 
 def _zero_section(config: Any) -> dict[str, Any]:
@@ -197,6 +210,20 @@ def unset_z3_leaf_modules(
     return _marked(model, leaf_module_classes, False, raise_if_not_found)
 
 
+def set_z3_leaf_modules_by_name(
+    model: nn.Module, module_names: Iterable[str], raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """Mark modules by their full names; returns them, and the names that the model does not have."""
+    return _marked_by(model, module_names, raise_if_not_found, lambda name, wanted: name == wanted)
+
+
+def set_z3_leaf_modules_by_suffix(
+    model: nn.Module, module_name_suffixes: Iterable[str], raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """Mark modules by the ends of their full names; returns them, and the ends that no module has."""
+    return _marked_by(model, module_name_suffixes, raise_if_not_found, str.endswith)
+
+
 def set_z3_leaf_module(module: nn.Module, flag: bool) -> None:
     vars(module)[_LEAF] = flag
 
@@ -226,6 +253,19 @@ def _marked(model: nn.Module, classes: Iterable[Any], flag: bool, raises: bool) 
     for module in found:
         set_z3_leaf_module(module, flag)
     return found
+
+
+def _marked_by(
+    model: nn.Module, names: Iterable[str], raises: bool, fits: Callable[[str, str], bool]
+) -> tuple[list[nn.Module], list[str]]:
+    own, wanted = dict(model.named_modules()), list(names)
+    found = [module for name, module in own.items() if any(fits(name, each) for each in wanted)]
+    missing = [each for each in wanted if not any(fits(name, each) for name in own)]
+    if raises and missing:
+        raise ValueError(f"no module of {type(model).__name__} is named {missing}: see model.named_modules()")
+    for module in found:
+        set_z3_leaf_module(module, True)
+    return found, missing
 
 
 def _is_of(module: nn.Module, kind: Any) -> bool:

@@ -194,6 +194,11 @@ def hand_over(param: nn.Parameter, device: torch.device) -> None:
     setattr(param, SHARED_ORIGIN, early.whole)
 
 
+def is_zero_param(param: torch.Tensor) -> bool:
+    """Whether a parameter has the attributes of stage 3."""
+    return isinstance(param, ZeroParameter)
+
+
 def is_early(param: torch.Tensor) -> bool:
     return isinstance(param, ZeroParameter) and param.early is not None
 

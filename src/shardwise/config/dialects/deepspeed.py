@@ -238,8 +238,12 @@ def _optimizer(top: FileSection) -> None:
 
 
 def _adam(section: FileSection, params: dict[str, Any]) -> str:
-    """The name of DeepSpeed's Adam in torch: AdamW unless adam_w_mode is false. Its default weight decay is 0."""
-    params.setdefault("weight_decay", 0.0)
+    """The name of DeepSpeed's Adam in torch: AdamW unless adam_w_mode is false.
+
+    The default weight decay of DeepSpeed's kernels is 0. With `torch_adam` it is torch's: 0.01 for AdamW.
+    """
+    if not section.draft.read("optimizer.params.torch_adam", flag, params.get("torch_adam", False)):
+        params.setdefault("weight_decay", 0.0)
     if section.data["type"].lower() == "adamw":
         return "AdamW"
     if not section.draft.read("optimizer.params.adam_w_mode", flag, params.get("adam_w_mode", True)):

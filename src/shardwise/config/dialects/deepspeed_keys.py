@@ -251,7 +251,7 @@ OPTIMIZER_FEATURES = {
     **dict.fromkeys(("muadam", "muadamw", "musgd"), "µP scaling"),
 }
 OPTIMIZER_NO_EFFECT = {
-    "torch_adam": "no effect: the kernel is always torch's",
+    "torch_adam": "the kernel is always torch's; with true, the default weight decay is torch's too",
     "adam_w_mode": "decides between Adam and AdamW",
     "set_grad_none": "no effect: gradients are views of flat buffers",
     "fp32_optimizer_states": "no effect: states are fp32",

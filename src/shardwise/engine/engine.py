@@ -22,7 +22,7 @@ from shardwise.engine.alike import OptionsCheck
 from shardwise.engine.assembly import build_units, plan_units
 from shardwise.engine.failures import PassFailures
 from shardwise.engine.generating import generate_together, keeping_gathered
-from shardwise.engine.habits import InputWatch, in_model_dtype, notice_division
+from shardwise.engine.habits import InputWatch, in_model_dtype, notice_division, notice_nan
 from shardwise.engine.model_watch import ModelWatch
 from shardwise.engine.module_guard import ModuleGuard
 from shardwise.engine.report import Report, StepAccount, log_step
@@ -94,6 +94,8 @@ class Engine(nn.Module):
         self._offload = open_offload(plans, moments_each(optimizer), config.offload, comm, self._ledger, host)
         self._account = StepAccount(comm, self._offload.streams, self._clock)
         self._units = build_units(plans, model, comm, self._offload, self._on_read)
+        for unit in self._units:
+            unit.weights.on_nan = self._on_nan
         trainable = [unit for unit in self._units if unit.is_trainable]
         self._updater = Updater(optimizer, trainable, self._ledger) if optimizer is not None else None
         budget.begin(self._updater)
@@ -118,7 +120,7 @@ class Engine(nn.Module):
         self._pause: str | None = None
         self.averages: list[Average] = []
         self._access = access.Access(model, self._units)
-        self._guard = ModuleGuard(model, self.zero_grad)
+        self._guard = ModuleGuard(model, self.zero_grad, self._access.saving)
         self._optimizer_guard = OptimizerGuard(optimizer, self.zero_grad) if optimizer is not None else None
         self._watch = ModelWatch(model, self._units)
         self._root_call = RootCall(model, config.precision, comm.device, self._schedule, self._forwarding)
@@ -516,6 +518,10 @@ class Engine(nn.Module):
 
     def _on_read(self, unit: Unit) -> None:
         self._schedule.read(unit)
+
+    def _on_nan(self, unit_name: str) -> None:
+        if self._access.saving.outermost is None:  # its stand-ins are replaced
+            notice_nan(unit_name, self._notices)
 
     def _reduces(self) -> bool:
         """Whether the coming backward reduces over all ranks: sharded gradients always, others at the boundary."""

@@ -110,7 +110,7 @@ class WeightStream:
         self._schedule = Schedule(model, moving, Prefetch(placement.ahead), Clock(), _EVENTS)
         self._schedule.begin_inference((), placement.ahead)
         self._access = Access(model, self.units)
-        self._guard = ModuleGuard(model, _do_nothing)
+        self._guard = ModuleGuard(model, _do_nothing, self._access.saving)
         self._root_call = RootCall(model, precision, device, self._schedule, self._computing)
         if comm.world_size > 1 and hasattr(model, "generate"):
             kind: Any = type(model)

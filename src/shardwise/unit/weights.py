@@ -35,7 +35,7 @@ from shardwise.profiling import mark
 from shardwise.unit.master import MasterPiece, OffloadedMaster, make_master, pieces_of
 from shardwise.unit.origins import ORIGIN, has_origin, read_values
 from shardwise.unit.param_binding import ParamBinding
-from shardwise.unit.param_guard import ParamGuard, writes
+from shardwise.unit.param_guard import ParamGuard, reads, writes
 from shardwise.unit.plan import UnitPlan
 from shardwise.unit.resting_part import RestingPart
 
@@ -82,6 +82,8 @@ class Weights:
         self._plan = plan
         self._comm = comm
         self._ledger = ledger
+        self.on_nan: Callable[[str], None] = _ignore
+        """Called with the unit's name when a released parameter is read outside of a pass, which gives NaN."""
         self._on_read = on_read
         self._guard = ParamGuard(self.params, self)
         self._locks = 0
@@ -244,12 +246,15 @@ class Weights:
         if self.state is _RELEASED or self.state is _FREED or self._locks or frees_nothing:
             return
         self.wait_gather()
-        with mark("release", self.name):
-            self._binding.bind_stand_ins()
-            if self._rest is None:
-                self._master.leave_segment()
-            self._full.free()
-            self._enter(_RELEASED)
+        try:
+            self._binding.check()
+        finally:  # also where that raises, so that the next pass works
+            with mark("release", self.name):
+                self._binding.bind_stand_ins()
+                if self._rest is None:
+                    self._master.leave_segment()
+                self._full.free()
+                self._enter(_RELEASED)
 
     def lock(self) -> None:
         """Gather the values and keep them until `unlock`."""
@@ -331,10 +336,17 @@ class Weights:
     def react(self, func: Callable[..., Any]) -> None:
         """A parameter that is not gathered is used by hand: in the middle of a forward, `on_read` gathers it."""
         if self.state is _RELEASED and writes(func):
+            name = "`.data = ...`" if func.__name__ == "__set__" else func.__name__
             raise RuntimeError(
-                f"a parameter of {self.name} is sharded and not gathered, so {func.__name__} would write nowhere: "
+                f"a parameter of {self.name} is sharded and not gathered, so {name} would write nowhere: "
                 "write inside `with shardwise.gathered(params, write=True):`"
             )
+        self.need()
+        if self.state is _RELEASED and reads(func):
+            self.on_nan(self.name)
+
+    def need(self) -> None:
+        """The values are about to be used: inside a pass, gather them if they are released."""
         self._on_read()
         self.wait_gather()
 
@@ -388,6 +400,10 @@ class Weights:
         elif self.state is _GATHERED:
             self._guard.begin()
         self.state = state
+
+
+def _ignore(name: str) -> None:
+    pass
 
 
 class _Both:

@@ -42,6 +42,19 @@ def config(preset, precision="fp32", accumulation=1, min_unit_bytes=None):
 # The same number of ranks
 
 
+@ranks(2)
+def test_complex_buffers_are_saved(rank, world_size, tmp_path):
+    model = nn.Linear(4, 4)
+    model.register_buffer("rotations", torch.polar(torch.ones(3), torch.arange(3.0)))
+    engine = shardwise.initialize(model, make_sgd(model), "zero3")
+    expected = model.rotations.clone()
+    engine.save(tmp_path)
+    model.rotations.zero_()
+    engine.load(tmp_path)
+    assert torch.equal(model.rotations, expected)
+    engine.destroy()
+
+
 @matrix(
     {
         "world_size": [1, 2, 3],

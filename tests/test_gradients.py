@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.errors import GradientError, HabitWarning
+from shardwise.errors import GradientError, HabitWarning, ModelChangedError
 from support import ranks
 from support.awkward import WIDTH, Chain, square
 from support.chain import assert_same, begin, data, weights
@@ -309,6 +309,20 @@ def test_zero_grad_of_a_part_of_the_model(preset):
     engine.module.layers[0].zero_grad()
     engine.destroy()
     assert "zero_grad" not in vars(engine.module.layers[0])
+
+
+@conduct(
+    "`optimizer.add_param_group()` after `initialize`",
+    "refused",
+    "make all groups before; a parameter that is to train later can be frozen after `initialize`",
+)
+@pytest.mark.parametrize("preset", ["zero1", "zero2_offload"])
+def test_groups_cannot_be_added(preset):
+    engine = begin(preset)
+    with pytest.raises(ModelChangedError, match=r"make all groups before shardwise\.initialize"):
+        engine.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
+    assert len(engine.optimizer.param_groups) == 1
+    engine.destroy()
 
 
 @conduct(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FunctionType, MethodType, ModuleType
@@ -42,6 +43,13 @@ class HostFlags:
             self._event.synchronize()
         flags: list[bool] = self._flags.tolist()
         return flags
+
+
+@contextlib.contextmanager
+def outside_inference() -> Iterator[None]:
+    """Within it, a `torch.inference_mode` of the user does not hold: tensors made there cannot be written elsewhere."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def tensors_in(*values: Any) -> list[torch.Tensor]:

@@ -15,14 +15,21 @@ from shardwise.tensors import tensors_in
 
 
 def in_model_dtype(config: Config, model: nn.Module, notices: Notices) -> Config:
-    """The configuration with `precision.compute: model` resolved; says so if a 16-bit model is widened by default."""
+    """The configuration with `precision.compute: model` resolved; says so if the default changes the model's dtype."""
     dtypes = {
         param.dtype
         for param in model.parameters()
         if param.is_floating_point() and (param.requires_grad or param.dtype.itemsize > 1)
     }
     narrow = [DTYPE_NAMES[dtype] for dtype in dtypes if dtype in (torch.bfloat16, torch.float16)]
-    if narrow and config.precision.compute == "fp32" and config.origin("precision.compute").kind == "default":
+    is_default = config.precision.compute == "fp32" and config.origin("precision.compute").kind == "default"
+    if torch.float64 in dtypes and is_default:
+        notices.say(
+            "narrowed",
+            "the model has fp64 parameters, and they are narrowed to fp32, the most precise dtype of an engine: set "
+            "precision.compute: fp32 if this is meant, or train in plain torch",
+        )
+    if narrow and is_default:
         notices.say(
             "widened",
             f"the model has {' and '.join(sorted(narrow))} parameters, and they are widened to fp32, because the "
@@ -45,6 +52,16 @@ def notice_division(loss: torch.Tensor, count: int, notices: Notices) -> None:
             f"the loss was divided by {count}, and engine.backward divides it by batch.accumulation, which is {count} "
             "too: if yours is the division for accumulation, leave it out, or call engine.backward(loss, scale=False)",
         )
+
+
+def notice_nan(unit_name: str, notices: Notices) -> None:
+    """Say that a parameter was read between passes while its values are elsewhere."""
+    notices.say(
+        "read as NaN",
+        f"a parameter of {unit_name} was read outside of the model's forward while it is sharded, so it is NaN: use it "
+        "inside `with shardwise.gathered(params):` on all ranks, also for methods of the model other than forward, or "
+        "read it with engine.full_param(name)",
+    )
 
 
 def _is_quotient(loss: torch.Tensor, count: int) -> bool:

@@ -237,9 +237,30 @@ def _check_model(model: nn.Module) -> None:
             f"parameter {managed[0]!r} is under an engine already: call engine.destroy() on that one first"
         )
     check_deferred(model)
-    embeddings = (nn.Embedding, nn.EmbeddingBag)
-    sparse = [name for name, module in model.named_modules() if isinstance(module, embeddings) and module.sparse]
-    if sparse:
+    for name, param in stored_tensors(model).items():
+        if param.is_complex():
+            raise ConfigError(
+                f"parameter {name!r} is {param.dtype}, and weights are fp32, bf16 or fp16: make "
+                "torch.view_as_real(value) the parameter, and compute with torch.view_as_complex(parameter)"
+            )
+    for name, module in model.named_modules():
+        _check_module(name, module)
+
+
+def _check_module(name: str, module: nn.Module) -> None:
+    if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
         raise ConfigError(
-            f"{sparse[0]!r} makes sparse gradients, which cannot lie in a flat buffer: build it with sparse=False"
+            f"{name!r} is compiled by torch.jit, and such modules do not call the engine's hooks: give the model the "
+            "module that it was made from; torch.compile works on blocks"
+        )
+    if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        return
+    if module.sparse:
+        raise ConfigError(
+            f"{name!r} makes sparse gradients, which cannot lie in a flat buffer: build it with sparse=False"
+        )
+    if module.max_norm is not None:
+        raise ConfigError(
+            f"{name!r} has max_norm, so each forward writes into its weight, other rows on each rank: build it without "
+            "it, and normalise the rows after a step, inside `with shardwise.gathered(weight, write=True):`"
         )

@@ -36,6 +36,7 @@ from shardwise.offload.unit_states import ResidentStates, UnitStates
 from shardwise.offload.weight_files import FileStorage
 from shardwise.partition import Policy, Span
 from shardwise.partition.layout import GroupRun
+from shardwise.tensors import outside_inference
 
 _TRANSFER_BUFFERS = 3
 """Buffers for a transfer without an update: three keep the h2d stream busy."""
@@ -159,6 +160,7 @@ class OffloadedStates(UnitStates):
 
     # Between the storages and the device
 
+    @outside_inference()
     def transfer(self, target: torch.Tensor | None) -> Arrival:
         """Issue the pending update, and copy the master to `target`, in its dtype; readers of it wait for the arrival.
 

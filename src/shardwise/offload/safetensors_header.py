@@ -21,6 +21,7 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
     "BOOL": torch.bool,
+    "C64": torch.complex64,
 }
 """The dtypes by their names in these files."""
 

@@ -1,4 +1,4 @@
-"""Replacements for methods of the user's optimizers that would bypass the engine: `step` and `zero_grad`."""
+"""Replacements for methods of the user's optimizers that would bypass the engine."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from shardwise.errors import GradientError
+from shardwise.errors import GradientError, ModelChangedError
 from shardwise.optim.optimizers import members
 
 
 class OptimizerGuard:
-    """Replaces methods on the instances. `step` always raises; until `remove`, `zero_grad` of any of several joint
-    optimizers calls `drop`, for all of them."""
+    """Replaces methods on the instances. `step` and `add_param_group` always raise; until `remove`, `zero_grad` of any
+    of several joint optimizers calls `drop`, for all of them."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, drop: Callable[[], None]) -> None:
         self._members = members(optimizer)
@@ -22,6 +22,7 @@ class OptimizerGuard:
         for each in self._members:
             # A bound method: LR schedulers read its `__func__`.
             each.step = MethodType(_use_engine_step, each)  # type: ignore[method-assign]  # refuses
+            each.add_param_group = _refuse_group  # type: ignore[method-assign]  # refuses
             each.zero_grad = self._zero_grad  # type: ignore[method-assign]  # drops
             # GradScaler then calls `step`, which refuses; else it ends in an assertion of its own.
             each._step_supports_amp_scaling = True  # type: ignore[attr-defined]  # read by it
@@ -44,6 +45,14 @@ def _use_engine_step(self: torch.optim.Optimizer, closure: Any = None) -> None:
         )
     raise GradientError(
         "optimizer.step() on an optimizer that works inside a shardwise engine: call engine.step() instead"
+    )
+
+
+def _refuse_group(param_group: dict[str, Any]) -> None:
+    raise ModelChangedError(
+        "optimizer.add_param_group() on an optimizer that works inside a shardwise engine, which would never update "
+        "that group: make all groups before shardwise.initialize; parameters that are to train later can be frozen "
+        "after it, with requires_grad_(False), and made trainable again"
     )
 
 

@@ -37,7 +37,14 @@ def foreseen(rank, world_size):
         shardwise.foresee_pipeline(build, "zero2", 4, pp=3)
     check_plan()
     check_further_micro_batches(shape)
+    check_order(found[0], shape)
     return [[(each.peak_bytes, each.sent_bytes) for each in pipeline.ranks] for pipeline in found]
+
+
+def check_order(zero2, shape):
+    """A higher stage holds no more in the first backward of GPipe, when all activations are there."""
+    zero1 = shardwise.foresee_pipeline(build, "zero1", 4, schedule="GPipe", **shape)
+    assert all(high.peak_bytes <= low.peak_bytes for high, low in zip(zero2.ranks, zero1.ranks, strict=True))
 
 
 def check_further_micro_batches(shape):

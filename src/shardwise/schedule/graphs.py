@@ -91,6 +91,11 @@ class ForwardGraphs:
             if graph.has_used(unit):
                 yield graph
 
+    def have_others(self) -> bool:
+        """Whether several forwards have had no backward."""
+        waiting = [graph for ref in self._waiting if (graph := ref()) is not None]
+        return sum(not graph.is_spent and bool(graph.uses) for graph in waiting) > 1
+
     def have_used(self, unit: Unit) -> bool:
         """Whether a backward may still go through a use of a unit."""
         return next(self.using(unit), None) is not None

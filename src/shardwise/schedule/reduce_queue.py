@@ -19,6 +19,7 @@ class ReduceQueue:
         self._on_reduced = on_reduced
         self._waiting: list[Unit] = []
         self._reduces = False
+        self._overlaps = True
         self._in_flight: list[Unit] = []
 
     @property
@@ -26,10 +27,10 @@ class ReduceQueue:
         """How many units wait for their turn."""
         return len(self._waiting)
 
-    def begin(self, waiting: list[Unit], reduces: bool) -> None:
+    def begin(self, waiting: list[Unit], reduces: bool, overlaps: bool = True) -> None:
         """These units are due from now on, in this order; unless it `reduces`, they only collect gradients: this rank's
-        own, or those of its node."""
-        self._waiting, self._reduces = waiting, reduces
+        own, or those of its node. Unless it `overlaps`, each is reduced before the gradients of the next arrive."""
+        self._waiting, self._reduces, self._overlaps = waiting, reduces, overlaps
 
     def advance(self, is_ready: Callable[[Unit], bool]) -> None:
         """Continue as far as the next unit is ready."""
@@ -47,7 +48,7 @@ class ReduceQueue:
         self._finish_one_each()
         unit.grads.start_reduce(is_final)
         self._in_flight.append(unit)
-        if not unit.grads.reduce_plan.overlap:
+        if not (self._overlaps and unit.grads.reduce_plan.overlap):
             self.finish()
 
     def finish(self) -> None:

@@ -140,10 +140,10 @@ def _module(model: ModelSpec, lora: Lora | None) -> nn.Module:
     if model.dimensions is not None:
         return meta_decoder(model.dimensions, lora)
     count = min(UNKNOWN_LAYERS, model.parameters)
-    return nn.Sequential(*(_Block(model.trainable // count, model.frozen // count) for _ in range(count)))
+    return nn.Sequential(*(_SizedBlock(model.trainable // count, model.frozen // count) for _ in range(count)))
 
 
-class _Block(nn.Module):
+class _SizedBlock(nn.Module):
     """A unit of which only the size is known."""
 
     def __init__(self, trained: int, frozen: int) -> None:
@@ -191,7 +191,7 @@ class _Step:
         sizes = [self._units[at].grad_sizes(found.comm) for at in self._trained]
         self._held = {at: self._held_bytes(at, size) for at, size in zip(self._trained, sizes, strict=True)}
         self._grads = dict(zip(reversed(self._trained), _grad_moments(self._units, sizes, config), strict=True))
-        self._pool = _Pool(self._units, self._trained, found.moments, config)
+        self._pool = _StatePool(self._units, self._trained, found.moments, config)
 
     def highest(self) -> dict[str, int]:
         """Bytes on the device by category at the peak."""
@@ -330,7 +330,7 @@ class _Step:
             held -= sum(self._held[self._trained[index]] for index in batch)
 
 
-class _Pool:
+class _StatePool:
     """The buffers on the device through which offloaded states pass, as the engine reckons."""
 
     def __init__(self, units: Sequence[UnitPlan], trained: Sequence[int], moments: int, config: Config) -> None:
@@ -380,18 +380,18 @@ def _grad_moments(units: Sequence[UnitPlan], sizes: Sequence[GradSizes], config:
     return sharded_moments(sizes, accumulates, units[0].reduce_plan)
 
 
-class _Part(NamedTuple):
+class _UsedPart(NamedTuple):
     """A part of the model in forward order, and the numbers of the units that it uses."""
 
     passes: Passes
     units: list[int]
 
 
-def _parts_of(model: ModelSpec, workload: Workload, units: Sequence[UnitPlan]) -> Iterator[_Part]:
+def _parts_of(model: ModelSpec, workload: Workload, units: Sequence[UnitPlan]) -> Iterator[_UsedPart]:
     if model.dimensions is None:
         for at, unit in enumerate(units):
-            yield _Part(Passes(backward=(Moment(arrived=unit.layout.numel),)), [at])
+            yield _UsedPart(Passes(backward=(Moment(arrived=unit.layout.numel),)), [at])
         return
     owned = {path for unit in units for path in unit.spec.runs[0]}
     for path, passes in decoder_passes(model.dimensions, workload, owned if workload.checkpointing else ()).items():
-        yield _Part(passes, [at for at, unit in enumerate(units) if any(path in run for run in unit.spec.runs)])
+        yield _UsedPart(passes, [at for at, unit in enumerate(units) if any(path in run for run in unit.spec.runs)])

@@ -64,7 +64,7 @@ def meta_decoder(of: Dimensions, lora: Lora | None) -> CausalDecoder:
 def decoder_passes(of: Dimensions, workload: Workload, recomputed: Collection[str]) -> dict[str, Passes]:
     """The passes of a decoder's parts, by the path of the module that each begins with, in forward order. Under tensor
     parallelism, `of` is what one rank holds. The layers `recomputed` keep only their input."""
-    at, layers = _Part.of_step(of, workload), {}
+    at, layers = _PartShape.of_step(of, workload), {}
     for index in range(of.layers):
         path, found = f"model.layers.{index}", _layer(at, index)
         layers[path] = replace(found, kept=Moment(at.hidden_bytes)) if path in recomputed else found
@@ -73,10 +73,10 @@ def decoder_passes(of: Dimensions, workload: Workload, recomputed: Collection[st
 
 def layer_kept_bytes(of: Dimensions, workload: Workload, index: int) -> int:
     """What one layer keeps for its backward, without recomputation."""
-    return _layer(_Part.of_step(of, workload), index).kept.activations
+    return _layer(_PartShape.of_step(of, workload), index).kept.activations
 
 
-class _Part(NamedTuple):
+class _PartShape(NamedTuple):
     of: Dimensions
     shape: tuple[int, int]
     precision: str
@@ -84,7 +84,7 @@ class _Part(NamedTuple):
     tp: int
 
     @classmethod
-    def of_step(cls, of: Dimensions, workload: Workload) -> _Part:
+    def of_step(cls, of: Dimensions, workload: Workload) -> _PartShape:
         shape = workload.micro_batch, workload.sequence
         return cls(of, shape, workload.precision, workload.lora, workload.tp)
 
@@ -93,7 +93,7 @@ class _Part(NamedTuple):
         return self.shape[0] * self.shape[1] * self.of.hidden * DTYPES[self.precision].itemsize
 
 
-def _embedding(at: _Part) -> Passes:
+def _embedding(at: _PartShape) -> Passes:
     """Its output, and in the backward the gradient of that and of the table, which is as large as the table. Where the
     head has the same table, autograd adds the gradients of both uses, in another tensor."""
     output, numel = Moment(at.hidden_bytes), at.of.embedding_numel + at.of.positions * at.of.hidden
@@ -104,14 +104,14 @@ def _embedding(at: _Part) -> Passes:
     return Passes(output, output, (arriving, Moment(arrived=numel)))
 
 
-def _layer(at: _Part, index: int) -> Passes:
+def _layer(at: _PartShape, index: int) -> Passes:
     dense = at.of.experts.dense_layers if at.of.experts else 0
     # Nothing that is trained precedes the first layer of a model with adapters: its input has no gradient.
     return _passes(at, "dense layer" if index < dense else "layer", has_gradient=index > 0 or at.lora is None)
 
 
 @lru_cache(maxsize=256)
-def _passes(at: _Part, kind: str, has_gradient: bool = True) -> Passes:
+def _passes(at: _PartShape, kind: str, has_gradient: bool = True) -> Passes:
     of, dtype = at.of, DTYPES[at.precision]
     dense = of.experts.dense_layers if of.experts else 0
     model = meta_decoder(replace(of, layers=dense + 1), at.lora).to(dtype)

@@ -1,8 +1,11 @@
 """Arithmetic is close to the dry run, for models of which only the dimensions are known."""
 
+import random
+
 import pytest
 
 from shardwise.config.shape import NodeShape
+from shardwise.models.catalog import find
 from shardwise.models.dimensions import Dimensions, Experts
 from shardwise.planning.arithmetic import sent_by_axis, tp_bytes
 from shardwise.planning.dry_run import foresee_workload
@@ -37,7 +40,8 @@ def test_arithmetic_is_near_the_dry_run(of, preset, workload):
     model = model.part(workload.tp)
     estimated = estimate(model, workload, workload.config(preset), NodeShape(nodes, 4 // nodes))
     assert tp_bytes(model, workload) == foreseen.sent_bytes.get("tp", 0)
-    assert estimated.peak_bytes == pytest.approx(foreseen.peak_bytes, rel=0.15), (estimated, foreseen)
+    within = 0.15 if "offload" in preset else 0.02
+    assert estimated.peak_bytes == pytest.approx(foreseen.peak_bytes, rel=within), (estimated, foreseen)
     if preset == "zero3_hybrid":  # what rests over a node is among them
         assert foreseen.categories["weights"] >= 2 * model.parameters // 2
     sent = sent_by_axis(preset, model, workload, NodeShape(nodes, 4 // nodes))
@@ -53,3 +57,67 @@ def test_frozen_weights_off_the_device_are_counted_as_in_the_dry_run():
     assert not isinstance(foreseen, str), foreseen
     estimated = estimate(model, workload, workload.config("zero3_offload").for_world_size(4), 4)
     assert estimated.tiers == foreseen.tiers
+
+
+RESIDENT = ("zero0", "zero1", "zero2", "zero3")
+
+
+def drawn(seed):
+    """A small decoder of an unusual shape, a step of it, and ranks."""
+    draw = random.Random(seed)
+    heads = draw.choice([2, 4, 8])
+    hidden = heads * draw.choice([32, 64])
+    layers, vocabulary, width = draw.choice([1, 2, 3, 6]), draw.choice([1000, 4000, 8000]), 4 * hidden
+    kind = draw.choice(["mostly vocabulary", "many layers", "wide", "square", "mixture"])
+    if kind == "mostly vocabulary":
+        layers, vocabulary = draw.choice([1, 2, 4]), draw.choice([32000, 50257])
+    elif kind == "many layers":
+        layers = draw.choice([12, 20])
+    elif kind == "wide":
+        hidden, heads, width = 1024, 16, draw.choice([2816, 8192])
+    experts = Experts(4, 2, hidden) if kind == "mixture" else None
+    form = {"tied": draw.random() < 0.5, "qk_norm": draw.random() < 0.3, "norms": draw.choice([2, 4])}
+    of = Dimensions(
+        kind, hidden, layers, heads, vocabulary, width, draw.choice([0, heads // 2]), experts=experts, **form
+    )
+    step = Workload(
+        sequence=draw.choice([64, 256, 1024]),
+        micro_batch=draw.choice([1, 2]),
+        accumulation=draw.choice([1, 4]),
+        precision=draw.choice(["bf16", "fp32"]),
+        checkpointing=draw.random() < 0.5,
+        lora=(draw.choice([4, 16]), ("q_proj", "v_proj")) if draw.random() < 0.3 else None,
+    )
+    return of, step, draw.choice([1, 2, 3, 8])
+
+
+def estimated_peaks(of, step, ranks, presets=RESIDENT):
+    model = from_dimensions(of, step.lora)
+    return [estimate(model, step, step.config(preset), ranks).peak_bytes for preset in presets]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_presets_are_in_order(seed):
+    """Except two units of frozen weights on two ranks: what rests of each is there twice while it is gathered, and the
+    next is gathered before the last is released."""
+    of, step, ranks = drawn(seed)
+    peaks = estimated_peaks(of, step, ranks)
+    if step.lora is None or of.layers > 2:
+        assert peaks == sorted(peaks, reverse=True), (of, step, ranks)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_arithmetic_is_near_the_dry_run_for_unusual_shapes(seed):
+    """160 such cases were off by 0.01 % at the median and 3.8 % at worst."""
+    of, step, ranks = drawn(seed)
+    model = from_dimensions(of, step.lora)
+    for preset, peak in zip(("zero1", "zero3"), estimated_peaks(of, step, ranks, ("zero1", "zero3")), strict=True):
+        foreseen = foresee_workload(model, step, preset, ranks)
+        assert not isinstance(foreseen, str), foreseen
+        assert peak == pytest.approx(foreseen.peak_bytes, rel=0.05), (preset, of, step, ranks)
+
+
+def test_frozen_weights_of_one_gpu_are_not_held_twice():
+    step = Workload(lora=(16, ("q_proj", "v_proj")))
+    zero0, *others = estimated_peaks(find("llama3-8b"), step, 1)
+    assert others == [zero0] * 3

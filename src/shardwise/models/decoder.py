@@ -222,7 +222,10 @@ class CausalDecoder(nn.Module):
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
         logits: torch.Tensor = self.lm_head(self.model(tokens)).float()
-        return logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return logits if targets is None else self.loss(logits, targets)
+
+    def loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 class Adapter(nn.Module):

@@ -38,7 +38,7 @@ from shardwise.partition import Policy, Span
 from shardwise.partition.layout import GroupRun
 from shardwise.tensors import outside_inference
 
-_TRANSFER_BUFFERS = 3
+TRANSFER_BUFFERS = 3
 """Buffers for a transfer without an update: three keep the h2d stream busy."""
 
 
@@ -276,7 +276,7 @@ class OffloadedStates(UnitStates):
         streams, span = self.streams, bucket.span
         was_prefetched = span in self._on_device
         if not was_prefetched:
-            self._acquire(bucket, None if update else _TRANSFER_BUFFERS)
+            self._acquire(bucket, None if update else TRANSFER_BUFFERS)
             self._fetch(bucket, self.storages if update else [MASTER])
         elif update and GRADS in self:
             self._fetch(bucket, [GRADS])

@@ -46,6 +46,8 @@ class _Past:
         return True
 
 
+FREED_LATER = 2
+"""So many later frees are asked for before memory that another stream has used is freed."""
 PAST: Event = _Past()
 """An event that has happened already."""
 
@@ -109,7 +111,7 @@ class Streams:
         target.copy_(source, non_blocking=True)
         self.moved_bytes["device to host"] += source.numel() * source.element_size()
 
-    def free_after(self, event: Event, free: Callable[[], None], most: int = 2) -> None:
+    def free_after(self, event: Event, free: Callable[[], None], most: int = FREED_LATER) -> None:
         """Call `free` once the compute stream waits for `event`: when more than `most` later calls have been made.
 
         The compute stream would stall if it waited at once. `most` bounds the memory that is kept meanwhile.

@@ -106,8 +106,11 @@ class Policy:
         if not self.trainable:
             return gathers
         updated = self.weight_dtype if axis in AXES[self.optim_cut] else self.accumulate_dtype
-        reduced = self.reduce_dtype if axis in AXES[self.grads_cut] else self.sum_dtype
-        return gathers + times.reductions * reduced.itemsize + times.updates * updated.itemsize
+        return gathers + times.reductions * self.wire_dtype(axis).itemsize + times.updates * updated.itemsize
+
+    def wire_dtype(self, axis: Axis) -> torch.dtype:
+        """Of gradients that are sent over an axis: of a micro-batch, or the sums of all."""
+        return self.reduce_dtype if axis in AXES[self.grads_cut] else self.sum_dtype
 
 
 class Group(NamedTuple):

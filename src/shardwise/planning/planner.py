@@ -157,9 +157,10 @@ def _tp_sent_bytes(model: ModelSpec, workload: Workload, foreseen: Mapping[str, 
 
 
 def _tp_note(tp: int, copies: int, sent: int) -> str:
+    held = "the copy" if copies == 1 else f"each of {copies} copies"
     return (
-        f"each of {copies} copies of the model is on {tp} GPUs: a GPU sends {format_bytes(sent)} to the others of its "
-        "copy in a step, beside what the table says, so these should be in one node"
+        f"{held} of the model is on {tp} GPUs: a GPU sends {format_bytes(sent)} to the others of its copy in a step, "
+        "beside what the table says, so these should be in one node"
     )
 
 

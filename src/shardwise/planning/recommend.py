@@ -15,6 +15,7 @@ nvme      and to the disk
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from shardwise.config import Config
 from shardwise.config.presets import PRESETS
@@ -122,10 +123,12 @@ def _reason(row: PlanRow, tried: Sequence[PlanRow], rows: Mapping[str, PlanRow],
     elif hardware.gpus == 1:
         reason += "; with one GPU there is nothing to shard, so zero1, zero2 and zero3 hold about the same"
     elif "zero3" in rows and row.preset != "zero3":
-        more = rows["zero3"].wire_bytes / max(1, row.wire_bytes)
         saved = max(0, row.peak_bytes - rows["zero3"].peak_bytes)
-        part = f"{saved / hardware.gpu_bytes:.0%} of its memory"
-        reason += f"; zero3 would free {format_bytes(saved)} more per GPU, {part}, and send {more:.3g} times as much"
+        freed = f"{format_bytes(saved)} more per GPU, {saved / hardware.gpu_bytes:.0%} of its memory"
+        if saved * 100 < hardware.gpu_bytes:
+            freed = "less than 1% of a GPU's memory"
+        more = f", and send {rows['zero3'].wire_bytes / row.wire_bytes:.3g} times as much" if row.wire_bytes else ""
+        reason += f"; zero3 would free {freed}{more}"
     return reason + (f", {row.condition}" if row.condition else "")
 
 
@@ -155,10 +158,11 @@ def _lora_hint(model: ModelSpec, workload: Workload, hardware: Hardware) -> str:
     if model.dimensions is None or workload.lora is not None or workload.tp * workload.pp > 1:
         return ""
     targets = tuple(name for name in DEFAULT_TARGETS if name in model.dimensions.linears())
-    adapted = from_dimensions(model.dimensions, (LORA_RANK, targets))
+    step = replace(workload, lora=(LORA_RANK, targets))
+    adapted = from_dimensions(model.dimensions, step.lora)
     for preset in ("zero2", "zero3"):
         config = workload.config(preset)
-        needed = estimate(adapted, workload, config, hardware.shape).peak_bytes + hardware.reserved_bytes
+        needed = estimate(adapted, step, config, hardware.shape).peak_bytes + hardware.reserved_bytes
         if judge(config, needed, {}, hardware).fits:
             return f". LoRA of rank {LORA_RANK} would fit under {preset}: {format_bytes(needed)} per GPU"
     return ""

@@ -236,7 +236,9 @@ def states(parameters: int, ranks: int, each: Accounting, name: str, sizes: dict
     for preset, size in sizes.items():
         table.add_row(preset, f"{float(size) / 1e9:.4g}", f"1/{float(sizes['zero0'] / size):.3g}")
     kinds = f"weights {each.weights} + grads {each.grads} + master {each.master} + moments {each.moments} bytes"
-    title = f"Model states of {format_count(parameters)} parameters on {ranks} ranks, accounting {name}"
+    title = (
+        f"Model states of {format_count(parameters)} parameters on {ranks} rank{'s' * (ranks > 1)}, accounting {name}"
+    )
     return Group(Text(title, style="bold"), Text(kinds), table)
 
 

@@ -126,7 +126,7 @@ def _candidate(
     config, shape = workload.config(preset), on.zero_shape(workload.tp)
     estimated = estimate(model, workload, config, shape)
     peak = estimated.peak_bytes + on.reserved_bytes
-    units = away_bytes(model, config, shape.world_size)
+    units = away_bytes(model, workload, config, shape)
     budget = device_budget(on)
     staying = stay(units, budget + on.reserved_bytes - peak)
     if not sum(units):

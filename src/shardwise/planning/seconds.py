@@ -13,8 +13,9 @@ from shardwise.errors import ConfigError
 from shardwise.models.dimensions import Dimensions
 from shardwise.planning.arithmetic import operations
 from shardwise.planning.dry_run import MOST_MICRO_BATCHES, Foreseen
-from shardwise.planning.estimate import UNKNOWN_LAYERS, layer_activation_bytes
+from shardwise.planning.estimate import UNKNOWN_LAYERS
 from shardwise.planning.hardware import Hardware
+from shardwise.planning.passes import layer_kept_bytes
 from shardwise.planning.sketch import Sketch, SketchUnit, plain
 from shardwise.planning.workload import ModelSpec, Workload
 from shardwise.timing.device import DeviceTimes, published, reaching
@@ -212,7 +213,7 @@ def _layer(of: Dimensions, index: int, numel: int, trained: int, workload: Workl
     width = of.heads * of.head_dim
     attention = 4 * tokens * workload.sequence * width
     forward[Form("attention", dtype, attention, 4 * tokens * width * item)] = 1.0
-    activations = _PASSES_OVER_ACTIVATIONS * layer_activation_bytes(of, workload, item)
+    activations = _PASSES_OVER_ACTIVATIONS * layer_kept_bytes(of, workload, index)
     forward[plain(activations / 16)] = 16.0
     passes = 2.0 if trained == numel else 1.0
     backward = {form: passes * count for form, count in forward.items() if form.product}

@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
+
 from shardwise.comm.interface import EVERYWHERE
 from shardwise.config import Config
 from shardwise.config.costs import gradient_bytes, offloaded_bytes_each, resting, weight_bytes
 from shardwise.config.shape import AXES, Axis, NodeShape, axes_between
 from shardwise.memory.reduce_plan import sum_block_numel
+from shardwise.partition.policy import policy_for
 from shardwise.timing.forms import Form
 from shardwise.timing.tape import Mark, Tape
 from shardwise.timing.timeline import COMPUTE
@@ -51,9 +54,7 @@ class Sketch:
         self._weights, self._grads, self._optim = placement.weights, placement.grads, placement.optim
         self._weight_bytes, self._count = weight_bytes(config), config.batch.accumulation
         self._sum_bytes = gradient_bytes(config)
-        wire = config.precision.reduce_dtype
-        adds_first = self._count > 1 and self._grads.sharding == "replicated"
-        self._wire_bytes = self._sum_bytes if adds_first else _FP32 if wire == "fp32" else self._weight_bytes
+        self._policy = policy_for(self._config, True, torch.float32)
         self._away = offloaded_bytes_each(resting(self._config)) * (1 - resident)
         self._resident = resident
         self._disk = self._optim.tier == "disk"
@@ -154,12 +155,12 @@ class Sketch:
     # Gradients
 
     def _reduce(self, unit: SketchUnit, is_last: bool) -> Mark | None:
-        size_bytes, done = unit.trained * self._wire_bytes, None
+        numel, done = unit.trained, None
         for axis in EVERYWHERE:
             if axis == "outer" and not is_last and "outer" not in AXES[self._grads.sharding]:
                 continue  # added up in the node until the last micro-batch
-            done = self._send("reduce", "reduce", size_bytes, axis, done) or done
-            size_bytes //= self._shape.size(axis)
+            done = self._send("reduce", "reduce", numel * self._policy.wire_dtype(axis).itemsize, axis, done) or done
+            numel //= self._shape.size(axis)
         return done
 
     def _finish(self, reducing: tuple[SketchUnit, Mark | None] | None) -> None:
@@ -168,10 +169,11 @@ class Sketch:
         unit, sent = reducing
         _wait(sent)
         owned, part = self._owned(unit.trained), unit.trained
-        for rows in (self._shape.size(axis) for axis in EVERYWHERE if self._shape.size(axis) > 1):
+        for axis in (axis for axis in EVERYWHERE if self._shape.size(axis) > 1):
+            rows = self._shape.size(axis)
             part //= rows
             blocks = -(-part // sum_block_numel(part, "cuda")) or 1
-            added = plain(part * (rows * (self._wire_bytes + 2 * _FP32) + 14) / blocks)
+            added = plain(part * (rows * (self._policy.wire_dtype(axis).itemsize + 2 * _FP32) + 14) / blocks)
             self.tape.note({added: blocks}, blocks * (rows + 3))
         if self._grads.tier != "device" and self._away:
             self._down(owned * self._sum_bytes * (1 - self._resident))

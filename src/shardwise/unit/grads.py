@@ -144,16 +144,13 @@ class Grads:
 
     @cached_property
     def cast_bytes(self) -> int:
-        """The bytes of an fp32 copy of the gradients that this rank updates with; 0 where they are in fp32."""
-        is_exact = self._held.tensor.dtype == torch.float32
-        return 0 if is_exact else self._plan.owned_numel * torch.float32.itemsize
+        """See `UnitPlan.cast_bytes`."""
+        return self._plan.cast_bytes
 
     @cached_property
     def update_sizes(self) -> UpdateSizes:
-        """What the unit's update makes of its gradients, where they are on the device."""
-        whole = self._plan.owned_numel * self._held.tensor.dtype.itemsize if self._makes_whole else 0
-        cast = self.cast_bytes
-        return UpdateSizes(self._plan.owned_numel, whole + cast, cast - self._held.size_bytes if cast else whole)
+        """See `UnitPlan.update_sizes`."""
+        return self._plan.update_sizes
 
     # In a backward
 
@@ -314,7 +311,7 @@ class Grads:
         """Where several ranks update one element: bring each of them the reduced gradients that it needs."""
         if not self._gather_axes or self._comm.world_size == 1 or self._gathering is not None:
             return
-        if self._makes_whole:
+        if self._plan.makes_whole:
             self._whole = self._buffer(Kind.WORK, self._plan.owned_numel, self._policy.accumulate_dtype)
             self._whole.allocate()[self._own_part_of(self._policy.optim_cut).slice] = self.shard.tensor
         self._gathering = self._comm.gather(self._everything, "reduce", self.name, self._gather_axes)
@@ -349,12 +346,6 @@ class Grads:
             )
         slot = self._plan.layout.slot(name)
         return self._full.tensor[slot.span.slice].view(slot.spec.shape).clone()
-
-    @property
-    def _makes_whole(self) -> bool:
-        """Whether what is gathered for the optimizer needs a buffer beside what is held."""
-        policy = self._policy
-        return bool(self._gather_axes) and policy.grads_cut != policy.optim_cut and self._comm.world_size > 1
 
     @property
     def _everything(self) -> torch.Tensor:

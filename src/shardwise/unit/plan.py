@@ -10,7 +10,7 @@ import torch
 from shardwise.comm import Comm
 from shardwise.comm.model_group import ModelGroup
 from shardwise.config.shape import NodeShape, Sharding
-from shardwise.memory.reduce_plan import GradSizes, ReducePlan, sum_block_numel
+from shardwise.memory.reduce_plan import GradSizes, ReducePlan, UpdateSizes, sum_block_numel
 from shardwise.partition import Layout, Policy
 from shardwise.partition.dtensors import local, part_of
 from shardwise.partition.layout import Cut, TensorSpec
@@ -41,6 +41,20 @@ class UnitPlan:
         """How many elements a rank holds of what is cut in this way."""
         return self.layout.numel // self.shape.parts(sharding)
 
+    @property
+    def full_bytes(self) -> int:
+        """What gathered weights take."""
+        return self.layout.numel * self.policy.weight_dtype.itemsize
+
+    @property
+    def moved_bytes(self) -> int:
+        """What of that rests on a rank while they are released, in the same dtype: see `SharedMaster`."""
+        policy = self.policy
+        is_shared = policy.weight_dtype == policy.master_dtype and policy.master_tier == "device"
+        if not policy.weights_sharded or policy.weights_rest_apart or not is_shared:
+            return 0
+        return self.owned_numel * policy.weight_dtype.itemsize
+
     def grad_sizes(self, comm: Comm) -> GradSizes:
         """What the unit's gradients take, for the choice of the reduce plan."""
         layout, policy = self.layout, self.policy
@@ -58,6 +72,32 @@ class UnitPlan:
             received=row * self._received_rows(comm),
             shard_numel=held_numel,
             block_numel=0 if is_exact else sum_block_numel(held_numel, comm.kernels),
+        )
+
+    @property
+    def makes_whole(self) -> bool:
+        """Whether what is gathered for a replicated optimizer needs a buffer beside the gradients that are held."""
+        cut = self.policy.optim_cut
+        return cut not in ("sharded", self.policy.grads_cut) and self.shape.world_size > 1
+
+    @property
+    def held_dtype(self) -> torch.dtype:
+        """Of gradients between backward and update."""
+        policy = self.policy
+        return policy.grad_dtype if policy.grads_cut == "replicated" else policy.accumulate_dtype
+
+    @property
+    def cast_bytes(self) -> int:
+        """The bytes of an fp32 copy of the gradients that this rank updates with; 0 where they are in fp32."""
+        return 0 if self.held_dtype == torch.float32 else self.owned_numel * torch.float32.itemsize
+
+    @property
+    def update_sizes(self) -> UpdateSizes:
+        """What the unit's update makes of its gradients, where they are on the device."""
+        whole = self.owned_numel * self.held_dtype.itemsize if self.makes_whole else 0
+        held = self.part_numel(self.policy.grads_cut) * self.held_dtype.itemsize
+        return UpdateSizes(
+            self.owned_numel, whole + self.cast_bytes, self.cast_bytes - held if self.cast_bytes else whole
         )
 
     def _received_rows(self, comm: Comm) -> int:

@@ -1,5 +1,6 @@
 """Arithmetic is close to the dry run, for models of which only the dimensions are known."""
 
+import itertools
 import random
 
 import pytest
@@ -98,12 +99,13 @@ def estimated_peaks(of, step, ranks, presets=RESIDENT):
 
 @pytest.mark.parametrize("seed", range(60))
 def test_presets_are_in_order(seed):
-    """Except two units of frozen weights on two ranks: what rests of each is there twice while it is gathered, and the
-    next is gathered before the last is released."""
+    """In two known cases only to 6 %. Two layers of frozen weights: the next is gathered before the last is released.
+    One rank with several micro-batches: sharded gradients arrive beside the sum, replicated ones are added in place."""
     of, step, ranks = drawn(seed)
     peaks = estimated_peaks(of, step, ranks)
-    if step.lora is None or of.layers > 2:
-        assert peaks == sorted(peaks, reverse=True), (of, step, ranks)
+    is_known = (step.lora is not None and of.layers == 2) or (ranks == 1 and step.accumulation > 1)
+    for low, high in itertools.pairwise(peaks):
+        assert high <= low * (1.06 if is_known else 1), (of, step, ranks)
 
 
 @pytest.mark.parametrize("seed", range(4))

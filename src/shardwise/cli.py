@@ -194,7 +194,8 @@ def env(
 
 
 @app.command(
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False},
+    options_metavar="[OPTIONS] SCRIPT [ARGS]...",
 )
 def run(
     context: typer.Context,

@@ -20,7 +20,10 @@ def describe(path: Location, verified: bool = False) -> str:
         return _details(path, verified)
     entries = list_checkpoints(path)
     if not entries:
-        raise CheckpointError(f"there is no checkpoint in {path}")
+        raise CheckpointError(
+            f"there is no checkpoint in {path}: name the folder that engine.save wrote to; `shardwise train` writes to "
+            "`checkpoints` in the folder of the run"
+        )
     return "\n".join(_line(entry.path, verified) for entry in entries)
 
 

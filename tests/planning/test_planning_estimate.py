@@ -99,18 +99,18 @@ def estimated_peaks(of, step, ranks, presets=RESIDENT):
 
 @pytest.mark.parametrize("seed", range(60))
 def test_presets_are_in_order(seed):
-    """In two known cases only to 6 %. Two layers of frozen weights: the next is gathered before the last is released.
-    One rank with several micro-batches: sharded gradients arrive beside the sum, replicated ones are added in place."""
+    """With one rank and several micro-batches only to 6 %: sharded gradients arrive beside the sum, replicated ones are
+    added in place."""
     of, step, ranks = drawn(seed)
     peaks = estimated_peaks(of, step, ranks)
-    is_known = (step.lora is not None and of.layers == 2) or (ranks == 1 and step.accumulation > 1)
+    is_known = ranks == 1 and step.accumulation > 1
     for low, high in itertools.pairwise(peaks):
         assert high <= low * (1.06 if is_known else 1), (of, step, ranks)
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_arithmetic_is_near_the_dry_run_for_unusual_shapes(seed):
-    """160 such cases were off by 0.01 % at the median and 3.8 % at worst."""
+    """48 such cases were off by 0.01 % at the median and 4.1 % at worst."""
     of, step, ranks = drawn(seed)
     model = from_dimensions(of, step.lora)
     for preset, peak in zip(("zero1", "zero3"), estimated_peaks(of, step, ranks, ("zero1", "zero3")), strict=True):

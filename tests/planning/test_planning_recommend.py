@@ -8,7 +8,7 @@ import pytest
 
 import shardwise
 from shardwise.planning import Hardware, Workload
-from shardwise.planning.hardware import here
+from shardwise.planning.hardware import Rates, here
 
 GB = 10**9
 
@@ -32,8 +32,8 @@ def test_on_several_nodes_weights_stay_in_the_node():
     nodes = {"gpus": 128, "nodes": 16}
     assert advice("llama3-70b", **nodes).preset == "zero3_hybrid"
     assert advice("llama3-8b", **nodes).preset == "zero1"
-    # With several micro-batches, zero2 would send each of them out of the node.
-    small = {"gpus": 32, "nodes": 4, "gpu_bytes": 40 * GB}
+    # With several micro-batches, zero2 would send each of them out of the node, over a link that its GPUs share.
+    small = {"gpus": 32, "nodes": 4, "gpu_bytes": 40 * GB, "rates": Rates(node_link=50e9)}
     assert advice("llama3-8b", **small).preset == "zero2"
     assert advice("llama3-8b", **small, workload=Workload(accumulation=4)).preset == "zero3_hybrid"
     assert advice("llama3-405b", gpus=512, nodes=64).preset == "zero3"

@@ -53,6 +53,12 @@ def _reader(argument: inspect.Parameter) -> Callable[[Any], Any]:
     return at_least_zero if is_number and argument.default >= 0 else any_value  # Adafactor's beta2_decay is negative
 
 
+def optimizer_class(name: str) -> type[Optimizer]:
+    """Lion, or a class of torch's."""
+    kind: type[Optimizer] = Lion if name == "Lion" else getattr(torch.optim, name)
+    return kind
+
+
 def build(name: str, settings: Mapping[str, Any], params: Iterable[Any]) -> Optimizer:
     """The optimizer `name` on `params` (tensors, named tensors or parameter groups), from checked settings.
 
@@ -61,7 +67,7 @@ def build(name: str, settings: Mapping[str, Any], params: Iterable[Any]) -> Opti
     0.0001
     """
     arguments = dict(settings)
-    kind: Any = Lion if name == "Lion" else getattr(torch.optim, name)
+    kind: Any = optimizer_class(name)
     if not arguments.pop("bias_correction", True):
         kind, arguments["decoupled"] = UncorrectedAdam, name == "AdamW"
     try:

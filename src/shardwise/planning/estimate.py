@@ -20,10 +20,10 @@ from torch import nn
 
 from shardwise.config import Config
 from shardwise.config.costs import moments_of
+from shardwise.config.optimizers import optimizer_class
 from shardwise.config.shape import NodeShape, shape_of
 from shardwise.engine.assembly import plan_units
 from shardwise.engine.residency import Budget, moments_each, offloaded_bytes
-from shardwise.errors import ConfigError
 from shardwise.memory.ledger import Ledger
 from shardwise.memory.reduce_plan import (
     GradMoments,
@@ -117,11 +117,14 @@ def _units(key: _Key, model: ModelSpec, lora: Lora | None, shape: NodeShape) -> 
 
 
 def _optimizer(module: nn.Module, config: Config) -> torch.optim.Optimizer:
-    params = [param for param in module.parameters() if param.requires_grad]
-    if config.optimizer is not None:
-        with contextlib.suppress(ConfigError):  # one that takes only some of a model's tensors, such as Muon
-            return config.optimizer.build(params)
-    return torch.optim.AdamW(params)
+    """What the division into units asks of an optimizer: its class, options and parameters. It is not constructed: the
+    constructor imports torch's compiler, which takes as long as the rest of a plan."""
+    section = config.optimizer
+    kind, options = (optimizer_class(section.name), section.params) if section else (torch.optim.AdamW, {})
+    found = kind.__new__(kind)
+    found.defaults = dict(options)
+    found.param_groups = [{"params": [param for param in module.parameters() if param.requires_grad], **options}]
+    return found
 
 
 @contextlib.contextmanager
@@ -233,14 +236,15 @@ class _Step:
 
     def _forward(self) -> Iterator[_Use]:
         kept, held = 0, sum(self._held.values()) if self._accumulates else 0
+        sinking = self._sinking(self._trained)
         last = max((at for at, part in enumerate(self._parts) if part.units), default=0)
         for place, part in enumerate(self._parts):
             ahead = self._prefetched(part.units, 1)
             weights, updating = self._weights([*part.units, *ahead]), self._pool.updating if place < last else 0
             at = part.passes.forward
-            yield _Use(weights, held, updating, kept + at.activations, at.logits)
+            yield _Use(weights, held, updating + sinking, kept + at.activations, at.logits)
             kept += part.passes.kept.activations
-            yield _Use(weights, held, updating + self._moving([*part.units, *ahead]), kept)
+            yield _Use(weights, held, updating + sinking + self._moving([*part.units, *ahead]), kept)
 
     def _backward(self) -> Iterator[_Use]:
         kept = sum(part.passes.kept.activations for part in self._parts)
@@ -301,8 +305,10 @@ class _Step:
         )
 
     def _sinking(self, waiting: Sequence[int]) -> int:
-        """Reduced gradients on their way to the host: their buffers are freed two uses later."""
-        reduced = [self._units[at] for at in self._trained[len(waiting) :][:FREED_LATER]]
+        """Reduced gradients on their way to the host: their buffers are freed two uses later, those of a micro-batch in
+        the next one."""
+        last = [*self._trained[len(waiting) :], *(self._trained if self._accumulates else ())][:FREED_LATER]
+        reduced = [self._units[at] for at in last]
         return sum(
             unit.layout.shard_numel * unit.held_dtype.itemsize for unit in reduced if unit.policy.grads_tier != "device"
         )

@@ -7,6 +7,7 @@ are alike, so arithmetic sees what a dry run of the whole model would see, at th
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -155,7 +156,8 @@ def _watched(model: nn.Module, inputs: Any, vocabulary: int, run: Callable[[], A
         is_wide = vocabulary and tensor.ndim > 1 and tensor.shape[-1] == vocabulary
         return "logits" if is_wide else "activations"
 
-    with replacing(_KERNELS.replaced), _Watch("cpu", (), label, _KERNELS.granularity_bytes) as watch:
+    watch = _Watch("cpu", (), label, _KERNELS.granularity_bytes)
+    with replacing(_KERNELS.replaced), watch:
         watch.begin(model, *inputs)
         loss, outputs = run()
         kept, (forward,) = watch.now(), watch.moments.values()
@@ -171,6 +173,12 @@ class _Watch(StorageObserver):
     """Notes the fullest moment for each set of gradients that have arrived."""
 
     _before = _arrived_bytes = _arrived = _arriving = 0
+    # Nothing is compiled here; torch's wrapper around it would import the compiler, which takes seconds.
+    __torch_dispatch__ = inspect.unwrap(StorageObserver.__torch_dispatch__)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
     def begin(self, *existing: Any) -> None:
         """Memory counts from here on, beside these."""

@@ -129,7 +129,7 @@ class StreamOrder(Tape):
 
     @contextlib.contextmanager
     def watching(self):
-        """Within it, storages that are resized are freed and allocated."""
+        """Within it, memory is followed: storages that are resized are freed and allocated."""
         original = torch.UntypedStorage.resize_
 
         def resize_(storage, size):
@@ -147,6 +147,7 @@ class StreamOrder(Tape):
             yield self
         finally:
             torch.UntypedStorage.resize_ = original
+            self._memory.clear()  # a dry run ends in the middle of training: what is freed afterwards does not count
 
     # What it makes of it
 
@@ -210,8 +211,9 @@ class StreamOrder(Tape):
         memory.uses = [Use(0, size, True, memory.stream, number, "an earlier tensor")]
 
     def _forget(self, key):
-        memory = self._memory.pop(key)
-        self._free(memory)
+        memory = self._memory.pop(key, None)
+        if memory is not None:
+            self._free(memory)
 
     def _free(self, memory):
         owner = HOST if memory.is_host else memory.stream

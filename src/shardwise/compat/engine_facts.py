@@ -121,7 +121,13 @@ class EngineFacts:
         if not engine.is_at_rest:
             raise CompatibilityError("the size of a step is changed between its micro-batches: change it after step()")
         batch = Batch(accumulation=accumulation, micro_batch_size=micro_batch_size).resolve(self.world_size)
-        engine.config = engine.config.with_sections(batch=batch)
+        adds_up = accumulation > 1
+        if engine.config.precision.compute != "fp32" and adds_up != (self.gradient_accumulation_steps() > 1):
+            raise CompatibilityError(
+                "the number of micro-batches decides in which dtype gradients are added up: initialize with "
+                f"gradient_accumulation_steps {accumulation}"
+            )
+        engine.set_batch(batch)
 
     def get_lr(self) -> list[float]:
         return self._of_groups("lr")

@@ -17,7 +17,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwise.optim.states import extras_of, state_views
 from shardwise.partition.stored import is_wrapper, stored_in
-from shardwise.schedule.autograd import SavedTensorGuard
 from shardwise.schedule.hooks import ours
 from shardwise.unit import Unit
 
@@ -47,11 +46,8 @@ def gathered(
     units = _units_of(params)
     for unit in units:
         unit.weights.lock()
-    # A backward of what is computed here reads the weights again: those that are released then, it gathers.
-    saved = SavedTensorGuard(units, lambda unit: unit.weights.need())
     try:
-        with saved.watching():
-            yield
+        yield
         if write:
             for unit in units:
                 unit.weights.take_back(source)
@@ -117,10 +113,8 @@ class Access:
         for unit in self._units:
             for param in unit.params:
                 _UNITS[param] = weakref.ref(unit)
-        self.saving = Saving()
-        fill = ours(_StateDictHook(model, units, self.saving))
         self._handles = [
-            *(module.register_state_dict_post_hook(fill) for module in model.modules()),
+            model.register_state_dict_post_hook(ours(_StateDictHook(units))),
             model.register_load_state_dict_pre_hook(ours(_LoadHook(units, begins=True))),
             model.register_load_state_dict_post_hook(ours(_LoadHook(units, begins=False))),
         ]
@@ -133,58 +127,26 @@ class Access:
                 del _UNITS[param]
 
 
-class Saving:
-    """The module whose `state_dict` the user has called; inside of it, torch calls those of its children."""
-
-    def __init__(self) -> None:
-        self.outermost: nn.Module | None = None
-
-    @contextlib.contextmanager
-    def of(self, module: nn.Module, destination: Any) -> Iterator[None]:
-        """Around `module.state_dict(destination)`; a child is given that of its parent."""
-        before = self.outermost
-        if before is None or destination is None:
-            self.outermost = module
-        try:
-            yield
-        finally:
-            self.outermost = before
-
-
 class _StateDictHook:
-    """Replaces stand-ins by whole values, one unit at a time, in the state dict of the model or a part of it."""
+    """Replaces stand-ins by whole values, one unit at a time."""
 
-    def __init__(self, model: nn.Module, units: Sequence[Unit], saving: Saving) -> None:
-        self._model = model
+    def __init__(self, units: Sequence[Unit]) -> None:
         self._units = units
-        self._saving = saving
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        names = _aliases(module)
         sharded = [unit for unit in self._units if unit.weights.policy.weights_sharded]
-        if not sharded or module is not (self._saving.outermost or self._model):
-            return
-        path = next(path for path, each in self._model.named_modules() if each is module)
-        above, names = f"{path}." if path else "", _aliases(self._model)
-
-        def keys(name: str) -> list[str]:
-            inside = [alias.removeprefix(above) for alias in names.get(name, (name,)) if alias.startswith(above)]
-            return [prefix + alias for alias in inside if prefix + alias in state]
-
         for unit in sharded:
-            wanted = [(keys(name), param) for name, param in zip(unit.names, unit.params, strict=True)]
-            if any(found for found, _ in wanted):
-                with gathered(unit.params):
-                    state.update({key: value for found, param in wanted for key, value in _copies(found, param)})
-        for name, param in self._model.named_parameters() if any(unit.spec.inner for unit in sharded) else ():
-            if is_wrapper(param) and (found := keys(name)):
+            with gathered(unit.params):
+                for name, param in zip(unit.names, unit.params, strict=True):
+                    value = param.detach().clone()
+                    aliases = names.get(name, (name,))
+                    state.update({prefix + alias: value for alias in aliases if prefix + alias in state})
+        for name, param in module.named_parameters() if any(unit.spec.inner for unit in sharded) else ():
+            if is_wrapper(param):
                 with gathered(param):
-                    state.update(_copies(found, param))
-
-
-def _copies(keys: Sequence[str], param: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """One copy of a parameter, under all of its names."""
-    value = param.detach().clone() if keys else param
-    return [(key, value) for key in keys]
+                    value = param.detach().clone()
+                state.update({prefix + alias: value for alias in names[name] if prefix + alias in state})
 
 
 class _LoadHook:
@@ -195,22 +157,17 @@ class _LoadHook:
         self._begins = begins
 
     def __call__(self, module: nn.Module, *details: Any) -> None:
-        check_not_assigned(self._begins and details[2].get("assign_to_params_buffers"))
+        if self._begins and details[2].get("assign_to_params_buffers"):
+            raise ValueError(
+                "load_state_dict(assign=True) would take the parameters out of the engine: leave assign out, and the "
+                "values are copied"
+            )
         for unit in self._units:
             if self._begins:
                 unit.weights.lock()
             else:
                 unit.weights.take_back()
                 unit.weights.unlock()
-
-
-def check_not_assigned(assign: Any) -> None:
-    """Refuse `load_state_dict(assign=True)`."""
-    if assign:
-        raise ValueError(
-            "load_state_dict(assign=True) would take the parameters out of the engine: leave assign out, and the "
-            "values are copied"
-        )
 
 
 def _aliases(module: nn.Module) -> dict[str, list[str]]:

@@ -16,13 +16,14 @@ from shardwise.checkpoint.storage import Location
 from shardwise.comm import Comm
 from shardwise.comm.mesh import RankMesh
 from shardwise.config import Config
+from shardwise.config.sections import Batch
 from shardwise.engine import access
 from shardwise.engine.activations import Recompute
 from shardwise.engine.alike import OptionsCheck
 from shardwise.engine.assembly import build_units, plan_units
 from shardwise.engine.failures import PassFailures
 from shardwise.engine.generating import generate_together, keeping_gathered
-from shardwise.engine.habits import InputWatch, in_model_dtype, notice_division, notice_nan
+from shardwise.engine.habits import InputWatch, in_model_dtype, notice_division
 from shardwise.engine.model_watch import ModelWatch
 from shardwise.engine.module_guard import ModuleGuard
 from shardwise.engine.report import Report, StepAccount, log_step
@@ -42,7 +43,6 @@ from shardwise.profiling import Clock
 from shardwise.schedule import Prefetch, Schedule, ScheduleEvents
 from shardwise.sizes import parse_bytes
 from shardwise.unit import Unit
-from shardwise.unit.weights import WeightsState
 
 
 class Average(Protocol):
@@ -111,7 +111,7 @@ class Engine(nn.Module):
         self._pause: str | None = None
         self.averages: list[Average] = []
         self._access = access.Access(model, self._units)
-        self._guard = ModuleGuard(model, self.zero_grad, self._access.saving)
+        self._guard = ModuleGuard(model, self.zero_grad)
         self._optimizer_guard = OptimizerGuard(optimizer, self.zero_grad) if optimizer is not None else None
         self._watch = ModelWatch(model, self._units)
         self._root_call = RootCall(model, config.precision, comm.device, self._schedule, self._forwarding)
@@ -291,6 +291,11 @@ class Engine(nn.Module):
     def whole_weights(self) -> contextlib.AbstractContextManager[None]:
         """Within it, outside of forward and backward, sharded weights are gathered. A collective."""
         return self._schedule.gathers.all_gathered()
+
+    def set_batch(self, batch: Batch) -> None:
+        """Between steps: change the number of micro-batches of a step."""
+        self.config = self.config.with_sections(batch=batch)
+        self._step_grads.micro_batches = batch.accumulation
 
     def set_grad_norm(self, norm: torch.Tensor) -> None:
         """After `clip_grad_norm_`: clip by the norm of a larger model, of which this engine has a part."""
@@ -497,11 +502,8 @@ class Engine(nn.Module):
 
     # Inside
 
-    def _on_read(self, unit: Unit, is_read: bool) -> None:
+    def _on_read(self, unit: Unit) -> None:
         self._schedule.forward.read(unit)
-        is_nan = is_read and unit.weights.state is WeightsState.RELEASED
-        if is_nan and self._access.saving.outermost is None:  # else a hook on state_dict replaces it
-            notice_nan(unit.name, self._notices)
 
     def _on_begin_backward(self) -> None:
         self._step_grads.check_may_grow()

@@ -54,16 +54,6 @@ def notice_division(loss: torch.Tensor, count: int, notices: Notices) -> None:
         )
 
 
-def notice_nan(unit_name: str, notices: Notices) -> None:
-    """Say that a parameter was read between passes while its values are elsewhere."""
-    notices.say(
-        "read as NaN",
-        f"a parameter of {unit_name} was read outside of the model's forward while it is sharded, so it is NaN: use it "
-        "inside `with shardwise.gathered(params):` on all ranks, also for methods of the model other than forward, or "
-        "read it with engine.full_param(name)",
-    )
-
-
 def _is_quotient(loss: torch.Tensor, count: int) -> bool:
     """Whether the loss is `something / count`, where that is not plainly the mean of `count` terms or samples."""
     made = loss.grad_fn

@@ -6,7 +6,6 @@
   are views of the engine's buffers.
 - PEFT's `merge_adapter` and `unmerge_adapter` write into the weights, so they run on gathered ones and what they
   wrote is kept; `merge_and_unload` and `unload`, which take modules out of the model, are refused.
-- `state_dict` of a part of the model has whole values too, and `load_state_dict` writes them.
 - `zero_grad` drops the gradients that the engine holds, all of them at once.
 - cuDNN's recurrent networks would put their weights into one buffer of their own (`flatten_parameters`); ours serves.
 """
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.engine.access import Saving, check_not_assigned, gathered
+from shardwise.engine.access import gathered
 from shardwise.engine.root_call import CALLS
 from shardwise.errors import GradientError, ModelChangedError
 from shardwise.schedule.hooks import is_ours
@@ -29,24 +28,18 @@ from shardwise.unit.param_guard import PLAINLY
 
 _WRITES_WEIGHTS = ("merge_adapter", "unmerge_adapter")
 _TAKES_APART = ("merge_and_unload", "unload")
-_OWN_METHODS = ("__reduce_ex__", "__deepcopy__", "_apply", "zero_grad", "flatten_parameters", "generate")
-_STATE_METHODS = ("state_dict", "load_state_dict")
-_REPLACED = (*_OWN_METHODS, *_STATE_METHODS, *_WRITES_WEIGHTS, *_TAKES_APART, *CALLS)
+_OWN_METHODS = ("__reduce_ex__", "_apply", "zero_grad", "flatten_parameters", "generate")
+_REPLACED = (*_OWN_METHODS, *_WRITES_WEIGHTS, *_TAKES_APART, *CALLS)
 
 
 class ModuleGuard:
     """Replaces methods of every module of a model, on the instances, until removed."""
 
-    def __init__(self, model: nn.Module, zero_grad: Callable[[], None], saving: Saving) -> None:
+    def __init__(self, model: nn.Module, zero_grad: Callable[[], None]) -> None:
         self._modules = list(model.modules())
         for module in self._modules:
             methods: dict[str, Callable[..., Any]] = {"__reduce_ex__": _reduce_ex, "_apply": _apply}
             methods["zero_grad"] = partial(_zero_grad, model, zero_grad)
-            methods["state_dict"] = partial(_state_dict, saving)
-            if module is not model:  # a load of all of it has hooks
-                methods["load_state_dict"] = _load_state_dict
-            if hasattr(type(module), "__deepcopy__"):
-                methods["__deepcopy__"] = _deepcopy
             if isinstance(module, nn.RNNBase):
                 methods["flatten_parameters"] = _do_nothing
             if _is_tuner(module):
@@ -66,16 +59,6 @@ def _reduce_ex(module: nn.Module, protocol: Any) -> Any:
     if isinstance(state, dict):
         state = _strip(_without_hooks(state))
     return make, args, state, *rest
-
-
-def _deepcopy(module: nn.Module, memo: dict[int, Any]) -> Any:
-    """The copy that a class makes itself (those of torch's parametrizations do), of an instance without the engine."""
-    attributes, kept = vars(module), dict(vars(module))
-    try:
-        _strip(attributes).update(_without_hooks(attributes))
-        return type(module).__deepcopy__(module, memo)  # type: ignore[attr-defined]  # of this class
-    finally:
-        attributes.update(kept)
 
 
 def _strip(attributes: dict[str, Any]) -> dict[str, Any]:
@@ -153,17 +136,6 @@ def _zero_grad(model: nn.Module, drop: Callable[[], None], module: nn.Module, se
         )
     else:
         type(module).zero_grad(module, set_to_none)
-
-
-def _state_dict(saving: Saving, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    with saving.of(module, args[0] if args else kwargs.get("destination")):
-        return type(module).state_dict(module, *args, **kwargs)
-
-
-def _load_state_dict(module: nn.Module, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-    check_not_assigned(assign)
-    with gathered(module.parameters(), write=True):
-        return type(module).load_state_dict(module, state_dict, strict)
 
 
 def _do_nothing(module: nn.Module) -> None:

@@ -37,7 +37,7 @@ class StepGrads:
     `clip` or by the update: they are reduced, the hooks have edited them, and their norm is known.
 
     syncs     whether replicated gradients are reduced by the last backward of a step
-    boundary  whether the next step updates; None where the number of micro-batches decides
+    boundary  whether the next step updates; None where the number of `micro_batches` decides
     """
 
     def __init__(self, units: Sequence[Unit], config: Config, comm: Comm, notices: Notices) -> None:
@@ -47,7 +47,7 @@ class StepGrads:
         self._units = units
         self._settings = settings = config.gradients
         self._are_sharded = config.placement.grads.sharding == "sharded"
-        self._micro_batches = config.batch.accumulation
+        self.micro_batches = config.batch.accumulation
         self._micro_step = 0
         self._comm = comm
         self._notices = notices
@@ -60,7 +60,7 @@ class StepGrads:
     @property
     def is_boundary(self) -> bool:
         """Whether the next step updates."""
-        return self.boundary if self.boundary is not None else self._micro_step == self._micro_batches - 1
+        return self.boundary if self.boundary is not None else self._micro_step == self.micro_batches - 1
 
     @property
     def is_midway(self) -> bool:

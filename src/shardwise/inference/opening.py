@@ -39,8 +39,9 @@ def open_folder(folder: Path, device: torch.device, precision: str | None, may_l
 
 def file_dtype(config: Any) -> torch.dtype:
     """The dtype that a configuration names."""
-    # The older name warns where the newer one exists.
-    named = config.dtype if hasattr(config, "dtype") else getattr(config, "torch_dtype", None)
+    named = getattr(config, "dtype", None)
+    if named is None:  # the older name, which warns where the newer one is meant
+        named = getattr(config, "torch_dtype", None)
     if isinstance(named, str):
         named = getattr(torch, named.removeprefix("torch."), None)
     return named if isinstance(named, torch.dtype) else torch.float32

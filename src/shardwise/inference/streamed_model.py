@@ -108,7 +108,7 @@ class WeightStream:
         self._schedule = Schedule(model, moving, Prefetch(placement.ahead), Clock(), _EVENTS)
         self._schedule.inference.begin((), placement.ahead)
         self._access = Access(model, self.units)
-        self._guard = ModuleGuard(model, _do_nothing, self._access.saving)
+        self._guard = ModuleGuard(model, _do_nothing)
         self._root_call = RootCall(model, precision, device, self._schedule, self._computing)
         if comm.world_size > 1 and hasattr(model, "generate"):
             kind: Any = type(model)
@@ -172,7 +172,7 @@ class WeightStream:
         with torch.no_grad():
             yield
 
-    def _on_read(self, unit: Unit, is_read: bool) -> None:
+    def _on_read(self, unit: Unit) -> None:
         self._schedule.forward.read(unit)
 
 

@@ -13,8 +13,8 @@ from shardwise.optim.optimizers import members
 
 
 class OptimizerGuard:
-    """Replaces methods on the instances. `step` and `add_param_group` always raise; until `remove`, `zero_grad` of any
-    of several joint optimizers calls `drop`, for all of them."""
+    """Replaces methods on the instances. `step` always raises; until `remove`, so does `add_param_group`, and
+    `zero_grad` of any of several joint optimizers calls `drop`, for all of them."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, drop: Callable[[], None]) -> None:
         self._members = members(optimizer)
@@ -30,6 +30,7 @@ class OptimizerGuard:
     def remove(self) -> None:
         for each in self._members:
             vars(each).pop("zero_grad", None)
+            vars(each).pop("add_param_group", None)
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
         self._drop()

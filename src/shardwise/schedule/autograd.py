@@ -148,6 +148,11 @@ class OncePerBackward:
                 user.enter(task)
             self.enter(task)
 
+    @property
+    def is_of_maker(self) -> bool:
+        """Whether it is on what a module returned, not on what one was given."""
+        return self._again is None
+
     def enter(self, task: int) -> None:
         """The backward number `task` goes on from here."""
         if task != self._task:
@@ -180,7 +185,7 @@ def mark_inputs(args: Any, kwargs: Any, leave: OncePerBackward) -> Any:
     made = [tensor for tensor in marked.values() if tensor.grad_fn is not None]
     for tensor in made:
         for hook in (tensor._backward_hooks or {}).values():
-            if isinstance(hook, OncePerBackward):
+            if isinstance(hook, OncePerBackward) and hook.is_of_maker:
                 hook.users.append(leave)
         tensor.register_hook(leave)
     if made or not marked:

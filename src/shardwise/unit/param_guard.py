@@ -59,12 +59,6 @@ def writes(func: Callable[..., Any]) -> bool:
     return in_place or name in _OPERATORS or func == _DATA
 
 
-def reads(func: Callable[..., Any]) -> bool:
-    """Whether a torch function gives or uses values, as far as can be told; `data` is guarded again."""
-    name = getattr(func, "__name__", "__get__")
-    return name not in ("__get__", "data_ptr") and not name.startswith("is_")
-
-
 class ParamGuard:
     """The parameters of one owner, each with its own class and its guarded subclass."""
 

@@ -25,8 +25,7 @@ _NUMBERS = count()
 class Unit:
     """One unit: name and layout, `weights`, `states`, and `grads`, which a frozen one does not have.
 
-    `on_read` is called with the unit when one of its parameters is used while it is not gathered, and with whether its
-    values are read.
+    `on_read` is called with the unit when one of its parameters is used while it is not gathered.
     """
 
     grads: Grads
@@ -37,7 +36,7 @@ class Unit:
         params: Mapping[str, torch.Tensor],
         comm: Comm,
         offload: OffloadContext,
-        on_read: Callable[[Unit, bool], None],
+        on_read: Callable[[Unit], None],
     ) -> None:
         self.name = plan.name
         self.number = next(_NUMBERS)

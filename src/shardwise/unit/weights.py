@@ -35,7 +35,7 @@ from shardwise.profiling import mark
 from shardwise.unit.master import MasterPiece, OffloadedMaster, RestingPart, make_master, pieces_of
 from shardwise.unit.origins import ORIGIN, has_origin, read_values
 from shardwise.unit.param_binding import ParamBinding
-from shardwise.unit.param_guard import ParamGuard, reads, writes
+from shardwise.unit.param_guard import ParamGuard, writes
 from shardwise.unit.plan import UnitPlan
 
 
@@ -58,8 +58,7 @@ _NEXT = {
 
 
 class Weights:
-    """The weights of one unit. `on_read` is called when a parameter that is not gathered is used by hand, with whether
-    its values are read."""
+    """The weights of one unit. `on_read` is called when a parameter that is not gathered is used by hand."""
 
     def __init__(
         self,
@@ -68,7 +67,7 @@ class Weights:
         comm: Comm,
         ledger: Ledger,
         states: UnitStates,
-        on_read: Callable[[bool], None],
+        on_read: Callable[[], None],
     ) -> None:
         layout, policy = plan.layout, plan.policy
         self.name = plan.name
@@ -245,20 +244,17 @@ class Weights:
             return
         # A gather in flight writes into `full`, which is memory of the compute stream: that waits before it is freed.
         self.wait_gather()
-        try:
-            self._binding.check()
-        finally:  # also where that raises, so that the next pass works
-            with mark("release", self.name):
-                self._binding.bind_stand_ins()
-                if self._rest is None:
-                    self._master.leave_segment()
-                self._full.free()
-                self._enter(_RELEASED)
+        with mark("release", self.name):
+            self._binding.bind_stand_ins()
+            if self._rest is None:
+                self._master.leave_segment()
+            self._full.free()
+            self._enter(_RELEASED)
 
     def lock(self) -> None:
         """Gather the values and keep them until `unlock`."""
         self._locks += 1
-        self._on_read(False)
+        self._on_read()
         self.gather()
         self.wait_gather()
 
@@ -333,16 +329,11 @@ class Weights:
     def react(self, func: Callable[..., Any]) -> None:
         """A parameter that is not gathered is used by hand: in the middle of a forward, `on_read` gathers it."""
         if self.state is _RELEASED and writes(func):
-            name = "`.data = ...`" if func.__name__ == "__set__" else func.__name__
             raise RuntimeError(
-                f"a parameter of {self.name} is sharded and not gathered, so {name} would write nowhere: "
+                f"a parameter of {self.name} is sharded and not gathered, so {func.__name__} would write nowhere: "
                 "write inside `with shardwise.gathered(params, write=True):`"
             )
-        self.need(reads(func))
-
-    def need(self, is_read: bool = False) -> None:
-        """The values are about to be used: inside a pass, gather them if they are released."""
-        self._on_read(is_read)
+        self._on_read()
         self.wait_gather()
 
     def _publish(self) -> None:

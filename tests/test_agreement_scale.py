@@ -167,3 +167,20 @@ def test_a_rank_that_starts_late_was_not_silent_before():
     assert late.verdict() == "the end"
     first.close()
     late.close()
+
+
+def test_an_answer_keeps_its_operation_when_the_roll_is_called_again():
+    """Whoever asked may read the answers late, and calls without a question come from any rank at any time."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    asking, asked = (Board(store, rank, 2, 5.0, lambda at: f"{at[0]} {at[1]}") for rank in (0, 1))
+    asking.call_roll(("gather", 41))
+    assert asked.hear(lambda: "")
+    asking.call_roll()
+    assert asked.hear(lambda: "")
+    assert asking.answers()[1].text == "gather 41"
+    store.set(f"news/{asking.called + 1}", "null")  # another rank calls the roll at the same moment
+    asking.call_roll(("reduce", 7))
+    assert asked.hear(lambda: "")
+    assert asking.answers()[1] == (asking.called, "", "reduce 7")
+    asking.close()
+    asked.close()

@@ -80,6 +80,7 @@ class Board:
         self._describe = describe
         self._calling = threading.Lock()
         self._has_unread = False
+        self._asked: Place | None = None
         self._started: dict[str, set[str]] = {}
         self._identities: list[Identity | None] = []
         self.called = 0
@@ -134,34 +135,41 @@ class Board:
     def hear(self, place: Callable[[], str]) -> bool:
         """Whether there was news since the last time. If so, answer it: `place` says where the main thread is."""
         with self._calling:
-            asked, has_news = "", self._has_unread
-            while self._link.run(lambda store: store.check([f"news/{self.called + 1}"])):
-                self.called += 1
-                has_news = True
-                asked = self._link.run(lambda store: store.get(f"news/{self.called}").decode()) or asked
+            has_news = self._catch_up() or self._has_unread
             self._has_unread = False
             if has_news:
-                self._answer(place(), self._describe(tuple(json.loads(asked))) if asked else "")
+                self._answer(place())
             return has_news
 
     def call_roll(self, asked: Place | None = None) -> None:
         """Ask all ranks to answer, with the operation `asked` if there is one."""
         with self._calling:
-            if asked is not None:
-                self._catch_up()
-            # Simultaneous calls of several ranks are one. If the number announces a verdict, the next `hear` finds it.
-            self.called += 1
-            self._has_unread = True
-            self._link.run(lambda store: store.set(f"news/{self.called}", json.dumps(asked) if asked else ""))
-            self._answer("", self._describe(asked) if asked else "")
+            # Simultaneous calls of several ranks are one, unless one asks for something else. If the number announces a
+            # verdict, the next `hear` finds it.
+            while self._announce(asked) != asked and asked is not None:
+                pass
+            self._asked = asked or self._asked
+            self._answer("")
 
-    def _catch_up(self) -> None:
+    def _announce(self, asked: Place | None) -> Place | None:
+        """Announce a call under the next number; returns for what the call with this number asks."""
+        self.called += 1
+        self._has_unread = True
+        text = json.dumps(asked)
+        return _place(self._link.run(lambda store: store.compare_set(f"news/{self.called}", "", text)))
+
+    def _catch_up(self) -> bool:
+        """Read the news; whether there were any."""
+        before = self.called
         while self._link.run(lambda store: store.check([f"news/{self.called + 1}"])):
             self.called += 1
-            self._has_unread = True
+            self._asked = _place(self._link.run(lambda store: store.get(f"news/{self.called}"))) or self._asked
+        return self.called > before
 
-    def _answer(self, place: str, text: str = "") -> None:
-        answer = json.dumps([self.called, place, text])
+    def _answer(self, place: str) -> None:
+        """Answer the last call, with the operation that was asked for last: a call without a question may follow one
+        with it, before anybody has read the answer."""
+        answer = json.dumps([self.called, place, self._describe(self._asked) if self._asked else ""])
         self._link.run(lambda store: store.set(f"answer/{self._rank}", answer))
 
     def answers(self) -> list[Answer | None]:
@@ -178,7 +186,7 @@ class Board:
             # A number that is new to every rank: a rank that sees it reads the verdict, which is written already.
             self._catch_up()
             self._has_unread = True
-            self._link.run(lambda store: store.set(f"news/{self.called + 1}", ""))
+            self._link.run(lambda store: store.compare_set(f"news/{self.called + 1}", "", json.dumps(None)))
         return verdict.decode()
 
     def enlist(self, name: str) -> int:
@@ -218,6 +226,12 @@ class Board:
             return [values.get(key) for key in keys]
 
         return self._link.run(read)
+
+
+def _place(text: bytes) -> Place | None:
+    """For which operation a call asks."""
+    asked = json.loads(text)
+    return tuple(asked) if asked else None
 
 
 def _present(store: Any, keys: list[str]) -> list[str]:

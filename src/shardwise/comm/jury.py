@@ -6,6 +6,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from shardwise.comm import judge as words
 from shardwise.comm.board import JUDGES, Board, Pace
@@ -120,6 +121,15 @@ class Inquiry:
         return words.late(posts, answers, self._timeout_s)
 
 
+class _Question(NamedTuple):
+    """For which operation all ranks were asked, in which poll of this rank, when, and by which roll call."""
+
+    at: Place
+    polls: int
+    asked_s: float
+    number: int
+
+
 class Jury:
     """What a rank that waits concludes from the posts and answers of all ranks. `frozen_s` is how long a rank may be
     silent."""
@@ -132,7 +142,7 @@ class Jury:
         self._silence = Silence()
         self._called = time.monotonic()
         self._suspicion: list[Post] | None = None
-        self._question: tuple[Place, int] | None = None  # what all ranks were asked for, and in which poll
+        self._question: _Question | None = None
 
     def hear(self, now_s: float) -> str | None:
         """The verdict, if there is news and it is one. `now_s` is this rank's own clock (see `Silence`)."""
@@ -177,14 +187,20 @@ class Jury:
     def _decide(self, finding: Finding, posts: list[Post], polls: int, now_s: float) -> str | None:
         """Write the verdict; if ranks are at an operation that they have not described, ask for it first."""
         if finding.untold:
-            if self._question is None or self._question[0] != finding.at or self._question[1] > polls:
-                self._question = finding.at, polls
+            if self._question is None or self._question.at != finding.at or self._question.polls > polls:
                 self._call_roll(now_s, finding.at)
+                self._question = _Question(finding.at, polls, now_s, self._board.called)
                 return None
-            finding = judge(posts, self._board.answers()) or finding
-            if finding.untold and polls - self._question[1] <= self._pace.patience:
+            answers = self._board.answers()
+            finding = judge(posts, answers) or finding
+            if any(self._may_still_tell(self._question, answers[rank], now_s) for rank in finding.untold):
                 return None
         return self._board.decide(finding.text)
+
+    def _may_still_tell(self, question: _Question, answer: Answer | None, now_s: float) -> bool:
+        """Whether a rank has not answered the question yet, and has not had the time that a slow one may take."""
+        has_answered = answer is not None and answer.number >= question.number
+        return not has_answered and now_s - question.asked_s <= ANSWER_S
 
     def _listen(self, now_s: float) -> str | None:
         """Call the roll at intervals, and name the ranks that have died, or that were silent for too long."""

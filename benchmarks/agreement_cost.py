@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 import shardwise
-from shardwise.comm import agreement as watch
-from shardwise.comm.log import Log, Ticket
+from shardwise.agreement import agreement as watch
+from shardwise.agreement.log import Log, Ticket
 from shardwise.models.built_in import BUILT_IN
 
 WARM_STEPS, CALLS, POLLS = 3, 20_000, 200

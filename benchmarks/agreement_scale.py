@@ -41,8 +41,8 @@ from unittest import mock
 import torch.distributed as dist
 
 import shardwise
+from shardwise.agreement.agreement import Agreement, Wire
 from shardwise.comm import ProcessGroupComm
-from shardwise.comm.agreement import Agreement, Wire
 from shardwise.errors import DisagreementError
 from shardwise.machine import env, process
 

@@ -23,9 +23,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 import shardwise
+from shardwise.dry_run.pipeline import SCHEDULES
 from shardwise.models.built_in import GPT, tokens
 from shardwise.observe import StorageObserver
-from shardwise.planning.pp_axis import SCHEDULES
 
 PRESETS = ("zero0", "zero1", "zero2", "zero3")
 CASES = [(schedule, preset) for schedule in SCHEDULES for preset in PRESETS]

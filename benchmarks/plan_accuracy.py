@@ -36,9 +36,9 @@ from shardwise.compare import Settings
 from shardwise.compare.job import CompareJob, CompareRow
 from shardwise.compare.session import foresee_settings
 from shardwise.compare.worker import Worker
+from shardwise.dry_run.dry_run import Foreseen
+from shardwise.estimate.hardware import PAGES_BYTES
 from shardwise.machine import env, launch
-from shardwise.planning.dry_run import Foreseen
-from shardwise.planning.hardware import PAGES_BYTES
 
 HERE = Path(__file__).parent
 PRESETS = ("zero0", "zero1", "zero2", "zero3")

@@ -17,10 +17,10 @@ from gpu_offload import LENGTH, SIZES, VOCABULARY
 
 from shardwise.config import Config
 from shardwise.config.shape import NodeShape
+from shardwise.dry_run.dry_run import Scenario, dry_run
+from shardwise.dry_run.kernels import cuda
 from shardwise.models import loading
 from shardwise.models.built_in import GPT, ModelAndData
-from shardwise.planning.dry_run import Scenario, dry_run
-from shardwise.planning.kernels import cuda
 
 RESULTS = Path(__file__).parent / "results"
 GIB = 2**30

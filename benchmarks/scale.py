@@ -12,11 +12,11 @@ from pathlib import Path
 
 from rich.console import Console
 
+from shardwise.estimate.hardware import Hardware
 from shardwise.machine import env
 from shardwise.models.catalog import find
-from shardwise.planning.hardware import Hardware
+from shardwise.models.workload import Workload, from_dimensions
 from shardwise.planning.scaling import WIDTH, gpu_counts, render, scale
-from shardwise.planning.workload import Workload, from_dimensions
 
 RESULTS = Path(__file__).parent / "results"
 MODELS = ("llama2-7b", "llama3-70b", "llama3-405b")

@@ -32,16 +32,16 @@ import shardwise
 from shardwise.comm import Hop, ProcessGroupComm
 from shardwise.config import Config
 from shardwise.config.shape import NodeShape
+from shardwise.dry_run.dry_run import Scenario, dry_run
+from shardwise.dry_run.kernels import CPU, cuda
+from shardwise.estimate import calibration
+from shardwise.estimate.seconds import fitted, recorded, sketch_units, sketched
+from shardwise.estimate.sketch import Sketch
 from shardwise.machine import env
 from shardwise.models import loading
 from shardwise.models.built_in import GPT
 from shardwise.models.catalog import find
-from shardwise.planning import calibration
-from shardwise.planning.dry_run import Scenario, dry_run
-from shardwise.planning.kernels import CPU, cuda
-from shardwise.planning.seconds import fitted, recorded, sketch_units, sketched
-from shardwise.planning.sketch import Sketch
-from shardwise.planning.workload import Workload, from_dimensions
+from shardwise.models.workload import Workload, from_dimensions
 from shardwise.timing.calibrate import measure_forms, measure_fresh, measure_issue_s
 from shardwise.timing.device import FREE, DeviceTimes, Link, published
 from shardwise.timing.tape import Tape

@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 
 import shardwise
-from shardwise.comm import ProcessGroupComm, agreement, judge, sight
-from shardwise.comm.log import Outstanding, Ticket
-from shardwise.comm.posts import Answer, Post, RankState, digest
+from shardwise.agreement import agreement, judge, sight
+from shardwise.agreement.log import Outstanding, Ticket
+from shardwise.agreement.posts import Answer, Post, RankState, digest
+from shardwise.comm import ProcessGroupComm
 from support import ranks, run_ranks
 from support.fork_server import Forked
 from support.training import make_batch, start, train_step

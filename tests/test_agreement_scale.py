@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from shardwise.comm import agreement, board, jury, posts, turns
-from shardwise.comm.board import Board
-from shardwise.comm.turns import Turns
+from shardwise.agreement import agreement, board, jury, posts, turns
+from shardwise.agreement.board import Board
+from shardwise.agreement.turns import Turns
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 RANKS = 24

@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 
 import shardwise
-from shardwise.comm import agreement, judge, jury, sight
-from shardwise.comm.board import Board, Pace
+from shardwise.agreement import agreement, judge, jury, sight
+from shardwise.agreement.board import Board, Pace
+from shardwise.agreement.jury import Jury
+from shardwise.agreement.posts import Answer, Post, RankState, Silence, digest
+from shardwise.agreement.sight import RankHost, describe_hosts, this_host
+from shardwise.agreement.store_link import StoreLink, StoreSilentError, own_connection
 from shardwise.comm.groups import set_timeout
-from shardwise.comm.hosts import RankHost, describe_hosts, this_host
-from shardwise.comm.jury import Jury
-from shardwise.comm.posts import Answer, Post, RankState, Silence, digest
-from shardwise.comm.store_link import StoreLink, StoreSilentError, own_connection
 from shardwise.machine import process
 from shardwise.machine.local_ranks import FOLDER
 from shardwise.machine.process import Condition, Identity
@@ -243,7 +243,7 @@ atexit.register(look)  # first, so it runs last
 os.environ["SHARDWISE_AGREEMENT_POLL_S"] = "0.02"
 import torch, torch.distributed as dist, shardwise
 from shardwise.models.built_in import MLP
-from shardwise.comm.agreement import Agreement
+from shardwise.agreement.agreement import Agreement
 poll = Agreement.poll
 def poll_slowly(self):
     time.sleep(0.3)  # as a call to a busy store: the interpreter ends meanwhile

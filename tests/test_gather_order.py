@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import shardwise
-from shardwise.comm import agreement
+from shardwise.agreement import agreement
 from shardwise.observe import WireObserver
 from shardwise.schedule.order import merged
 from support import matrix, ranks

@@ -11,15 +11,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.config import Config
 from shardwise.config.shape import NodeShape
+from shardwise.dry_run.comm import DryComm, PipelineRank
+from shardwise.dry_run.dry_run import Scenario, build_decoder, dry_run
+from shardwise.dry_run.kernels import cuda
+from shardwise.dry_run.streams import DryHostMemory
 from shardwise.inference import streamed_model
 from shardwise.inference.start import StreamRequest, _start
 from shardwise.models.built_in import GPT
 from shardwise.models.dimensions import Dimensions
-from shardwise.planning.dry_comm import DryComm, PipelineRank
-from shardwise.planning.dry_run import Scenario, build_decoder, dry_run
-from shardwise.planning.dry_streams import DryHostMemory
-from shardwise.planning.kernels import cuda
-from shardwise.planning.workload import Workload, from_dimensions
+from shardwise.models.workload import Workload, from_dimensions
 from support import matrix, run_ranks
 from support.stream_order import HOST, StreamOrder
 from test_gather_order import WAYS, WIDTH, Branching
@@ -148,7 +148,7 @@ class Forgetful(StreamOrder):
         frame = sys._getframe(2)
         while frame is not None:
             name = frame.f_code.co_filename.rpartition("/shardwise/")[2]
-            is_engine = name != frame.f_code.co_filename and not name.startswith(("planning", "observe", "timing"))
+            is_engine = name != frame.f_code.co_filename and not name.startswith(("dry_run", "observe", "timing"))
             if is_engine and (name, frame.f_code.co_name) != ("offload/streams.py", "wait"):
                 return f"{name}: {frame.f_code.co_qualname}"
             frame = frame.f_back

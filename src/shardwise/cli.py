@@ -185,7 +185,7 @@ def env(
     from shardwise.machine.env import inspect
 
     if calibrate:
-        from shardwise.planning.calibration import run as run_calibration
+        from shardwise.estimate.calibration import run as run_calibration
 
         run_calibration(model or [], disk)
         return

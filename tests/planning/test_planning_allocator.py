@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from shardwise.planning.allocator import MIB, CachingAllocator
+from shardwise.dry_run.allocator import MIB, CachingAllocator
 
 
 def test_small_and_large_requests_have_pages_of_their_own():

@@ -11,9 +11,7 @@ from shardwise import ConfigError
 from shardwise.config import Config
 from shardwise.config.costs import resting, resting_bytes, sent, wire_times
 from shardwise.config.presets import PRESETS
-from shardwise.models.built_in import MLP
-from shardwise.planning import foresee
-from shardwise.planning.arithmetic import (
+from shardwise.estimate.arithmetic import (
     ACCOUNTINGS,
     STAGES,
     accounting,
@@ -21,7 +19,9 @@ from shardwise.planning.arithmetic import (
     sent_by_axis,
     total_bytes,
 )
-from shardwise.planning.workload import ModelSpec, Workload
+from shardwise.models.built_in import MLP
+from shardwise.models.workload import ModelSpec, Workload
+from shardwise.planning import foresee
 
 B = 10**9
 

@@ -8,7 +8,7 @@ from shardwise import ConfigError
 from shardwise.models.catalog import find, from_config
 from shardwise.models.decoder import CausalDecoder, adapt
 from shardwise.models.dimensions import Dimensions, Latent
-from shardwise.planning.workload import Workload, find_model
+from shardwise.models.workload import Workload, find_model
 
 PUBLISHED = {
     "gpt2": 124_439_808,

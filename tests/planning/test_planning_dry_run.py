@@ -16,12 +16,12 @@ from shardwise.compare.job import CompareJob, CompareRow
 from shardwise.compare.session import foresee_settings
 from shardwise.compare.worker import Worker
 from shardwise.config import Config
+from shardwise.dry_run.comm import DryComm
+from shardwise.dry_run.dry_run import Scenario, Untraceable, dry_run, foresee, foresee_workload
 from shardwise.engine.engine import Engine
 from shardwise.models.built_in import BUILT_IN, GPT
 from shardwise.models.dimensions import Dimensions
-from shardwise.planning.dry_comm import DryComm
-from shardwise.planning.dry_run import Scenario, Untraceable, dry_run, foresee, foresee_workload
-from shardwise.planning.workload import Workload, from_dimensions
+from shardwise.models.workload import Workload, from_dimensions
 from support import ranks
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"

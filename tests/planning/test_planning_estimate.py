@@ -6,12 +6,12 @@ import random
 import pytest
 
 from shardwise.config.shape import NodeShape
+from shardwise.dry_run.dry_run import foresee_workload
+from shardwise.estimate.arithmetic import sent_by_axis, tp_bytes
+from shardwise.estimate.estimate import estimate
 from shardwise.models.catalog import find
 from shardwise.models.dimensions import Dimensions, Experts
-from shardwise.planning.arithmetic import sent_by_axis, tp_bytes
-from shardwise.planning.dry_run import foresee_workload
-from shardwise.planning.estimate import estimate
-from shardwise.planning.workload import Workload, from_dimensions
+from shardwise.models.workload import Workload, from_dimensions
 
 DENSE = Dimensions("dense", 1024, 6, 16, 8000, 4096, kv_heads=4)
 MIXTURE = Dimensions("mixture", 512, 4, 8, 8000, 2048, experts=Experts(8, 2, 1024))

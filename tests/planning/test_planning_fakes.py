@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from shardwise.planning.fakes import Fakes
+from shardwise.dry_run.fakes import Fakes
 
 CPU = torch.device("cpu")
 aten = torch.ops.aten

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 import shardwise
+from shardwise.dry_run.pipeline import SCHEDULES, bubble
 from shardwise.errors import ConfigError
+from shardwise.estimate.hardware import Hardware, Rates
 from shardwise.models.built_in import GPT, tokens
+from shardwise.models.workload import Workload, find_model
 from shardwise.observe import StorageObserver
-from shardwise.planning.hardware import Hardware, Rates
 from shardwise.planning.pipelines import about_pipelines, run_micro_batches, with_micro_batches
-from shardwise.planning.pp_axis import SCHEDULES, bubble
-from shardwise.planning.workload import Workload, find_model
 from support import run_ranks
 
 RUNS = (("GPipe", "zero2", False), ("1F1B", "zero1", False), ("1F1B", "zero3", False))

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 import shardwise
+from shardwise.estimate.hardware import Rates, here
 from shardwise.planning import Hardware, Workload
-from shardwise.planning.hardware import Rates, here
 
 GB = 10**9
 

@@ -6,14 +6,14 @@ import re
 import pytest
 
 import shardwise
+from shardwise.dry_run.dry_run import foresee_workload
+from shardwise.estimate.arithmetic import moved_bytes, operations, wire_s
+from shardwise.estimate.hardware import Rates
 from shardwise.models.catalog import find
 from shardwise.models.dimensions import Dimensions
+from shardwise.models.workload import from_dimensions, from_parameters
 from shardwise.planning import Hardware, Workload
-from shardwise.planning.arithmetic import moved_bytes, operations, wire_s
-from shardwise.planning.dry_run import foresee_workload
-from shardwise.planning.hardware import Rates
 from shardwise.planning.search import ranked, search, why
-from shardwise.planning.workload import from_dimensions, from_parameters
 
 GB = 10**9
 SMALL = Dimensions("small", 512, 2, 4, 4000, 1024)

@@ -9,15 +9,15 @@ import torch
 
 import shardwise
 from shardwise.config.shape import NodeShape
+from shardwise.dry_run.dry_run import foresee_workload
+from shardwise.estimate.hardware import Rates
+from shardwise.estimate.seconds import device_for, fitted, recorded, sketch_units, sketched
+from shardwise.estimate.sketch import Sketch
 from shardwise.models.catalog import find
 from shardwise.models.dimensions import Dimensions
+from shardwise.models.workload import from_dimensions
 from shardwise.planning import Hardware, Workload
-from shardwise.planning.dry_run import foresee_workload
-from shardwise.planning.hardware import Rates
 from shardwise.planning.scaling import gpu_counts, scale
-from shardwise.planning.seconds import device_for, fitted, recorded, sketch_units, sketched
-from shardwise.planning.sketch import Sketch
-from shardwise.planning.workload import from_dimensions
 from shardwise.timing.calibrate import measure_forms
 from shardwise.timing.device import DeviceTimes, Link, Product, published
 from shardwise.timing.forms import FRESH, Forms

@@ -9,11 +9,11 @@ import torch
 
 import shardwise
 from shardwise.errors import ConfigError
+from shardwise.estimate.hardware import Hardware
 from shardwise.models.built_in import GPT, tokens
 from shardwise.models.tensor_parallel import tensor_parallel
+from shardwise.models.workload import Workload
 from shardwise.observe import StorageObserver
-from shardwise.planning.hardware import Hardware
-from shardwise.planning.workload import Workload
 from support import run_ranks
 
 PRESETS = ("zero1", "zero2", "zero3")

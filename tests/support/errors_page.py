@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shardwise import errors
-from shardwise.comm import judge
-from shardwise.comm.posts import FAILED, Post, RankState, digest
+from shardwise.agreement import judge
+from shardwise.agreement.posts import FAILED, Post, RankState, digest
 
 ROOT = Path(__file__).parent.parent.parent
 PAGE = ROOT / "docs" / "errors.md"

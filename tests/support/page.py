@@ -54,8 +54,8 @@ WAYS = [("zero1", 1), ("zero2", 1), ("zero3", 1), ("zero3_hybrid", 1), ("zero1",
 
 def ways() -> list[str]:
     """Llama 3 70B by several ways, with as many samples in a step."""
+    from shardwise.estimate.arithmetic import tp_bytes
     from shardwise.planning import Hardware, Workload, plan
-    from shardwise.planning.arithmetic import tp_bytes
 
     on = Hardware(NODES * PER_NODE, nodes=NODES)
     columns = ("", "peak of a GPU", "fits", "a GPU sends to its copy", "a GPU sends for ZeRO", "a node sends")

@@ -227,5 +227,5 @@ class StreamOrder(Tape):
             return
         frames = [frame for frame in traceback.extract_stack() if "/shardwise/" in frame.filename]
         ways = [f"{frame.filename.rpartition('/shardwise/')[2]}:{frame.lineno}" for frame in frames]
-        places = [way for way in ways if not way.startswith(("planning", "observe", "timing"))]
+        places = [way for way in ways if not way.startswith(("dry_run", "observe", "timing"))]
         self.faults.append(f"{text} ({' < '.join(places[:-6:-1])})")

@@ -1,4 +1,4 @@
-"""Collectives over the ranks of ZeRO, counted, and checked for agreement between ranks."""
+"""Collectives over the ranks of ZeRO, counted, in process groups of their own."""
 
 from shardwise.comm.comm import ProcessGroupComm
 from shardwise.comm.interface import DONE, Comm, Handle, Hop

@@ -34,14 +34,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d as c10d
 
+from shardwise.agreement.agreement import Agreement, Wire, poll_interval_s
+from shardwise.agreement.log import Ticket
+from shardwise.agreement.sight import this_host
+from shardwise.agreement.store_link import own_connection
 from shardwise.comm import groups as process_groups
-from shardwise.comm.agreement import Agreement, Wire, poll_interval_s
 from shardwise.comm.channel_groups import ChannelGroups, Ways
-from shardwise.comm.hosts import this_host
 from shardwise.comm.interface import CHANNELS, DONE, EVERYWHERE, GATHER, REDUCE, Comm, Handle, Hop
-from shardwise.comm.log import Ticket
 from shardwise.comm.relay import Relay, RelayedGather, Sends, Works
-from shardwise.comm.store_link import own_connection
 from shardwise.comm.world_watch import WorldWatch
 from shardwise.config.shape import Axis, NodeShape
 from shardwise.errors import DisagreementError

@@ -32,9 +32,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d as c10d
 
+from shardwise.agreement.sight import see_process
+from shardwise.agreement.store_link import STORE_S, StoreLink, own_connection
 from shardwise.comm import groups as process_groups
-from shardwise.comm.sight import see_process
-from shardwise.comm.store_link import STORE_S, StoreLink, own_connection
 from shardwise.errors import DisagreementError
 from shardwise.machine.process import Condition, Identity, start_thread
 

@@ -27,7 +27,7 @@ from shardwise.models import loading
 from shardwise.partition.policy import DTYPES
 
 if TYPE_CHECKING:
-    from shardwise.planning.dry_run import Foreseen
+    from shardwise.dry_run.dry_run import Foreseen
 
 TURN_STEPS = 4
 WARM_STEPS = 2
@@ -101,7 +101,7 @@ class CompareSession:
 
     def _foresee(self, row: CompareRow) -> None:
         """Predict the peak of a preset's row by a dry run, if one can."""
-        from shardwise.planning.dry_run import Untraceable
+        from shardwise.dry_run.dry_run import Untraceable
 
         if row.peer is None:
             with contextlib.suppress(Untraceable, ValueError):
@@ -201,8 +201,8 @@ class TimedRow:
 def foresee_settings(settings: Settings, preset: str) -> Foreseen:
     """A dry run of one preset. Raises `Untraceable`, or a ConfigError as the comparison itself would."""
     # Here, because every rank loads this package, and ranks foresee nothing.
-    from shardwise.planning.dry_run import Scenario, dry_run
-    from shardwise.planning.kernels import CPU, cuda
+    from shardwise.dry_run.dry_run import Scenario, dry_run
+    from shardwise.dry_run.kernels import CPU, cuda
 
     config = Config.load(config_for(settings, preset)).for_world_size(settings.world_size)
     kernels = CPU if settings.device == "cpu" else cuda()

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from shardwise._version import __version__
+from shardwise.agreement.judge import name_ranks
 from shardwise.comm import Comm
-from shardwise.comm.judge import name_ranks
 from shardwise.config import Config
 from shardwise.config.draft import leaves
 from shardwise.engine.habits import InputWatch

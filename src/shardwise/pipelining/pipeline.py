@@ -22,9 +22,9 @@ from torch import nn
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
 from shardwise import checkpoint
+from shardwise.agreement.judge import name_ranks
 from shardwise.checkpoint.checkpointable import ModelParts
 from shardwise.checkpoint.storage import Location
-from shardwise.comm.judge import name_ranks
 from shardwise.comm.model_group import ModelGroup
 from shardwise.config import Config
 from shardwise.engine import Engine

@@ -17,15 +17,16 @@ from shardwise.checks import check_output_file
 from shardwise.config import Config
 from shardwise.config.presets import PRESETS, STAGES, disk_folder, offloaded
 from shardwise.errors import ConfigError
-from shardwise.planning import arithmetic, report, scaling, search
-from shardwise.planning import hardware as machines
-from shardwise.planning.hardware import Hardware
+from shardwise.estimate import arithmetic
+from shardwise.estimate import hardware as machines
+from shardwise.estimate.hardware import Hardware
+from shardwise.models.workload import DEFAULT_TARGETS, ModelSpec, Workload, find_model
+from shardwise.planning import report, scaling, search
 from shardwise.planning.inference import plan_inference
 from shardwise.planning.pipelines import about_pipelines
 from shardwise.planning.planner import plan
 from shardwise.planning.plot import draw_plan, draw_scaling
 from shardwise.planning.report import Plan
-from shardwise.planning.workload import DEFAULT_TARGETS, ModelSpec, Workload, find_model
 from shardwise.plotting import check_path
 from shardwise.sizes import parse_bytes, parse_count
 from shardwise.timing.device import DeviceTimes, published

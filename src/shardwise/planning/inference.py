@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.errors import ConfigError
+from shardwise.estimate.hardware import CONTEXT_BYTES, Hardware
 from shardwise.inference.working_memory import WorkingMemory, working_memory
 from shardwise.memory.placement import UnitSize, WeightPlacement, place
 from shardwise.models.dimensions import Dimensions
 from shardwise.partition.policy import DTYPES
-from shardwise.planning.hardware import CONTEXT_BYTES, Hardware
 from shardwise.sizes import format_bytes
 
 

@@ -12,16 +12,16 @@ import torch
 
 from shardwise.config import Config
 from shardwise.config.shape import NodeShape
+from shardwise.dry_run.comm import PipelineRank
+from shardwise.dry_run.dry_run import Foreseen, Scenario, Untraceable, build_decoder, dry_run
+from shardwise.dry_run.kernels import CPU, cuda
 from shardwise.errors import ConfigError
+from shardwise.estimate.estimate import estimate
+from shardwise.estimate.hardware import Hardware
+from shardwise.estimate.seconds import device_for, sketched
 from shardwise.models.built_in import Build
-from shardwise.planning.dry_comm import PipelineRank
-from shardwise.planning.dry_run import Foreseen, Scenario, Untraceable, build_decoder, dry_run
-from shardwise.planning.estimate import estimate
-from shardwise.planning.hardware import Hardware
-from shardwise.planning.kernels import CPU, cuda
+from shardwise.models.workload import ModelSpec, Workload
 from shardwise.planning.recommend import judge, order_for
-from shardwise.planning.seconds import device_for, sketched
-from shardwise.planning.workload import ModelSpec, Workload
 from shardwise.sizes import format_bytes
 from shardwise.timing.device import DeviceTimes
 
@@ -72,7 +72,7 @@ def foresee_pipeline(
     >>> len(found.ranks), found.fullest.sent_bytes["pp"], found.bubble
     (2, 65536, 0.2)
     """
-    from shardwise.planning.pp_axis import bubble
+    from shardwise.dry_run.pipeline import bubble
 
     if pp < 2 or world_size % (pp * tp):
         raise ConfigError(
@@ -127,7 +127,7 @@ def with_micro_batches(foreseen: Foreseen, schedule: str, seen: int, count: int)
 
 def pipeline_notes(workload: Workload, foreseen: Mapping[str, Foreseen]) -> list[str]:
     """What a plan with a pipeline says beside its table."""
-    from shardwise.planning.pp_axis import SCHEDULES
+    from shardwise.dry_run.pipeline import SCHEDULES
 
     pp, count = workload.pp, workload.accumulation
     notes = []
@@ -146,7 +146,7 @@ def pipeline_notes(workload: Workload, foreseen: Mapping[str, Foreseen]) -> list
 
 def bubble_of(schedule: str, pp: int, count: int) -> float | None:
     """As `bubble`; None where a schedule cannot run this many micro-batches."""
-    from shardwise.planning.pp_axis import bubble  # torch's pipelining takes seconds to import
+    from shardwise.dry_run.pipeline import bubble  # torch's pipelining takes seconds to import
 
     try:
         return bubble(schedule, pp, count)

@@ -12,17 +12,17 @@ import torch
 
 from shardwise.config.presets import PRESETS
 from shardwise.config.shape import NodeShape
+from shardwise.dry_run.dry_run import Foreseen, can_dry_run, foresee_workload
 from shardwise.errors import ConfigError
+from shardwise.estimate.arithmetic import sent_by_axis, tp_bytes, wire_share
+from shardwise.estimate.estimate import estimate
+from shardwise.estimate.hardware import Hardware
+from shardwise.estimate.seconds import device_for, preset_time
 from shardwise.machine.launch import cores
-from shardwise.planning.arithmetic import sent_by_axis, tp_bytes, wire_share
-from shardwise.planning.dry_run import Foreseen, can_dry_run, foresee_workload
-from shardwise.planning.estimate import estimate
-from shardwise.planning.hardware import Hardware
+from shardwise.models.workload import ModelSpec, Workload, find_model
 from shardwise.planning.pipelines import foresee_stages, pipeline_notes
 from shardwise.planning.recommend import advise, headroom, judge, presets_for, refusal
 from shardwise.planning.report import Plan, PlanRow
-from shardwise.planning.seconds import device_for, preset_time
-from shardwise.planning.workload import ModelSpec, Workload, find_model
 from shardwise.sizes import format_bytes
 from shardwise.timing.device import DeviceTimes
 

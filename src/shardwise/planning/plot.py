@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shardwise.planning.estimate import CATEGORIES
+from shardwise.dry_run.dry_run import CATEGORIES
 from shardwise.planning.report import Plan, PlanRow
 from shardwise.planning.scaling import PER_NODE, ScalePoint, Scaling
 from shardwise.plotting import KIND_COLORS, RED, check_path, figure

@@ -22,10 +22,10 @@ from shardwise.config.presets import PRESETS
 from shardwise.config.shape import NodeShape
 from shardwise.engine import initialize
 from shardwise.errors import ConfigError
-from shardwise.planning.estimate import estimate
-from shardwise.planning.hardware import Hardware
+from shardwise.estimate.estimate import estimate
+from shardwise.estimate.hardware import Hardware
+from shardwise.models.workload import DEFAULT_TARGETS, ModelSpec, Workload, from_dimensions
 from shardwise.planning.report import Advice, Fit, PlanRow
-from shardwise.planning.workload import DEFAULT_TARGETS, ModelSpec, Workload, from_dimensions
 from shardwise.sizes import format_bytes
 
 ORDER = ("zero1", "zero2", "zero3_hybrid", "zero3", "zero1_offload", "zero2_offload", "zero3_offload", "zero3_nvme")

@@ -14,11 +14,11 @@ from rich.text import Text
 
 from shardwise.config.costs import formula, resting_kinds, wire_formula
 from shardwise.config.presets import PRESETS
-from shardwise.planning.arithmetic import ACCOUNTINGS, STAGES, Accounting, saving, state_bytes, total_bytes
-from shardwise.planning.estimate import CATEGORIES, Estimate
-from shardwise.planning.hardware import Hardware
-from shardwise.planning.seconds import BOUNDS, StepTime
-from shardwise.planning.workload import ModelSpec, Workload
+from shardwise.dry_run.dry_run import CATEGORIES, Estimate
+from shardwise.estimate.arithmetic import ACCOUNTINGS, STAGES, Accounting, saving, state_bytes, total_bytes
+from shardwise.estimate.hardware import Hardware
+from shardwise.estimate.seconds import BOUNDS, StepTime
+from shardwise.models.workload import ModelSpec, Workload
 from shardwise.sizes import format_count
 
 WIDTH = 100

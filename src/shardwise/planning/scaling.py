@@ -14,11 +14,11 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.errors import ConfigError
-from shardwise.planning.estimate import estimate
-from shardwise.planning.hardware import Hardware
+from shardwise.estimate.estimate import estimate
+from shardwise.estimate.hardware import Hardware
+from shardwise.estimate.seconds import StepTime, computing_s, device_for, sketched, step_time
+from shardwise.models.workload import ModelSpec, Workload
 from shardwise.planning.recommend import judge
-from shardwise.planning.seconds import StepTime, computing_s, device_for, sketched, step_time
-from shardwise.planning.workload import ModelSpec, Workload
 from shardwise.timing.device import DeviceTimes
 
 PER_NODE = 8

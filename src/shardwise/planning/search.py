@@ -17,12 +17,12 @@ from rich.text import Text
 
 from shardwise.engine.residency import stay
 from shardwise.errors import ConfigError
-from shardwise.planning.arithmetic import moved_bytes, sent_by_axis, tp_bytes
-from shardwise.planning.estimate import away_bytes, estimate
-from shardwise.planning.hardware import Hardware
+from shardwise.estimate.arithmetic import moved_bytes, sent_by_axis, tp_bytes
+from shardwise.estimate.estimate import away_bytes, estimate
+from shardwise.estimate.hardware import Hardware
+from shardwise.estimate.seconds import device_for, sketched
+from shardwise.models.workload import ModelSpec, Workload
 from shardwise.planning.recommend import device_budget, judge, order_for
-from shardwise.planning.seconds import device_for, sketched
-from shardwise.planning.workload import ModelSpec, Workload
 from shardwise.sizes import format_bytes
 from shardwise.timing.device import DeviceTimes
 

@@ -166,8 +166,8 @@ def _load(folder: RunFolder, job: TrainJob, trainer: Trainer) -> TrainPosition |
 
 def _foresee(job: TrainJob, process: RankProcess, screen: Screen) -> int | None:
     """The peak of a rank's tensors in a step; None if a dry run is not possible (states on the disk)."""
-    from shardwise.planning.dry_run import Scenario, Untraceable, dry_run
-    from shardwise.planning.kernels import CPU, cuda
+    from shardwise.dry_run.dry_run import Scenario, Untraceable, dry_run
+    from shardwise.dry_run.kernels import CPU, cuda
 
     def make_batch(rank: int, step: int) -> dict[str, torch.Tensor]:
         samples = torch.zeros(job.share(0).micro_batch, job.shape.context + 1, dtype=torch.long)

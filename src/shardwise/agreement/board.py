@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
-from shardwise.comm.posts import Answer, Place, Post, RankState
-from shardwise.comm.store_link import StoreLink
+from shardwise.agreement.posts import Answer, Place, Post, RankState
+from shardwise.agreement.store_link import StoreLink
 from shardwise.machine.process import Identity
 
 WITNESSES = 2

@@ -7,7 +7,7 @@ import zlib
 from collections import deque
 from typing import Any, NamedTuple
 
-from shardwise.comm.posts import Operations, Place, digest
+from shardwise.agreement.posts import Operations, Place, digest
 from shardwise.machine.process import start_thread
 
 _REMEMBERED = 4096

@@ -16,12 +16,12 @@ from torch import nn
 from torch.distributed.pipelining import schedules
 
 from shardwise.comm.model_group import ModelGroup
+from shardwise.dry_run.comm import PipelineRank
+from shardwise.dry_run.kernels import replacing
 from shardwise.engine import Engine
 from shardwise.pipelining.cut import find_blocks
 from shardwise.pipelining.pipeline import PipelineLayout, assemble, schedule_class
 from shardwise.pipelining.stage import EngineStage
-from shardwise.planning.dry_comm import PipelineRank
-from shardwise.planning.kernels import replacing
 
 _DURATIONS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")

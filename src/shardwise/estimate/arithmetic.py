@@ -17,9 +17,9 @@ from shardwise.config import Config, costs
 from shardwise.config.presets import PRESETS
 from shardwise.config.shape import AXES, Axis, NodeShape, shape_of
 from shardwise.errors import ConfigError
+from shardwise.estimate.hardware import Hardware
+from shardwise.models.workload import ModelSpec, Workload
 from shardwise.partition.policy import policy_for
-from shardwise.planning.hardware import Hardware
-from shardwise.planning.workload import ModelSpec, Workload
 
 STAGES = ("zero0", "zero1", "zero2", "zero3")
 

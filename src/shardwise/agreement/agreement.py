@@ -39,15 +39,14 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch._C._distributed_c10d import Store
 
-from shardwise.comm import judge as words
-from shardwise.comm import jury
-from shardwise.comm.board import Board, Pace
-from shardwise.comm.hosts import RankHost, describe_holder, describe_hosts
-from shardwise.comm.log import Log, Outstanding, Ticket
-from shardwise.comm.posts import FAILED, Post, RankState
-from shardwise.comm.sight import outside_call
-from shardwise.comm.store_link import STORE_S, StoreSilentError
-from shardwise.comm.turns import Turns
+from shardwise.agreement import judge as words
+from shardwise.agreement import jury
+from shardwise.agreement.board import Board, Pace
+from shardwise.agreement.log import Log, Outstanding, Ticket
+from shardwise.agreement.posts import FAILED, Post, RankState
+from shardwise.agreement.sight import RankHost, describe_holder, describe_hosts, outside_call
+from shardwise.agreement.store_link import STORE_S, StoreSilentError
+from shardwise.agreement.turns import Turns
 from shardwise.errors import DisagreementError
 from shardwise.machine.process import start_thread
 

@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from shardwise.comm import judge as words
-from shardwise.comm.board import JUDGES, Board, Pace
-from shardwise.comm.judge import Finding, judge
-from shardwise.comm.posts import Answer, Place, Post, RankState, Silence
-from shardwise.comm.sight import main_place, see_process
+from shardwise.agreement import judge as words
+from shardwise.agreement.board import JUDGES, Board, Pace
+from shardwise.agreement.judge import Finding, judge
+from shardwise.agreement.posts import Answer, Place, Post, RankState, Silence
+from shardwise.agreement.sight import main_place, see_process
 from shardwise.machine.process import Condition
 
 ANSWER_S = 4.0

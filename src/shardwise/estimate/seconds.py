@@ -9,15 +9,15 @@ from dataclasses import dataclass, replace
 from shardwise.config import Config
 from shardwise.config.costs import DTYPE_BYTES
 from shardwise.config.shape import NodeShape
+from shardwise.dry_run.dry_run import MOST_MICRO_BATCHES, Foreseen
 from shardwise.errors import ConfigError
+from shardwise.estimate.arithmetic import operations
+from shardwise.estimate.estimate import UNKNOWN_LAYERS
+from shardwise.estimate.hardware import Hardware
+from shardwise.estimate.passes import layer_kept_bytes
+from shardwise.estimate.sketch import Sketch, SketchUnit, plain
 from shardwise.models.dimensions import Dimensions
-from shardwise.planning.arithmetic import operations
-from shardwise.planning.dry_run import MOST_MICRO_BATCHES, Foreseen
-from shardwise.planning.estimate import UNKNOWN_LAYERS
-from shardwise.planning.hardware import Hardware
-from shardwise.planning.passes import layer_kept_bytes
-from shardwise.planning.sketch import Sketch, SketchUnit, plain
-from shardwise.planning.workload import ModelSpec, Workload
+from shardwise.models.workload import ModelSpec, Workload
 from shardwise.timing.device import DeviceTimes, published, reaching
 from shardwise.timing.forms import Form
 from shardwise.timing.tape import Issued, priced

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from shardwise.dry_run.kernels import cuda, replacing
 from shardwise.models.decoder import CausalDecoder, adapt
 from shardwise.models.dimensions import Dimensions
+from shardwise.models.workload import Workload
 from shardwise.observe import StorageObserver
 from shardwise.partition.policy import DTYPES
-from shardwise.planning.kernels import cuda, replacing
-from shardwise.planning.workload import Workload
 
 _UNSET = {name: lambda tensor, *_, **__: tensor for name in ("kaiming_uniform_", "normal_", "ones_", "zeros_")}
 _KERNELS = cuda()

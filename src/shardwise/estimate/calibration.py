@@ -12,11 +12,11 @@ from torch.nn import functional as F
 
 from shardwise.config import Config
 from shardwise.config.shape import NodeShape
+from shardwise.dry_run.dry_run import Scenario, dry_run
+from shardwise.dry_run.kernels import CPU, cuda
 from shardwise.machine import env
 from shardwise.models import loading
 from shardwise.models.built_in import GPT
-from shardwise.planning.dry_run import Scenario, dry_run
-from shardwise.planning.kernels import CPU, cuda
 from shardwise.timing.calibrate import SIDES, SIZES, call_s, grid, measure_forms, measure_fresh, measure_issue_s
 from shardwise.timing.device import FREE, PUBLISHED, DeviceTimes, Link, Product, published
 from shardwise.timing.forms import SHORT, Form

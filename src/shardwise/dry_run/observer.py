@@ -11,13 +11,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from shardwise.comm import DONE
+from shardwise.dry_run.allocator import CachingAllocator
+from shardwise.dry_run.fakes import Fakes
+from shardwise.dry_run.kernels import Kernels
+from shardwise.dry_run.streams import DryHostMemory
 from shardwise.engine.engine import Engine
 from shardwise.observe import StorageObserver
 from shardwise.observe.labels import Labelling
-from shardwise.planning.allocator import CachingAllocator
-from shardwise.planning.dry_streams import DryHostMemory
-from shardwise.planning.fakes import Fakes
-from shardwise.planning.kernels import Kernels
 from shardwise.timing.tape import Tape
 
 _SCRATCH = -1

@@ -25,26 +25,26 @@ from shardwise.comm.model_group import ModelGroup
 from shardwise.config import Config
 from shardwise.config.auto import UserObjects
 from shardwise.config.shape import NodeShape
+from shardwise.dry_run.comm import DryComm, DryModelGroup, PipelineRank, model_axes
+from shardwise.dry_run.kernels import CPU, Kernels, cuda, replacing
+from shardwise.dry_run.observer import DryObserver, LogitsLabelling
 from shardwise.engine.engine import Engine
 from shardwise.errors import ConfigError
 from shardwise.models.built_in import Batch, Build, MakeBatch, ModelAndData
 from shardwise.models.decoder import CausalDecoder, adapt
 from shardwise.models.loading import arguments, loss_of
 from shardwise.models.tensor_parallel import tensor_parallel
+from shardwise.models.workload import ModelSpec, Workload
 from shardwise.observe.labels import by_kind
 from shardwise.partition.policy import DTYPES
 from shardwise.partition.stored import stored_tensors
-from shardwise.planning.dry_comm import DryComm, DryModelGroup, PipelineRank, model_axes
-from shardwise.planning.dry_observer import DryObserver, LogitsLabelling
-from shardwise.planning.estimate import CATEGORIES, Estimate
-from shardwise.planning.kernels import CPU, Kernels, cuda, replacing
-from shardwise.planning.workload import ModelSpec, Workload
 from shardwise.tensors import map_tensors
 from shardwise.timing.tape import Issued, Tape
 
 if TYPE_CHECKING:
-    from shardwise.planning.pp_axis import DryPipeline
+    from shardwise.dry_run.pipeline import DryPipeline
 
+CATEGORIES = ("weights", "grads", "master", "moments", "in flight", "activations", "logits", "overhead")
 _WORKSPACE = -2
 MOST_MICRO_BATCHES = 3
 """How many micro-batches of a step the dry run of a plan runs."""
@@ -77,6 +77,18 @@ class Scenario:
     def with_dtype_of(self, model: nn.Module) -> Scenario:
         """The same with the precision that the configuration leaves to the model."""
         return replace(self, config=self.config.for_objects(UserObjects(model), warns=False))
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Device bytes of a rank at its peak by category, and what rests on other tiers (host, disk)."""
+
+    categories: dict[str, int]
+    tiers: dict[str, int]
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(self.categories.values())
 
 
 @dataclass(frozen=True)
@@ -240,7 +252,7 @@ class _Subject:
         def make_engine(part: nn.Module) -> Engine:
             return _engine(part, scenario, observer)
 
-        from shardwise.planning.pp_axis import DryPipeline  # torch's pipelining takes seconds to import
+        from shardwise.dry_run.pipeline import DryPipeline  # torch's pipelining takes seconds to import
 
         self._pipeline = DryPipeline(model, scenario.pipeline, pp, make_engine, (next(batches), computed))
         self.engines = self._pipeline.engines

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from shardwise.comm.posts import FAILED, Answer, Place, Post, RankState, descriptions
+from shardwise.agreement.posts import FAILED, Answer, Place, Post, RankState, descriptions
 
 _STUCK = (RankState.WAITS, RankState.OUTSIDE, RankState.GONE, RankState.LOST)
 _ADVICE = (

@@ -22,8 +22,12 @@ from shardwise.config import Config
 from shardwise.config.costs import moments_of
 from shardwise.config.optimizers import optimizer_class
 from shardwise.config.shape import NodeShape, shape_of
+from shardwise.dry_run.comm import DryComm
+from shardwise.dry_run.dry_run import CATEGORIES, Estimate
+from shardwise.dry_run.kernels import CUBLAS_BYTES
 from shardwise.engine.assembly import plan_units
 from shardwise.engine.residency import Budget, moments_each, offloaded_bytes
+from shardwise.estimate.passes import Lora, Moment, Passes, decoder_passes, meta_decoder
 from shardwise.memory.ledger import Ledger
 from shardwise.memory.reduce_plan import (
     GradMoments,
@@ -33,32 +37,16 @@ from shardwise.memory.reduce_plan import (
     sharded_moments,
     update_batches,
 )
+from shardwise.models.workload import ModelSpec, Workload
 from shardwise.offload.context import OffloadContext
 from shardwise.offload.offloaded_states import TRANSFER_BUFFERS
 from shardwise.offload.streams import FREED_LATER
-from shardwise.planning.dry_comm import DryComm
-from shardwise.planning.kernels import CUBLAS_BYTES
-from shardwise.planning.passes import Lora, Moment, Passes, decoder_passes, meta_decoder
-from shardwise.planning.workload import ModelSpec, Workload
 from shardwise.unit.plan import UnitPlan
 
 UNKNOWN_LAYERS = 32
 """Into so many units a model is cut of which only the size is known."""
-CATEGORIES = ("weights", "grads", "master", "moments", "in flight", "activations", "logits", "overhead")
 _ALONE = ReducePlan(parts=2, overlap=False)
 """One rank sends nothing: gradients are copied to where they are held."""
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """Device bytes of a rank at its peak by category, and what rests on other tiers (host, disk)."""
-
-    categories: dict[str, int]
-    tiers: dict[str, int]
-
-    @property
-    def peak_bytes(self) -> int:
-        return sum(self.categories.values())
 
 
 def estimate(model: ModelSpec, workload: Workload, config: Config, ranks: int | NodeShape) -> Estimate:

@@ -135,11 +135,18 @@ class Complex(nn.Module):
     "by `initialize`: make `torch.view_as_real(value)` the parameter; complex buffers work",
 )
 @conduct("modules of `torch.jit`", "refused", "by `initialize`: use the modules that they were made from")
+@conduct(
+    "`nn.Embedding(max_norm=...)`, which writes into its weight in each forward",
+    "refused",
+    "by `initialize`: normalise the rows after a step, inside `shardwise.gathered(weight, write=True)`",
+)
 @pytest.mark.parametrize(
     ("make", "words"),
     [
         (Complex, "'weight' is torch.complex64, .* torch.view_as_real"),
         (lambda: nn.Sequential(linear(), torch.jit.script(linear())), "'1' is compiled by torch.jit"),
+        (lambda: nn.Sequential(nn.Embedding(4, 4, max_norm=1.0)), "'0' has max_norm, .* after a step"),
+        (lambda: nn.Sequential(nn.EmbeddingBag(4, 4, max_norm=1.0)), "'0' has max_norm, .* after a step"),
     ],
 )
 def test_models_that_cannot_be_trained_are_refused(make, words):

@@ -360,11 +360,15 @@ def test_released_parameters_read_nan_and_refuse_writes(rank, world_size):
 
 
 class Renormed(nn.Module):
-    """Writes its weights while it runs: rows of an embedding are kept within a norm."""
+    """Writes its weights while it runs: rows of an embedding are kept within a norm, the same rows on all ranks."""
+
+    class Embedding(nn.Embedding):
+        def forward(self, x):
+            return nn.functional.embedding(x, self.weight, max_norm=0.5)
 
     def __init__(self):
         super().__init__()
-        self.embedding = nn.Embedding(16, 8, max_norm=0.5)
+        self.embedding = self.Embedding(16, 8)
         self.head = nn.Linear(8, 1)
 
     def forward(self, x):

@@ -7,15 +7,18 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 import shardwise
 from shardwise.engine.module_guard import ModuleGuard
+from shardwise.errors import NotGatheredError
 from support import ranks
 from support.awkward import (
     COLLECTED,
     Chain,
     Gated,
     Recurrent,
+    block,
     linear,
     square,
     with_collected,
@@ -357,17 +360,69 @@ def test_passes_in_inference_mode_between_steps(rank, world_size, preset):
     reference.destroy()
 
 
+class Encodes(Chain):
+    def encode(self, x):
+        return torch.nn.functional.linear(x, self.last.weight)
+
+
 @conduct(
-    "a parameter read between steps",
-    "limit",
-    "it is NaN under `zero3`: read it inside `with shardwise.gathered(params):`, or with `engine.full_param(name)`",
+    "a parameter read between steps: weight averages, methods of the model other than `forward`",
+    "refused",
+    "under `zero3`: use it inside `with shardwise.gathered(params):`, or read it with `engine.full_param(name)`",
 )
 @ranks(2)
-def test_a_released_parameter_reads_as_nan(rank, world_size):
+def test_a_parameter_read_between_steps(rank, world_size):
+    engine = begin("zero3", Encodes)
+    model = engine.module
+    average = AveragedModel(model)
+    norms = [engine.full_param(name).norm() for name, _ in model.named_parameters()]
+    for read in (
+        lambda: model.last.weight.isnan(),
+        lambda: model.encode(data(rank)),
+        lambda: average.update_parameters(model),
+        lambda: [param.norm() for param in model.parameters()],
+        lambda: torch.nn.utils.parameters_to_vector(model.parameters()),
+    ):
+        with pytest.raises(NotGatheredError, match=r"is sharded and not gathered, .*, read it with engine\.full_param"):
+            read()
+    train(engine, rank)
+    with shardwise.gathered(model.parameters()), torch.no_grad():
+        assert not model.encode(data(rank)).isnan().any()
+        assert not torch.equal(torch.stack([param.norm() for param in model.parameters()]), torch.stack(norms))
+        average.update_parameters(model)
+    assert not any(param.isnan().any() for param in average.parameters())
+    engine.destroy()
+
+
+@conduct(
+    "`state_dict()` of a part of the model",
+    "refused",
+    "under `zero3` its tensors have a shape and no values, and every read of one raises: call it inside `with "
+    "shardwise.gathered(part.parameters()):`, or `state_dict()` of the model",
+)
+@ranks(2)
+def test_the_state_dict_of_a_part_refuses_reads(rank, world_size):
     engine = begin("zero3")
-    assert engine.module.last.weight.isnan().all()
-    with shardwise.gathered(engine.module.last.weight):
-        assert not engine.module.last.weight.isnan().any()
+    part = engine.module.layers[1]
+    if rank == 0:  # names and shapes are there on one rank alone
+        state = part.state_dict()
+        assert {key: value.shape for key, value in state.items()} == {
+            key: param.shape for key, param in part.named_parameters()
+        }
+        for read in (
+            lambda: torch.save(state, io.BytesIO()),
+            lambda: copy.deepcopy(state),
+            lambda: pickle.dumps(state),
+            lambda: {key: value.cpu().numpy() for key, value in state.items()},
+            lambda: block().load_state_dict(state),
+        ):
+            # load_state_dict reports each error of a copy in one of its own
+            with pytest.raises(RuntimeError, match="is sharded and not gathered"):
+                read()
+    with shardwise.gathered(part.parameters()):
+        whole = {key: value.clone() for key, value in part.state_dict().items()}
+    expected = {key.removeprefix("layers.1."): value for key, value in engine.state_dict().items()}
+    assert_same(whole, {key: expected[key] for key in whole})
     engine.destroy()
 
 
@@ -540,12 +595,14 @@ def test_weights_are_released_after_autograd_grad_and_after_the_step_of_a_double
     x = data(rank).requires_grad_()
     output = engine(x)
     torch.autograd.grad(output.sum(), x, retain_graph=True)
-    assert engine.module.last.weight.isnan().all()
+    with pytest.raises(NotGatheredError):
+        engine.module.last.weight.isnan()
     torch.autograd.grad(output.sum(), x, create_graph=True)
     assert not engine.module.last.weight.isnan().any()
     engine.backward(output.sum())
     engine.step()
-    assert engine.module.last.weight.isnan().all()
+    with pytest.raises(NotGatheredError):
+        engine.module.last.weight.isnan()
     engine.destroy()
 
 

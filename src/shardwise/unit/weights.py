@@ -4,7 +4,7 @@ Names, used throughout:
 - *full*: the unit's flat buffer in the dtype that computes; the parameters of the model are views of it.
 - *segment*: this rank's part of `full`, the elements it owns. It is filled from the *master* (see `master`), the other
   ranks' segments by a gather.
-- *stand-in*: what a parameter points to while released (see `param_binding`). Reads give NaN, writes raise.
+- *stand-in*: what a parameter points to while released (see `param_binding`). Reads and writes raise.
 
 The states, and what makes the transitions:
 
@@ -22,12 +22,12 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any
 
 import torch
 
 from shardwise.comm import DONE, Comm, Handle
 from shardwise.config.shape import AXES, Axis, axes_between
+from shardwise.errors import NotGatheredError
 from shardwise.memory import Buffer, Entry, Kind, Ledger, Tier
 from shardwise.offload.buckets import HERE, Arrival
 from shardwise.offload.unit_states import UnitStates
@@ -35,8 +35,9 @@ from shardwise.profiling import mark
 from shardwise.unit.master import MasterPiece, OffloadedMaster, RestingPart, make_master, pieces_of
 from shardwise.unit.origins import ORIGIN, has_origin, read_values
 from shardwise.unit.param_binding import ParamBinding
-from shardwise.unit.param_guard import ParamGuard, writes
+from shardwise.unit.param_guard import PLAINLY, ParamGuard, param_behind, storage_of
 from shardwise.unit.plan import UnitPlan
+from shardwise.unit.tensor_use import DATA, Use, name_of
 
 
 class WeightsState(enum.Enum):
@@ -326,15 +327,56 @@ class Weights:
             self._rest.buffer.leave()
         self._enter(_FREED)
 
-    def react(self, func: Callable[..., Any]) -> None:
-        """A parameter that is not gathered is used by hand: in the middle of a forward, `on_read` gathers it."""
-        if self.state is _RELEASED and writes(func):
-            raise RuntimeError(
-                f"a parameter of {self.name} is sharded and not gathered, so {func.__name__} would write nowhere: "
-                "write inside `with shardwise.gathered(params, write=True):`"
+    def react(self, tensor: torch.Tensor, use: Use, func_name: str) -> None:
+        """A guarded tensor is used by hand: in the middle of a pass, `on_read` gathers it; elsewhere it has no values.
+
+        An alias of a stand-in never gets any. Once freed, a parameter may be given storage of its own.
+        """
+        if self.state is _FREED:
+            self._react_freed(tensor, use, func_name)
+            return
+        if use is Use.WRITE and not self.has_values(tensor):
+            raise NotGatheredError(
+                f"{self._name_of(tensor)!r}, a parameter of {self.name}, is sharded and not gathered, so {func_name} "
+                "would write nowhere: write inside `with shardwise.gathered(params, write=True):`"
             )
-        self._on_read()
-        self.wait_gather()
+        if self._is_bound(tensor):
+            self._on_read()
+            self.wait_gather()
+        if use is Use.READ and not self.has_values(tensor):
+            name = self._name_of(tensor)
+            raise NotGatheredError(
+                f"{name!r}, a parameter of {self.name}, is sharded and not gathered, so {func_name} would find no "
+                "values: use it inside `with shardwise.gathered(params):`, on all ranks, read it with "
+                f"engine.full_param({name!r}), or call its module through the engine"
+            )
+
+    def has_values(self, tensor: torch.Tensor) -> bool:
+        """Whether a parameter, or an alias of one, could be read now, after a wait at most."""
+        return self._is_bound(tensor) and self.state in (_GATHERING, _GATHERED)
+
+    def describe(self, tensor: torch.Tensor) -> str:
+        """What to print for a parameter, or an alias of one, that has no values."""
+        with PLAINLY():
+            return f"<{self._name_of(tensor)!r} {tuple(tensor.shape)} {tensor.dtype} {tensor.device}: not gathered>"
+
+    def _is_bound(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor has the unit's values while these are gathered: not an alias that was made before."""
+        return param_behind(tensor) is tensor or storage_of(tensor) == self.storage_id
+
+    def _name_of(self, tensor: torch.Tensor) -> str:
+        param = param_behind(tensor)
+        slots = zip(self._plan.layout.slots, self.params, strict=True)
+        return next((slot.spec.name for slot, each in slots if each is param), self.name)
+
+    def _react_freed(self, tensor: torch.Tensor, use: Use, func_name: str) -> None:
+        if use is Use.WRITE and func_name == name_of(DATA):
+            self._guard.give_up(tensor)
+        elif use is not Use.ALIAS:
+            raise NotGatheredError(
+                f"{self._name_of(tensor)!r}, a parameter of {self.name}, has no values for {func_name}: its engine was "
+                "destroyed, which freed them. Take engine.state_dict() before, or set `param.data = ...`"
+            )
 
     def _publish(self) -> None:
         """Fill this rank's part of `full`, and gather the others'."""
@@ -381,7 +423,7 @@ class Weights:
             return
         if state not in _NEXT[self.state]:
             raise RuntimeError(f"the weights of {self.name} are {self.state.value} and cannot be {state.value}")
-        if state is _GATHERED or state is _FREED:
+        if state is _GATHERED:
             self._guard.end()
         elif self.state is _GATHERED:
             self._guard.begin()

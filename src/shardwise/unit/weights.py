@@ -27,7 +27,7 @@ import torch
 
 from shardwise.comm import DONE, Comm, Handle
 from shardwise.config.shape import AXES, Axis, axes_between
-from shardwise.errors import NotGatheredError
+from shardwise.errors import ModelChangedError, NotGatheredError
 from shardwise.memory import Buffer, Entry, Kind, Ledger, Tier
 from shardwise.offload.buckets import HERE, Arrival
 from shardwise.offload.unit_states import UnitStates
@@ -259,6 +259,10 @@ class Weights:
         self.gather()
         self.wait_gather()
 
+    @property
+    def is_locked(self) -> bool:
+        return self._locks > 0
+
     def unlock(self) -> None:
         self._locks -= 1
         self._drop_aside()
@@ -301,9 +305,9 @@ class Weights:
         self._master.write_back()
         self.generation += 1
 
-    def check_bound(self) -> None:
-        """Refuse a parameter to which the user has given other storage."""
-        self._binding.check()
+    def rebound_error(self) -> ModelChangedError | None:
+        """What to raise for a parameter to which the user has given other storage; None if there is none."""
+        return self._binding.error()
 
     def was_written(self) -> torch.Tensor | None:
         """Whether others wrote into `full` in place, judged by a few elements of each parameter; None if unknown. No

@@ -426,6 +426,104 @@ def test_the_state_dict_of_a_part_refuses_reads(rank, world_size):
     engine.destroy()
 
 
+@conduct(
+    "penalties on parameters: `loss + sum(p.square().sum() for p in model.parameters())`",
+    "works",
+    "after the forward; under `zero3` inside `with shardwise.gathered(model.parameters()):`, and the backward gathers "
+    "them again",
+)
+@ranks(2)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("where", ["after", "around", "plain"])
+def test_penalties_on_gathered_parameters(rank, world_size, precision, where):
+    seen = []
+    for preset in [*STAGES, "zero3_offload"]:
+        engine = begin(preset, precision={"compute": precision}, **SHARDED)
+        params = list(engine.module.parameters())
+        for step in range(3):
+            if where != "around":
+                loss = square(engine.module, engine(data(rank, step)), None)
+            with shardwise.gathered(params):
+                if where == "around":
+                    loss = square(engine.module, engine(data(rank, step)), None)
+                loss = loss + sum(0.1 * param.square().sum() for param in params)  # saves the parameter
+                loss = loss + sum(param.view(-1)[:4].tanh().dot(param.reshape(-1)[:4]) for param in params)  # views
+            if where == "plain":
+                loss.backward()
+            else:
+                engine.backward(loss)
+            engine.step()
+        if preset == "zero3":
+            with pytest.raises(NotGatheredError):
+                params[0].isnan()
+        seen.append(weights(engine))
+        engine.destroy()
+    for other in seen[1:]:
+        assert_same(seen[0], other)
+    without = begin("zero0", precision={"compute": precision}, **SHARDED)
+    train(without, rank, 3)
+    assert not torch.equal(seen[0]["last.weight"], without.full_param("last.weight"))
+    without.destroy()
+
+
+@ranks(2)
+def test_graphs_made_inside_gathered(rank, world_size):
+    engine = begin("zero3")
+    train(engine, rank)
+    weight = engine.module.last.weight
+    whole = engine.full_param("last.weight")
+    with shardwise.gathered(weight):
+        penalty, stale = weight.square().sum(), weight.square().sum()
+        alias, kept = weight.data, weight.detach().clone()
+        transformed = torch.func.grad(lambda value: (value * weight.detach()).square().sum())(torch.ones_like(whole))
+        own = torch.func.grad(lambda value: value.square().sum())(weight)
+        copied = copy.deepcopy(weight)
+        with torch.no_grad():
+            engine(data(rank))
+        assert torch.equal(alias, whole)
+    assert torch.equal(kept, whole)
+    assert torch.equal(copied, whole)
+    torch.testing.assert_close(transformed, 2 * whole.square())
+    assert torch.equal(own, 2 * whole)
+    transform = torch.func.grad(lambda value: (value * weight.detach()).sum())
+    for read in (
+        alias.sum,
+        lambda: pickle.dumps(alias),
+        lambda: weight.sum(),
+        lambda: transform(torch.ones_like(whole)),
+    ):
+        with pytest.raises(NotGatheredError, match=r"'last\.weight'"):
+            read()
+    (grad,) = torch.autograd.grad(penalty, weight)
+    assert torch.equal(grad, 2 * whole)
+    with pytest.raises(NotGatheredError):  # released again
+        weight.sum()
+    train(engine, rank)
+    with pytest.raises(RuntimeError, match="were changed between their use"):
+        torch.autograd.grad(stale, weight)
+    train(engine, rank)
+    engine.destroy()
+
+
+class WritesInPlace(Chain):
+    def forward(self, x):
+        output = super().forward(x).exp()
+        output.add_(1)  # exp saves what it returns
+        return output
+
+
+@ranks(2)
+@pytest.mark.parametrize("preset", ["zero1", "zero3"])
+def test_saved_tensors_that_were_written_in_place_are_found(rank, world_size, preset):
+    engine = begin(preset, WritesInPlace)
+    for _ in range(2):
+        with pytest.raises(
+            RuntimeError, match=r"modified by an inplace operation.*is at version 1; expected version 0"
+        ):
+            train(engine, rank)
+    engine.destroy()
+
+
 class Catches(Chain):
     """A hook on an inner module stores a loss of its output, which no module returns or holds."""
 

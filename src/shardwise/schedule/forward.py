@@ -65,15 +65,18 @@ class ForwardHooks:
             handle.remove()
         self._handles.clear()
 
-    def read(self, unit: Unit) -> None:
+    def read(self, unit: Unit) -> bool:
         """A parameter is used by hand. Outside of forward and backward it stays released: when that use ends is
-        unknown."""
+        unknown. Returns whether it is inside."""
         if not unit.weights.policy.weights_sharded:
-            return
-        if inside_backward():  # a recomputation
-            self._gathers.gather(unit)
+            return False
+        if inside_backward():  # a recomputation, or what was computed inside `gathered`
+            self._backward.gather(unit)
         elif self._running.innermost is not None:
             self._borrow(self._running.innermost, unit)
+        else:
+            return False
+        return True
 
     def _enter(self, module: HookedModule, _: nn.Module, args: Any, kwargs: Any) -> Any:
         refuse_transforms()
@@ -147,6 +150,8 @@ class ForwardHooks:
                     self._error = unit.weights.rebound_error() or self._error
                 if not self._stays(module, unit):
                     unit.weights.release()
+                else:
+                    unit.weights.resume_reading()
         module.borrowed_units = []
 
     def _refuse(self) -> None:

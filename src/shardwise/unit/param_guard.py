@@ -6,7 +6,9 @@ in flight, the unit's parameters are of a subclass that torch's dispatch asks be
 waits for the gather, and the parameters are plain again. Released parameters are guarded the same way: in the middle of
 a forward their first use gathers them, and elsewhere their values can be neither read nor written. Their shape, dtype
 and device can, and aliases of them (`p.data`, `p.detach()`, what `state_dict` of a part of the model holds) are guarded
-too. Gathered parameters are plain and cost nothing.
+too. Gathered parameters are plain and cost nothing, except inside `shardwise.gathered`: there they are guarded, so that
+a backward of what is computed from them gathers them again (see `saved_tensors`), and an alias of one has no values
+once they are released.
 """
 
 from __future__ import annotations
@@ -17,12 +19,15 @@ from typing import Any, Protocol
 
 import torch
 
-from shardwise.partition.dtensors import local
+from shardwise.unit.saved_tensors import Buffered, following, storage_of
 from shardwise.unit.tensor_use import Use, kind_of, name_of, uses
 
 
-class Owner(Protocol):
+class Owner(Buffered, Protocol):
     """The object that is asked before the values of guarded parameters are used."""
+
+    is_read: bool
+    """Whether they are gathered, and the user computes with them."""
 
     def react(self, tensor: torch.Tensor, use: Use, func_name: str) -> None:
         """A torch function is about to use a guarded tensor: see to it that the values are there, or raise."""
@@ -33,8 +38,8 @@ class Owner(Protocol):
     def describe(self, tensor: torch.Tensor) -> str:
         """What to print for a guarded tensor that has no values."""
 
-    def lock(self) -> None:
-        """Gather the values, and keep them until `unlock`."""
+    def lock(self) -> bool:
+        """Gather the values, make the parameters plain, and keep them until `unlock`."""
 
     def unlock(self) -> None:
         """Allow the release again."""
@@ -102,12 +107,6 @@ def param_behind(tensor: torch.Tensor) -> torch.Tensor:
     return param
 
 
-def storage_of(tensor: torch.Tensor) -> int:
-    """An identifier of the storage of a tensor."""
-    with PLAINLY():
-        return int(local(tensor).untyped_storage()._cdata)
-
-
 def _is_guarded(value: Any) -> bool:
     return hasattr(type(value), "_shardwise_guard")
 
@@ -124,7 +123,8 @@ def _react(cls: type, func: Callable[..., Any], types: Any, args: Any = (), kwar
             return func(*args, **kwargs)
     for tensor, use in uses(func, args, kwargs, _is_guarded):
         _guard_of(tensor).owner.react(tensor, use, name_of(func))
-    with PLAINLY():
+    owners = [_guard_of(tensor).owner for tensor, _ in uses(func, args, kwargs, _is_guarded)]
+    with PLAINLY(), following(owner for owner in owners if owner.is_read):
         result = func(*args, **kwargs)
     for source, use in uses(func, args, kwargs, _is_guarded):  # those that are guarded still
         _watch_aliases(result, source, use, name_of(func))

@@ -14,7 +14,7 @@ The states, and what makes the transitions:
         └────────────────────release──────────────────────┘
 
 RELEASED goes straight to GATHERED where nothing has to be waited for; `free` leads from anywhere to FREED. Parameters
-are guarded (see `param_guard`) in every state but GATHERED.
+are guarded (see `param_guard`) in every state but GATHERED, and there while the user reads them and no module does.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ from shardwise.profiling import mark
 from shardwise.unit.master import MasterPiece, OffloadedMaster, RestingPart, make_master, pieces_of
 from shardwise.unit.origins import ORIGIN, has_origin, read_values
 from shardwise.unit.param_binding import ParamBinding
-from shardwise.unit.param_guard import PLAINLY, ParamGuard, param_behind, storage_of
+from shardwise.unit.param_guard import PLAINLY, ParamGuard, param_behind
 from shardwise.unit.plan import UnitPlan
+from shardwise.unit.saved_tensors import storage_of
 from shardwise.unit.tensor_use import DATA, Use, name_of
 
 
@@ -59,7 +60,8 @@ _NEXT = {
 
 
 class Weights:
-    """The weights of one unit. `on_read` is called when a parameter that is not gathered is used by hand."""
+    """The weights of one unit. `on_read` is called when a guarded parameter is used by hand; returns whether that is in
+    the middle of a pass, which then has gathered it."""
 
     def __init__(
         self,
@@ -68,7 +70,7 @@ class Weights:
         comm: Comm,
         ledger: Ledger,
         states: UnitStates,
-        on_read: Callable[[], None],
+        on_read: Callable[[], bool],
     ) -> None:
         layout, policy = plan.layout, plan.policy
         self.name = plan.name
@@ -85,6 +87,9 @@ class Weights:
         self._on_read = on_read
         self._guard = ParamGuard(self.params, self)
         self._locks = 0
+        self._readers = 0
+        self.is_read = False
+        """Whether the user computes with the gathered values, and no module does: parameters are guarded."""
         self._handle: Handle = DONE
         self._aside: tuple[Buffer, Handle] | None = None
         entry = Entry(Kind.WEIGHTS, plan.name, Tier.DEVICE)
@@ -240,8 +245,10 @@ class Weights:
     def release(self) -> None:
         """Free `full`; the parameters become stand-ins. Not while they are locked, nor where it would free nothing:
         one rank in one dtype holds in `full` just what would rest."""
-        frees_nothing = self.is_whole and self._master.frees_nothing
-        if self.state is _RELEASED or self.state is _FREED or self._locks or frees_nothing:
+        if self._locks:
+            self.resume_reading()
+            return
+        if self.state is _RELEASED or self.state is _FREED or self._frees_nothing:
             return
         # A gather in flight writes into `full`, which is memory of the compute stream: that waits before it is freed.
         self.wait_gather()
@@ -252,12 +259,54 @@ class Weights:
             self._full.free()
             self._enter(_RELEASED)
 
-    def lock(self) -> None:
-        """Gather the values and keep them until `unlock`."""
+    @property
+    def _frees_nothing(self) -> bool:
+        return self.is_whole and self._master.frees_nothing
+
+    def lock(self) -> bool:
+        """Gather the values and keep them until `unlock`; returns whether this is in the middle of a pass."""
         self._locks += 1
-        self._on_read()
+        is_inside = self._on_read()
         self.gather()
         self.wait_gather()
+        self.be_plain()
+        return is_inside
+
+    def begin_reading(self) -> None:
+        """The user computes with the locked values, outside of a pass."""
+        self._readers += 1
+        self.resume_reading()
+
+    def end_reading(self) -> None:
+        self._readers -= 1
+        if not self._readers:
+            self.be_plain()
+
+    def resume_reading(self) -> None:
+        """No module uses the weights any more: if the user reads them, they are guarded."""
+        is_released_later = self.policy.weights_sharded and not self._frees_nothing
+        if self._readers and self.state is _GATHERED and not self.is_read and is_released_later:
+            self.is_read = True
+            self._guard.begin()
+
+    def be_plain(self) -> None:
+        """Make gathered parameters plain also if the user reads them: a module is about to use them."""
+        if self.is_read:
+            self.is_read = False
+            self._guard.end()
+
+    def need(self, generation: int) -> None:
+        """A backward reads values that were saved in this generation: gather them if they are released."""
+        if self.generation != generation:
+            raise RuntimeError(
+                f"the weights of {self.name} were changed between their use inside `with shardwise.gathered(...)` and "
+                "the backward of it, so its gradients would be wrong: call engine.step() only after that backward"
+            )
+        if self.state is _RELEASED:
+            self._on_read()
+        self.wait_gather()
+        if self.state is not _GATHERED:
+            raise RuntimeError(f"the weights of {self.name} are {self.state.value}, and this backward reads them")
 
     @property
     def is_locked(self) -> bool:
@@ -430,6 +479,7 @@ class Weights:
         if state is _GATHERED:
             self._guard.end()
         elif self.state is _GATHERED:
+            self.is_read = False
             self._guard.begin()
         self.state = state
 

@@ -7,15 +7,18 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 import shardwise
 from shardwise.engine.module_guard import ModuleGuard
+from shardwise.errors import NotGatheredError
 from support import ranks
 from support.awkward import (
     COLLECTED,
     Chain,
     Gated,
     Recurrent,
+    block,
     linear,
     square,
     with_collected,
@@ -135,11 +138,18 @@ class Complex(nn.Module):
     "by `initialize`: make `torch.view_as_real(value)` the parameter; complex buffers work",
 )
 @conduct("modules of `torch.jit`", "refused", "by `initialize`: use the modules that they were made from")
+@conduct(
+    "`nn.Embedding(max_norm=...)`, which writes into its weight in each forward",
+    "refused",
+    "by `initialize`: normalise the rows after a step, inside `shardwise.gathered(weight, write=True)`",
+)
 @pytest.mark.parametrize(
     ("make", "words"),
     [
         (Complex, "'weight' is torch.complex64, .* torch.view_as_real"),
         (lambda: nn.Sequential(linear(), torch.jit.script(linear())), "'1' is compiled by torch.jit"),
+        (lambda: nn.Sequential(nn.Embedding(4, 4, max_norm=1.0)), "'0' has max_norm, .* after a step"),
+        (lambda: nn.Sequential(nn.EmbeddingBag(4, 4, max_norm=1.0)), "'0' has max_norm, .* after a step"),
     ],
 )
 def test_models_that_cannot_be_trained_are_refused(make, words):
@@ -350,17 +360,167 @@ def test_passes_in_inference_mode_between_steps(rank, world_size, preset):
     reference.destroy()
 
 
+class Encodes(Chain):
+    def encode(self, x):
+        return torch.nn.functional.linear(x, self.last.weight)
+
+
 @conduct(
-    "a parameter read between steps",
-    "limit",
-    "it is NaN under `zero3`: read it inside `with shardwise.gathered(params):`, or with `engine.full_param(name)`",
+    "a parameter read between steps: weight averages, methods of the model other than `forward`",
+    "refused",
+    "under `zero3`: use it inside `with shardwise.gathered(params):`, or read it with `engine.full_param(name)`",
 )
 @ranks(2)
-def test_a_released_parameter_reads_as_nan(rank, world_size):
+def test_a_parameter_read_between_steps(rank, world_size):
+    engine = begin("zero3", Encodes)
+    model = engine.module
+    average = AveragedModel(model)
+    norms = [engine.full_param(name).norm() for name, _ in model.named_parameters()]
+    for read in (
+        lambda: model.last.weight.isnan(),
+        lambda: model.encode(data(rank)),
+        lambda: average.update_parameters(model),
+        lambda: [param.norm() for param in model.parameters()],
+        lambda: torch.nn.utils.parameters_to_vector(model.parameters()),
+    ):
+        with pytest.raises(NotGatheredError, match=r"is sharded and not gathered, .*, read it with engine\.full_param"):
+            read()
+    train(engine, rank)
+    with shardwise.gathered(model.parameters()), torch.no_grad():
+        assert not model.encode(data(rank)).isnan().any()
+        assert not torch.equal(torch.stack([param.norm() for param in model.parameters()]), torch.stack(norms))
+        average.update_parameters(model)
+    assert not any(param.isnan().any() for param in average.parameters())
+    engine.destroy()
+
+
+@conduct(
+    "`state_dict()` of a part of the model",
+    "refused",
+    "under `zero3` its tensors have a shape and no values, and every read of one raises: call it inside `with "
+    "shardwise.gathered(part.parameters()):`, or `state_dict()` of the model",
+)
+@ranks(2)
+def test_the_state_dict_of_a_part_refuses_reads(rank, world_size):
     engine = begin("zero3")
-    assert engine.module.last.weight.isnan().all()
-    with shardwise.gathered(engine.module.last.weight):
-        assert not engine.module.last.weight.isnan().any()
+    part = engine.module.layers[1]
+    if rank == 0:  # names and shapes are there on one rank alone
+        state = part.state_dict()
+        assert {key: value.shape for key, value in state.items()} == {
+            key: param.shape for key, param in part.named_parameters()
+        }
+        for read in (
+            lambda: torch.save(state, io.BytesIO()),
+            lambda: copy.deepcopy(state),
+            lambda: pickle.dumps(state),
+            lambda: {key: value.cpu().numpy() for key, value in state.items()},
+            lambda: block().load_state_dict(state),
+        ):
+            # load_state_dict reports each error of a copy in one of its own
+            with pytest.raises(RuntimeError, match="is sharded and not gathered"):
+                read()
+    with shardwise.gathered(part.parameters()):
+        whole = {key: value.clone() for key, value in part.state_dict().items()}
+    expected = {key.removeprefix("layers.1."): value for key, value in engine.state_dict().items()}
+    assert_same(whole, {key: expected[key] for key in whole})
+    engine.destroy()
+
+
+@conduct(
+    "penalties on parameters: `loss + sum(p.square().sum() for p in model.parameters())`",
+    "works",
+    "after the forward; under `zero3` inside `with shardwise.gathered(model.parameters()):`, and the backward gathers "
+    "them again",
+)
+@ranks(2)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("where", ["after", "around", "plain"])
+def test_penalties_on_gathered_parameters(rank, world_size, precision, where):
+    seen = []
+    for preset in [*STAGES, "zero3_offload"]:
+        engine = begin(preset, precision={"compute": precision}, **SHARDED)
+        params = list(engine.module.parameters())
+        for step in range(3):
+            if where != "around":
+                loss = square(engine.module, engine(data(rank, step)), None)
+            with shardwise.gathered(params):
+                if where == "around":
+                    loss = square(engine.module, engine(data(rank, step)), None)
+                loss = loss + sum(0.1 * param.square().sum() for param in params)  # saves the parameter
+                loss = loss + sum(param.view(-1)[:4].tanh().dot(param.reshape(-1)[:4]) for param in params)  # views
+            if where == "plain":
+                loss.backward()
+            else:
+                engine.backward(loss)
+            engine.step()
+        if preset == "zero3":
+            with pytest.raises(NotGatheredError):
+                params[0].isnan()
+        seen.append(weights(engine))
+        engine.destroy()
+    for other in seen[1:]:
+        assert_same(seen[0], other)
+    without = begin("zero0", precision={"compute": precision}, **SHARDED)
+    train(without, rank, 3)
+    assert not torch.equal(seen[0]["last.weight"], without.full_param("last.weight"))
+    without.destroy()
+
+
+@ranks(2)
+def test_graphs_made_inside_gathered(rank, world_size):
+    engine = begin("zero3")
+    train(engine, rank)
+    weight = engine.module.last.weight
+    whole = engine.full_param("last.weight")
+    with shardwise.gathered(weight):
+        penalty, stale = weight.square().sum(), weight.square().sum()
+        alias, kept = weight.data, weight.detach().clone()
+        transformed = torch.func.grad(lambda value: (value * weight.detach()).square().sum())(torch.ones_like(whole))
+        own = torch.func.grad(lambda value: value.square().sum())(weight)
+        copied = copy.deepcopy(weight)
+        with torch.no_grad():
+            engine(data(rank))
+        assert torch.equal(alias, whole)
+    assert torch.equal(kept, whole)
+    assert torch.equal(copied, whole)
+    torch.testing.assert_close(transformed, 2 * whole.square())
+    assert torch.equal(own, 2 * whole)
+    transform = torch.func.grad(lambda value: (value * weight.detach()).sum())
+    for read in (
+        alias.sum,
+        lambda: pickle.dumps(alias),
+        lambda: weight.sum(),
+        lambda: transform(torch.ones_like(whole)),
+    ):
+        with pytest.raises(NotGatheredError, match=r"'last\.weight'"):
+            read()
+    (grad,) = torch.autograd.grad(penalty, weight)
+    assert torch.equal(grad, 2 * whole)
+    with pytest.raises(NotGatheredError):  # released again
+        weight.sum()
+    train(engine, rank)
+    with pytest.raises(RuntimeError, match="were changed between their use"):
+        torch.autograd.grad(stale, weight)
+    train(engine, rank)
+    engine.destroy()
+
+
+class WritesInPlace(Chain):
+    def forward(self, x):
+        output = super().forward(x).exp()
+        output.add_(1)  # exp saves what it returns
+        return output
+
+
+@ranks(2)
+@pytest.mark.parametrize("preset", ["zero1", "zero3"])
+def test_saved_tensors_that_were_written_in_place_are_found(rank, world_size, preset):
+    engine = begin(preset, WritesInPlace)
+    for _ in range(2):
+        with pytest.raises(
+            RuntimeError, match=r"modified by an inplace operation.*is at version 1; expected version 0"
+        ):
+            train(engine, rank)
     engine.destroy()
 
 
@@ -533,12 +693,14 @@ def test_weights_are_released_after_autograd_grad_and_after_the_step_of_a_double
     x = data(rank).requires_grad_()
     output = engine(x)
     torch.autograd.grad(output.sum(), x, retain_graph=True)
-    assert engine.module.last.weight.isnan().all()
+    with pytest.raises(NotGatheredError):
+        engine.module.last.weight.isnan()
     torch.autograd.grad(output.sum(), x, create_graph=True)
     assert not engine.module.last.weight.isnan().any()
     engine.backward(output.sum())
     engine.step()
-    assert engine.module.last.weight.isnan().all()
+    with pytest.raises(NotGatheredError):
+        engine.module.last.weight.isnan()
     engine.destroy()
 
 

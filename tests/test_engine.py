@@ -3,6 +3,7 @@
 import copy
 import gc
 import io
+import pickle
 import time
 import weakref
 from functools import partial
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise
+from shardwise.errors import NotGatheredError
 from shardwise.observe import StorageObserver
 from shardwise.optim.states import MASTER
 from shardwise.unit.held_grads import HeldGrad
@@ -337,34 +339,109 @@ def test_one_rank_alone_may_evaluate_replicated_weights(rank, world_size, preset
 
 
 @ranks(2)
-def test_released_parameters_read_nan_and_refuse_writes(rank, world_size):
+def test_released_parameters_refuse_reads_and_writes(rank, world_size):
     engine = start("mlp", {"preset": "zero3"})
     train_step(engine, rank, 0)
     weight = engine.module.layers[2].weight
-    assert weight.isnan().all()
-    assert weight.shape == (40, 40)
-    for write in (lambda: weight.fill_(1.0), lambda: weight.copy_(torch.ones(40, 40)), lambda: nn.init.zeros_(weight)):
-        with pytest.raises(RuntimeError, match="gathered"), torch.no_grad():
-            write()
-    with pytest.raises(RuntimeError, match="gathered"), torch.no_grad():
-        weight[0] = 1.0
-    assert weight.isnan().all()
+    reads = {
+        "isnan": lambda: weight.isnan(),
+        "sum": lambda: torch.sum(weight),
+        "item": lambda: weight[0, 0].item(),
+        "tolist": lambda: weight.data.tolist(),
+        "numpy": lambda: weight.detach().numpy(),
+        "clone": lambda: weight.view(-1).clone(),
+        "to": lambda: weight.to(torch.bfloat16),
+        "contiguous": lambda: weight.contiguous(),
+        "__getitem__": lambda: weight[[0, 1]],
+        "copy_": lambda: torch.zeros(40, 40).copy_(weight),
+        "_foreach_norm": lambda: torch._foreach_norm([weight]),
+        "linear": lambda: nn.functional.linear(torch.ones(40), weight),
+        "copy.deepcopy": lambda: copy.deepcopy(weight.data),
+        "pickle": lambda: pickle.dumps(weight.detach()),
+    }
+    for name, read in reads.items():
+        words = rf"'layers\.2\.weight', a parameter of .*, so {name} .*shardwise\.gathered\(params\)"
+        with pytest.raises(NotGatheredError, match=words), torch.no_grad():
+            read()
+    with torch.no_grad():
+        writes = (lambda: weight.fill_(1.0), lambda: weight.copy_(torch.ones(40, 40)), lambda: nn.init.zeros_(weight))
+        for write in (*writes, lambda: weight.data.add_(1.0), lambda: weight.t().zero_()):
+            with pytest.raises(NotGatheredError, match="gathered"):
+                write()
+        with pytest.raises(NotGatheredError, match="gathered"):
+            weight[0] = 1.0
+        with pytest.raises(NotGatheredError, match="would write nowhere"):
+            torch.add(torch.ones(40, 40), 1.0, out=weight.data)
     whole = engine.full_param("layers.2.weight")
     assert torch.equal(copy.deepcopy(weight), whole)
     saved = io.BytesIO()
     torch.save({"weight": weight}, saved)
     saved.seek(0)
     assert torch.equal(torch.load(saved)["weight"], whole)
-    assert weight.isnan().all()
+    with pytest.raises(NotGatheredError):
+        weight.isnan()
     engine.destroy()
 
 
+@ranks(2)
+def test_released_parameters_have_metadata(rank, world_size):
+    engine = start("mlp", {"preset": "zero3"})
+    weight, plain = engine.module.layers[2].weight, torch.nn.Parameter(torch.zeros(40, 40))
+    for tensor in (weight, weight.data, weight.detach(), weight.T, weight[:40]):
+        assert tensor.shape == tensor.size() == (40, 40)
+        assert (tensor.numel(), torch.numel(tensor), len(tensor), tensor.dim()) == (1600, 1600, 40, 2)
+        assert (tensor.dtype, tensor.device, tensor.is_cuda) == (plain.dtype, plain.device, False)
+        assert (torch.is_floating_point(tensor), tensor.is_meta, isinstance(tensor, torch.Tensor)) == (
+            True,
+            False,
+            True,
+        )
+        assert torch.zeros_like(tensor).eq(0).all()
+        assert torch.full_like(tensor, 2.0).eq(2).all()
+        assert type(torch.ones(40, 40, dtype=torch.bfloat16).to(tensor)) is torch.Tensor
+        assert torch.ones(1, 40).expand_as(tensor).sum() == 1600
+        assert {tensor: 1}[tensor] == 1
+        assert "'layers.2.weight' (40, 40)" in repr(tensor)
+        assert "not gathered" in f"{tensor}"
+    assert (isinstance(weight, torch.nn.Parameter), weight.requires_grad, weight.is_leaf) == (True, True, True)
+    assert weight.expand_as(weight).grad_fn.next_functions[0][0].variable is weight
+    early = weight.data
+    with shardwise.gathered(weight):
+        assert "Parameter containing" in repr(weight)
+        with pytest.raises(NotGatheredError):  # its storage is not that of the values
+            early.sum()
+    engine.destroy()
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("preset", STAGES)
+def test_parameters_of_a_destroyed_engine_refuse_reads(rank, world_size, preset):
+    engine = start("mlp", {"preset": preset})
+    train_step(engine, rank, 0)
+    state, model = engine.state_dict(), engine.module
+    engine.destroy()
+    weight = model.layers[2].weight
+    for read in (weight.sum, lambda: make_sgd(model).step() or weight.data.tolist()):
+        with pytest.raises(NotGatheredError, match=r"'layers\.2\.weight'.* its engine was destroyed"):
+            read()
+    for name, param in model.named_parameters():
+        param.data = state[name]
+    assert type(weight) is torch.nn.Parameter
+    again = shardwise.initialize(model, make_sgd(model), preset)
+    assert torch.equal(again.full_param("layers.2.weight"), state["layers.2.weight"])
+    again.destroy()
+
+
 class Renormed(nn.Module):
-    """Writes its weights while it runs: rows of an embedding are kept within a norm."""
+    """Writes its weights while it runs: rows of an embedding are kept within a norm, the same rows on all ranks."""
+
+    class Embedding(nn.Embedding):
+        def forward(self, x):
+            return nn.functional.embedding(x, self.weight, max_norm=0.5)
 
     def __init__(self):
         super().__init__()
-        self.embedding = nn.Embedding(16, 8, max_norm=0.5)
+        self.embedding = self.Embedding(16, 8)
         self.head = nn.Linear(8, 1)
 
     def forward(self, x):

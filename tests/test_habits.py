@@ -214,6 +214,47 @@ def test_rebound_parameters_are_refused_or_kept(rank, world_size, preset):
     engine.destroy()
 
 
+class Normalises(nn.Linear):
+    """Gives its weight other storage in each forward, while `is_on`."""
+
+    is_on = True
+
+    def forward(self, x):
+        if self.is_on:
+            self.weight.data = nn.functional.normalize(self.weight.data)
+        return super().forward(x)
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_parameters_rebound_in_a_forward_are_refused(rank, world_size, preset, place):
+    layers = [nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)]
+    layers[place] = Normalises(8, 8)
+    model = nn.Sequential(*layers)
+    config = {"preset": preset, "runtime": {"min_unit_bytes": 1}, "precision": {"compute": "bf16"}}
+    engine = shardwise.initialize(model, make_sgd(model), config)
+
+    def train():
+        engine.backward(engine(torch.ones(2, 8)).sum())
+        engine.step()
+
+    before = engine.full_param(f"{place}.weight")
+    with pytest.raises(ModelChangedError, match=rf"'{place}\.weight' was given other storage"):
+        train()
+    if preset == "zero3":  # a pass without gradients, a part called alone; then training goes on with the old values
+        for call in (engine, model, model[place]):
+            with pytest.raises(ModelChangedError, match="was given other storage"), torch.no_grad():
+                call(torch.ones(2, 8, dtype=torch.bfloat16))
+        assert torch.equal(engine.full_param(f"{place}.weight"), before)
+        with shardwise.gathered(model.parameters(), write=True):
+            engine(torch.ones(2, 8))  # kept
+        assert not torch.equal(engine.full_param(f"{place}.weight"), before)
+        model[place].is_on = False
+        train()
+    engine.destroy()
+
+
 def test_resized_embeddings_are_named_by_the_backward():
     model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 1))
     engine = shardwise.initialize(model, make_sgd(model), "zero1")

@@ -45,6 +45,13 @@ class ModelChangedError(ShardwiseError, RuntimeError):
     """
 
 
+class NotGatheredError(ShardwiseError, RuntimeError):
+    """The values of a parameter are used where this rank has only its shard of them, or none.
+
+    `with shardwise.gathered(params):` gathers them, on all ranks together; `engine.full_param(name)` gives a copy.
+    """
+
+
 class GradientError(ShardwiseError, RuntimeError):
     """Gradients are read, changed or dropped where the engine holds them, in a way that would have no effect.
 

@@ -33,7 +33,7 @@ def gathered(
     `params` is one tensor or any iterable of tensors and None, in any order, with duplicates; what no engine manages
     (buffers, other tensors) is passed over. With `write`, what was written into them is kept, master copy included:
     all ranks must have written the same, or `source` names the rank whose values everyone takes. Without it, do not
-    write: whether the values stay depends on the precision.
+    write: whether the values stay depends on the precision. A backward of what is computed here gathers them again.
 
     >>> import torch, shardwise
     >>> model = torch.nn.Linear(4, 2)
@@ -44,10 +44,15 @@ def gathered(
     8.0
     """
     units = _units_of(params)
-    for unit in units:
-        unit.weights.lock()
+    read = [unit for unit in units if not unit.weights.lock()]
     try:
-        yield
+        for unit in read:
+            unit.weights.begin_reading()
+        try:
+            yield
+        finally:
+            for unit in read:
+                unit.weights.end_reading()
         if write:
             for unit in units:
                 unit.weights.take_back(source)

@@ -44,7 +44,7 @@ def build_units(
     model: nn.Module,
     comm: Comm,
     offload: OffloadContext,
-    on_read: Callable[[Unit], None],
+    on_read: Callable[[Unit], bool],
 ) -> list[Unit]:
     """The units of a model, with rank 0's values. A collective."""
     prepare_quantized(model)

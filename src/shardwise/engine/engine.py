@@ -502,8 +502,8 @@ class Engine(nn.Module):
 
     # Inside
 
-    def _on_read(self, unit: Unit) -> None:
-        self._schedule.forward.read(unit)
+    def _on_read(self, unit: Unit) -> bool:
+        return self._schedule.forward.read(unit)
 
     def _on_begin_backward(self) -> None:
         self._step_grads.check_may_grow()

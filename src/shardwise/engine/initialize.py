@@ -259,3 +259,8 @@ def _check_module(name: str, module: nn.Module) -> None:
         raise ConfigError(
             f"{name!r} makes sparse gradients, which cannot lie in a flat buffer: build it with sparse=False"
         )
+    if module.max_norm is not None:
+        raise ConfigError(
+            f"{name!r} has max_norm, so each forward writes into its weight, other rows on each rank: build it without "
+            "max_norm, and normalise the rows after a step, inside `with shardwise.gathered(weight, write=True):`"
+        )

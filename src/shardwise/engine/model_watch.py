@@ -53,7 +53,8 @@ class ModelWatch:
             self._check_owned()
             self._look()
         for unit in self._units:
-            unit.weights.check_bound()
+            if (error := unit.weights.rebound_error()) is not None:
+                raise error
 
     def _compare(self) -> None:
         flags = {unit.name: flag for unit in self._units if (flag := unit.weights.was_written()) is not None}

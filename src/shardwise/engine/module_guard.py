@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -22,13 +23,14 @@ from torch import nn
 from shardwise.engine.access import gathered
 from shardwise.engine.root_call import CALLS
 from shardwise.errors import GradientError, ModelChangedError
+from shardwise.partition.stored import is_wrapper
 from shardwise.schedule.hooks import is_ours
 from shardwise.unit.held_grads import HeldGrad
 from shardwise.unit.param_guard import PLAINLY
 
 _WRITES_WEIGHTS = ("merge_adapter", "unmerge_adapter")
 _TAKES_APART = ("merge_and_unload", "unload")
-_OWN_METHODS = ("__reduce_ex__", "_apply", "zero_grad", "flatten_parameters", "generate")
+_OWN_METHODS = ("__reduce_ex__", "__deepcopy__", "_apply", "zero_grad", "flatten_parameters", "generate")
 _REPLACED = (*_OWN_METHODS, *_WRITES_WEIGHTS, *_TAKES_APART, *CALLS)
 
 
@@ -40,6 +42,8 @@ class ModuleGuard:
         for module in self._modules:
             methods: dict[str, Callable[..., Any]] = {"__reduce_ex__": _reduce_ex, "_apply": _apply}
             methods["zero_grad"] = partial(_zero_grad, model, zero_grad)
+            if any(map(is_wrapper, module._parameters.values())):
+                methods["__deepcopy__"] = _deepcopy
             if isinstance(module, nn.RNNBase):
                 methods["flatten_parameters"] = _do_nothing
             if _is_tuner(module):
@@ -59,6 +63,16 @@ def _reduce_ex(module: nn.Module, protocol: Any) -> Any:
     if isinstance(state, dict):
         state = _strip(_without_hooks(state))
     return make, args, state, *rest
+
+
+def _deepcopy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """As without it, on gathered values: torch clones a quantised weight before it copies the tensors inside."""
+    method = vars(module).pop("__deepcopy__")
+    try:
+        with gathered(module._parameters.values()):
+            return copy.deepcopy(module, memo)
+    finally:
+        vars(module)["__deepcopy__"] = method
 
 
 def _strip(attributes: dict[str, Any]) -> dict[str, Any]:

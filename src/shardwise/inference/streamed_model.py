@@ -172,8 +172,8 @@ class WeightStream:
         with torch.no_grad():
             yield
 
-    def _on_read(self, unit: Unit) -> None:
-        self._schedule.forward.read(unit)
+    def _on_read(self, unit: Unit) -> bool:
+        return self._schedule.forward.read(unit)
 
 
 def _do_nothing() -> None:

@@ -10,15 +10,15 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
-from shardwise.partition.dtensors import local
 from shardwise.tensors import map_tensors, tensors_in
 from shardwise.unit import Unit
 from shardwise.unit.param_guard import PLAINLY
+from shardwise.unit.saved_tensors import Saved, has_other_hooks, save, storage_of
 from shardwise.unit.weights import WeightsState
 
 
@@ -203,7 +203,7 @@ def mark_inputs(args: Any, kwargs: Any, leave: OncePerBackward) -> Any:
 class _Saved(NamedTuple):
     """A tensor in a unit's buffer that a backward will read."""
 
-    tensor: torch.Tensor
+    saved: Saved
     unit: Unit
 
 
@@ -225,7 +225,7 @@ class SavedTensorGuard:
 
     def watching(self) -> contextlib.AbstractContextManager[Any]:
         """Around a forward. Hooks on saved tensors that the user has set are left alone."""
-        if not self._is_watching or not torch.is_grad_enabled() or _has_other_hooks():
+        if not self._is_watching or not torch.is_grad_enabled() or has_other_hooks():
             return contextlib.nullcontext()
         # Anew for each forward: a buffer whose storage the user has a numpy array of gets another one.
         self._units = {unit.weights.storage_id: unit for unit in self._sharded}
@@ -236,19 +236,14 @@ class SavedTensorGuard:
         self._is_watching = self._is_needed
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        unit = self._units.get(local(tensor).untyped_storage()._cdata)
-        # Detached: a graph that holds an output of its own is never freed, unless a backward frees what it saved.
-        return tensor.detach() if unit is None else _Saved(tensor, unit)
+        unit = self._units.get(storage_of(tensor))
+        return save(tensor) if unit is None else _Saved(Saved(tensor, tensor._version), unit)
 
     def _unpack(self, packed: Any) -> torch.Tensor:
-        if not isinstance(packed, _Saved):
-            return cast(torch.Tensor, packed)
-        if packed.unit.weights.state is not WeightsState.GATHERED:
-            self._is_needed = True
-            self._gather(packed.unit)
-        return packed.tensor
-
-
-def _has_other_hooks() -> bool:
-    hooks: Any = torch._C._autograd
-    return not hooks._saved_tensors_hooks_is_enabled() or hooks._top_saved_tensors_default_hooks(True) is not None
+        if isinstance(packed, _Saved):
+            if packed.unit.weights.state is not WeightsState.GATHERED:
+                self._is_needed = True
+                self._gather(packed.unit)
+            packed = packed.saved
+        tensor: torch.Tensor = packed.read()
+        return tensor

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from shardwise.profiling import Clock
-from shardwise.schedule.autograd import SavedTensorGuard, leaves_gradients_on
+from shardwise.schedule.autograd import BackwardEndCallback, SavedTensorGuard, leaves_gradients_on
 from shardwise.schedule.gathers import Gathers
 from shardwise.schedule.graphs import ForwardGraph, ForwardGraphs
 from shardwise.schedule.hooks import RunningModules
@@ -186,6 +187,12 @@ class BackwardPass:
             if unit.is_trainable and self._phase.current is Phase.BACKWARD:
                 unit.grads.open()
         self._reduces.advance()
+
+    def gather(self, unit: Unit) -> None:
+        """The backward needs a unit where it has reached no module, or recomputes."""
+        self._gathers.gather(unit)
+        if self._phase.current is Phase.IDLE:  # it may reach none at all, and nothing else would release the unit
+            BackwardEndCallback(partial(self._release_unused, [unit]))
 
     def leave(self, graph: ForwardGraph, closing: Sequence[Unit]) -> None:
         """The backward has left the units' first use with gradients."""

@@ -4,6 +4,8 @@ A unit is gathered before the first of its modules runs, while the next units ar
 last. The hooks also tell the backward where it will need the unit again: a hook on each output for where it reaches the
 unit, one on the inputs for where it leaves. In a recomputation, inside a backward, only these are renewed.
 
+A release would lose what a forward has assigned (`param.data = ...`), so that forward raises when it is over.
+
 A parameter may also be used by a module that does not hold it. Released parameters notice (see `param_guard`): the unit
 is then gathered at once and borrowed by the innermost hooked module that is running, until that returns.
 """
@@ -18,6 +20,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from shardwise.errors import ModelChangedError
 from shardwise.schedule.autograd import OncePerBackward, inside_backward, mark_inputs, refuse_transforms
 from shardwise.schedule.backward import BackwardPass
 from shardwise.schedule.gathers import Gathers
@@ -47,6 +50,7 @@ class ForwardHooks:
         self._has_grad = False
         self._entered: list[Unit] = []
         self._place = -1
+        self._error: ModelChangedError | None = None
         self._handles: list[RemovableHandle] = []
         untraced: Callable[..., Any] = torch._dynamo.disable  # hooks break no compiled graph: test_compiled_models
         for path, hooked in running.modules.items():
@@ -61,15 +65,18 @@ class ForwardHooks:
             handle.remove()
         self._handles.clear()
 
-    def read(self, unit: Unit) -> None:
+    def read(self, unit: Unit) -> bool:
         """A parameter is used by hand. Outside of forward and backward it stays released: when that use ends is
-        unknown."""
+        unknown. Returns whether it is inside."""
         if not unit.weights.policy.weights_sharded:
-            return
-        if inside_backward():  # a recomputation
-            self._gathers.gather(unit)
+            return False
+        if inside_backward():  # a recomputation, or what was computed inside `gathered`
+            self._backward.gather(unit)
         elif self._running.innermost is not None:
             self._borrow(self._running.innermost, unit)
+        else:
+            return False
+        return True
 
     def _enter(self, module: HookedModule, _: nn.Module, args: Any, kwargs: Any) -> Any:
         refuse_transforms()
@@ -106,6 +113,8 @@ class ForwardHooks:
                 self._release(module, units)
                 if module.is_root:
                     self._end(module)
+                if self._error is not None and self._running.innermost is None:
+                    self._refuse()
         # Also at a root without units: only its outputs tell the outermost backward from those inside checkpoints.
         if torch.is_grad_enabled() and (units or module.is_root):
             generations = [unit.weights.generation for unit in units]
@@ -121,6 +130,7 @@ class ForwardHooks:
         self._graphs.begin()
         self._entered = []
         self._place = -1
+        self._error = None
         self._has_grad = torch.is_grad_enabled()
         self._gathers.orders.begin("forward" if self._has_grad else "evaluation")
 
@@ -135,9 +145,21 @@ class ForwardHooks:
         """Release the units whose last module this is, and those that it borrowed."""
         for unit in units:
             ends = unit.name in module.ends or unit in module.borrowed_units
-            if ends and unit.weights.policy.weights_sharded and not self._stays(module, unit):
-                unit.weights.release()
+            if ends and unit.weights.policy.weights_sharded:
+                if not unit.weights.is_locked:  # else the user may keep what was assigned
+                    self._error = unit.weights.rebound_error() or self._error
+                if not self._stays(module, unit):
+                    unit.weights.release()
+                else:
+                    unit.weights.resume_reading()
         module.borrowed_units = []
+
+    def _refuse(self) -> None:
+        """Raise what was found in this forward, when all of its gathers are over and no rank waits for this one."""
+        error, self._error = self._error, None
+        self._backward.rest()
+        assert error is not None
+        raise error
 
     def _stays(self, module: HookedModule, unit: Unit) -> bool:
         """Whether a unit stays gathered because the backward begins with it."""

@@ -265,6 +265,8 @@ class Gathers:
     def gather(self, unit: Unit, ahead: Sequence[Unit] = ()) -> None:
         """Gather a unit's weights; the gathers of those `ahead` are issued before it waits."""
         self.orders.gather(unit, ahead)
+        if unit.weights.is_read:
+            unit.weights.be_plain()
         if unit.weights.state is not WeightsState.GATHERED:
             with self._clock.phase("wait for gather"):
                 unit.weights.wait_gather()

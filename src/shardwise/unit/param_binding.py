@@ -56,13 +56,14 @@ class ParamBinding:
         for param, view in zip(self._params, self._views, strict=True):
             rebind_copies(param, view)
 
-    def check(self) -> None:
-        """Refuse a parameter to which the user has given other storage."""
+    def error(self) -> ModelChangedError | None:
+        """What to raise for a parameter to which the user has given other storage; None if there is none."""
         for name, _, _ in self._rebound():
-            raise ModelChangedError(
+            return ModelChangedError(
                 f"{name!r} was given other storage (`param.data = ...`), which the engine neither updates nor saves: "
                 "assign inside `with shardwise.gathered(params, write=True):`, and resize before shardwise.initialize"
             )
+        return None
 
     def reclaim(self) -> None:
         """Copy what the user has put into storage of its own to where the engine has the values, and bind the

@@ -25,7 +25,7 @@ _NUMBERS = count()
 class Unit:
     """One unit: name and layout, `weights`, `states`, and `grads`, which a frozen one does not have.
 
-    `on_read` is called with the unit when one of its parameters is used while it is not gathered.
+    `on_read` is called with the unit when one of its parameters is used by hand while it is guarded.
     """
 
     grads: Grads
@@ -36,7 +36,7 @@ class Unit:
         params: Mapping[str, torch.Tensor],
         comm: Comm,
         offload: OffloadContext,
-        on_read: Callable[[Unit], None],
+        on_read: Callable[[Unit], bool],
     ) -> None:
         self.name = plan.name
         self.number = next(_NUMBERS)

@@ -4,7 +4,7 @@ Names, used throughout:
 - *full*: the unit's flat buffer in the dtype that computes; the parameters of the model are views of it.
 - *segment*: this rank's part of `full`, the elements it owns. It is filled from the *master* (see `master`), the other
   ranks' segments by a gather.
-- *stand-in*: what a parameter points to while released (see `param_binding`). Reads give NaN, writes raise.
+- *stand-in*: what a parameter points to while released (see `param_binding`). Reads and writes raise.
 
 The states, and what makes the transitions:
 
@@ -14,7 +14,7 @@ The states, and what makes the transitions:
         └────────────────────release──────────────────────┘
 
 RELEASED goes straight to GATHERED where nothing has to be waited for; `free` leads from anywhere to FREED. Parameters
-are guarded (see `param_guard`) in every state but GATHERED.
+are guarded (see `param_guard`) in every state but GATHERED, and there while the user reads them and no module does.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any
 
 import torch
 
 from shardwise.comm import DONE, Comm, Handle
 from shardwise.config.shape import AXES, Axis, axes_between
+from shardwise.errors import ModelChangedError, NotGatheredError
 from shardwise.memory import Buffer, Entry, Kind, Ledger, Tier
 from shardwise.offload.buckets import HERE, Arrival
 from shardwise.offload.unit_states import UnitStates
@@ -35,8 +35,10 @@ from shardwise.profiling import mark
 from shardwise.unit.master import MasterPiece, OffloadedMaster, RestingPart, make_master, pieces_of
 from shardwise.unit.origins import ORIGIN, has_origin, read_values
 from shardwise.unit.param_binding import ParamBinding
-from shardwise.unit.param_guard import ParamGuard, writes
+from shardwise.unit.param_guard import PLAINLY, ParamGuard, param_behind
 from shardwise.unit.plan import UnitPlan
+from shardwise.unit.saved_tensors import storage_of
+from shardwise.unit.tensor_use import DATA, Use, name_of
 
 
 class WeightsState(enum.Enum):
@@ -58,7 +60,8 @@ _NEXT = {
 
 
 class Weights:
-    """The weights of one unit. `on_read` is called when a parameter that is not gathered is used by hand."""
+    """The weights of one unit. `on_read` is called when a guarded parameter is used by hand; returns whether that is in
+    the middle of a pass, which then has gathered it."""
 
     def __init__(
         self,
@@ -67,7 +70,7 @@ class Weights:
         comm: Comm,
         ledger: Ledger,
         states: UnitStates,
-        on_read: Callable[[], None],
+        on_read: Callable[[], bool],
     ) -> None:
         layout, policy = plan.layout, plan.policy
         self.name = plan.name
@@ -84,6 +87,9 @@ class Weights:
         self._on_read = on_read
         self._guard = ParamGuard(self.params, self)
         self._locks = 0
+        self._readers = 0
+        self.is_read = False
+        """Whether the user computes with the gathered values, and no module does: parameters are guarded."""
         self._handle: Handle = DONE
         self._aside: tuple[Buffer, Handle] | None = None
         entry = Entry(Kind.WEIGHTS, plan.name, Tier.DEVICE)
@@ -239,8 +245,10 @@ class Weights:
     def release(self) -> None:
         """Free `full`; the parameters become stand-ins. Not while they are locked, nor where it would free nothing:
         one rank in one dtype holds in `full` just what would rest."""
-        frees_nothing = self.is_whole and self._master.frees_nothing
-        if self.state is _RELEASED or self.state is _FREED or self._locks or frees_nothing:
+        if self._locks:
+            self.resume_reading()
+            return
+        if self.state is _RELEASED or self.state is _FREED or self._frees_nothing:
             return
         # A gather in flight writes into `full`, which is memory of the compute stream: that waits before it is freed.
         self.wait_gather()
@@ -251,12 +259,58 @@ class Weights:
             self._full.free()
             self._enter(_RELEASED)
 
-    def lock(self) -> None:
-        """Gather the values and keep them until `unlock`."""
+    @property
+    def _frees_nothing(self) -> bool:
+        return self.is_whole and self._master.frees_nothing
+
+    def lock(self) -> bool:
+        """Gather the values and keep them until `unlock`; returns whether this is in the middle of a pass."""
         self._locks += 1
-        self._on_read()
+        is_inside = self._on_read()
         self.gather()
         self.wait_gather()
+        self.be_plain()
+        return is_inside
+
+    def begin_reading(self) -> None:
+        """The user computes with the locked values, outside of a pass."""
+        self._readers += 1
+        self.resume_reading()
+
+    def end_reading(self) -> None:
+        self._readers -= 1
+        if not self._readers:
+            self.be_plain()
+
+    def resume_reading(self) -> None:
+        """No module uses the weights any more: if the user reads them, they are guarded."""
+        is_released_later = self.policy.weights_sharded and not self._frees_nothing
+        if self._readers and self.state is _GATHERED and not self.is_read and is_released_later:
+            self.is_read = True
+            self._guard.begin()
+
+    def be_plain(self) -> None:
+        """Make gathered parameters plain also if the user reads them: a module is about to use them."""
+        if self.is_read:
+            self.is_read = False
+            self._guard.end()
+
+    def need(self, generation: int) -> None:
+        """A backward reads values that were saved in this generation: gather them if they are released."""
+        if self.generation != generation:
+            raise RuntimeError(
+                f"the weights of {self.name} were changed between their use inside `with shardwise.gathered(...)` and "
+                "the backward of it, so its gradients would be wrong: call engine.step() only after that backward"
+            )
+        if self.state is _RELEASED:
+            self._on_read()
+        self.wait_gather()
+        if self.state is not _GATHERED:
+            raise RuntimeError(f"the weights of {self.name} are {self.state.value}, and this backward reads them")
+
+    @property
+    def is_locked(self) -> bool:
+        return self._locks > 0
 
     def unlock(self) -> None:
         self._locks -= 1
@@ -300,9 +354,9 @@ class Weights:
         self._master.write_back()
         self.generation += 1
 
-    def check_bound(self) -> None:
-        """Refuse a parameter to which the user has given other storage."""
-        self._binding.check()
+    def rebound_error(self) -> ModelChangedError | None:
+        """What to raise for a parameter to which the user has given other storage; None if there is none."""
+        return self._binding.error()
 
     def was_written(self) -> torch.Tensor | None:
         """Whether others wrote into `full` in place, judged by a few elements of each parameter; None if unknown. No
@@ -326,15 +380,56 @@ class Weights:
             self._rest.buffer.leave()
         self._enter(_FREED)
 
-    def react(self, func: Callable[..., Any]) -> None:
-        """A parameter that is not gathered is used by hand: in the middle of a forward, `on_read` gathers it."""
-        if self.state is _RELEASED and writes(func):
-            raise RuntimeError(
-                f"a parameter of {self.name} is sharded and not gathered, so {func.__name__} would write nowhere: "
-                "write inside `with shardwise.gathered(params, write=True):`"
+    def react(self, tensor: torch.Tensor, use: Use, func_name: str) -> None:
+        """A guarded tensor is used by hand: in the middle of a pass, `on_read` gathers it; elsewhere it has no values.
+
+        An alias of a stand-in never gets any. Once freed, a parameter may be given storage of its own.
+        """
+        if self.state is _FREED:
+            self._react_freed(tensor, use, func_name)
+            return
+        if use is Use.WRITE and not self.has_values(tensor):
+            raise NotGatheredError(
+                f"{self._name_of(tensor)!r}, a parameter of {self.name}, is sharded and not gathered, so {func_name} "
+                "would write nowhere: write inside `with shardwise.gathered(params, write=True):`"
             )
-        self._on_read()
-        self.wait_gather()
+        if self._is_bound(tensor):
+            self._on_read()
+            self.wait_gather()
+        if use is Use.READ and not self.has_values(tensor):
+            name = self._name_of(tensor)
+            raise NotGatheredError(
+                f"{name!r}, a parameter of {self.name}, is sharded and not gathered, so {func_name} would find no "
+                "values: use it inside `with shardwise.gathered(params):`, on all ranks, read it with "
+                f"engine.full_param({name!r}), or call its module through the engine"
+            )
+
+    def has_values(self, tensor: torch.Tensor) -> bool:
+        """Whether a parameter, or an alias of one, could be read now, after a wait at most."""
+        return self._is_bound(tensor) and self.state in (_GATHERING, _GATHERED)
+
+    def describe(self, tensor: torch.Tensor) -> str:
+        """What to print for a parameter, or an alias of one, that has no values."""
+        with PLAINLY():
+            return f"<{self._name_of(tensor)!r} {tuple(tensor.shape)} {tensor.dtype} {tensor.device}: not gathered>"
+
+    def _is_bound(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor has the unit's values while these are gathered: not an alias that was made before."""
+        return param_behind(tensor) is tensor or storage_of(tensor) == self.storage_id
+
+    def _name_of(self, tensor: torch.Tensor) -> str:
+        param = param_behind(tensor)
+        slots = zip(self._plan.layout.slots, self.params, strict=True)
+        return next((slot.spec.name for slot, each in slots if each is param), self.name)
+
+    def _react_freed(self, tensor: torch.Tensor, use: Use, func_name: str) -> None:
+        if use is Use.WRITE and func_name == name_of(DATA):
+            self._guard.give_up(tensor)
+        elif use is not Use.ALIAS:
+            raise NotGatheredError(
+                f"{self._name_of(tensor)!r}, a parameter of {self.name}, has no values for {func_name}: its engine was "
+                "destroyed, which freed them. Take engine.state_dict() before, or set `param.data = ...`"
+            )
 
     def _publish(self) -> None:
         """Fill this rank's part of `full`, and gather the others'."""
@@ -381,9 +476,10 @@ class Weights:
             return
         if state not in _NEXT[self.state]:
             raise RuntimeError(f"the weights of {self.name} are {self.state.value} and cannot be {state.value}")
-        if state is _GATHERED or state is _FREED:
+        if state is _GATHERED:
             self._guard.end()
         elif self.state is _GATHERED:
+            self.is_read = False
             self._guard.begin()
         self.state = state
 

@@ -1,8 +1,10 @@
 """A rank of one axis that is lost is named on the ranks of all axes, soon and by all of them."""
 
+import gc
 import os
 import re
 import signal
+import threading
 import time
 
 import pytest
@@ -11,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise
+from shardwise.agreement.agreement import poll_interval_s
 from shardwise.models.built_in import GPT
 from shardwise.models.tensor_parallel import tensor_parallel
 from support import ranks, run_ranks
@@ -119,3 +122,24 @@ def test_another_number_of_micro_batches_is_refused(rank, world_size):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     with pytest.raises(shardwise.DisagreementError, match=r"micro_batches: 4 on ranks 0, 1, 2, 8 on rank 3"):
         shardwise.pipeline(make_gpt(), mesh, sgd, "zero2", micro_batches=8 if rank == 3 else 4)
+
+
+@ranks(4)
+def test_an_engine_that_is_gone_sooner_on_one_rank_does_not_stop_the_next(rank, world_size):
+    """Engines that were not destroyed end when they are collected, which is another moment on each rank."""
+    old, is_gone = Cut(), threading.Event()
+    watch = old.engine.comm.watch
+    if rank == 2:
+        old.engine.__dict__["_kept"] = old  # a cycle, so that one rank keeps its engine for longer
+    del old
+    if rank != 2:
+        gc.collect()
+        while not watch._is_closed.is_set():
+            is_gone.wait(0.05)
+    dist.barrier()
+    pipe = Pipe()
+    gc.collect()
+    for step in range(3):
+        pipe.step(step)
+        is_gone.wait(2.5 * poll_interval_s())
+    pipe.engine.destroy()

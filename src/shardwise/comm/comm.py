@@ -289,7 +289,7 @@ class ProcessGroupComm(Comm):
 
     def watch_world(self, groups: Sequence[Any]) -> None:
         """Watch the ranks of all axes as well, whose `groups` are torch's."""
-        self.watch = WorldWatch.join(self, groups, self._stop, 2 * poll_interval_s())
+        self.watch = WorldWatch(groups, self._stop, 2 * poll_interval_s())
 
     def _stop(self, verdict: str) -> None:
         """A rank of another axis is lost: end the waits of this group too, with that reason."""
@@ -303,7 +303,7 @@ class ProcessGroupComm(Comm):
 
     def close(self) -> None:
         if self.watch is not None:
-            self.watch.leave(self)
+            self.watch.leave()
         if self._agreement is not None:
             self._agreement.close()
         if not self._relay.end(process_groups.END_S):

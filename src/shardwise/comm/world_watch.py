@@ -1,8 +1,9 @@
 """Stops the ranks of all axes when one of them is lost: what `agreement` does for ZeRO's group, for the whole mesh.
 
 Ranks of a tp or pp axis wait for each other in torch's own collectives and messages, which have no check: if a rank
-dies, ranks of other ZeRO groups would wait up to the process group's timeout. One watch per process covers all engines
-on a mesh with such axes. Its thread polls about once a second, and finds
+dies, ranks of other ZeRO groups would wait up to the process group's timeout. Each engine on a mesh with such axes has
+a watch of its own; the same engine's on all ranks share a place in the store. Its thread polls about once a second, and
+finds
 
 - the verdict that another rank has written: why the ranks cannot continue;
 - a process of this host that has ended without saying so;
@@ -46,11 +47,14 @@ _ADVICE = "All ranks of a mesh must run the same number of steps: look for a loo
 
 
 class WorldWatch:
-    """The watch of this process over all ranks that have one. `join` and `leave` it: the first to join makes it."""
+    """An engine's watch over the ranks of all axes: a verdict breaks `groups` and calls `end(verdict)`.
 
-    _current: ClassVar[WorldWatch | None] = None
+    All ranks make theirs in the same order. The verdict of one stops every engine of the process.
+    """
 
-    def __init__(self, poll_s: float) -> None:
+    _of_process: ClassVar[weakref.WeakSet[WorldWatch]] = weakref.WeakSet()
+
+    def __init__(self, groups: Sequence[Any], end: Callable[[str], None], poll_s: float) -> None:
         store = PrefixStore("shardwise/watch", own_connection(c10d._get_default_store()))
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         number = store.add(f"of/{self._rank}", 1)
@@ -59,8 +63,8 @@ class WorldWatch:
         self.failure: str | None = None
         self.steps = 0
         """The steps of a pipeline that this rank has begun."""
-        self._endings: dict[int, weakref.WeakMethod[Callable[[str], None]]] = {}
-        self._groups: list[Any] = []
+        self._end = weakref.WeakMethod(end)  # an engine that goes out of scope ends its watch
+        self._groups = [group for group in groups if group is not None]
         self._neighbours: dict[int, Identity] = {}
         self._unseen, self._polls = set(range(self._world_size)) - {self._rank}, 0
         self._identity = Identity.of_this_process()
@@ -70,23 +74,11 @@ class WorldWatch:
         self._is_closed = threading.Event()
         self._process = os.getpid()
         self._on_exit = atexit.register(partial(_leave_at_exit, self))
+        self._of_process.add(self)
         self._thread = start_thread(_poll, self, self._is_closed, poll_s, name="shardwise-watch")
 
-    @classmethod
-    def join(cls, comm: Any, groups: Sequence[Any], end: Callable[[str], None], poll_s: float) -> WorldWatch:
-        """Register `comm`: a verdict breaks `groups` and calls `end(verdict)`. All ranks join in the same order."""
-        watch = cls._current
-        if watch is None or watch._is_closed.is_set():
-            watch = cls._current = cls(poll_s)
-        watch._endings[id(comm)] = weakref.WeakMethod(end)  # an engine that goes out of scope ends its own part
-        watch._groups += [group for group in groups if group is not None and group not in watch._groups]
-        return watch
-
-    def leave(self, comm: Any) -> None:
-        """The last engine to leave ends the watch."""
-        self._endings.pop(id(comm), None)
-        if not self._endings:
-            self._close("its engines were destroyed")
+    def leave(self) -> None:
+        self._close("its engine was destroyed")
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -130,8 +122,8 @@ class WorldWatch:
     # The thread
 
     def poll(self) -> None:
-        if all(end() is None for end in list(self._endings.values())):
-            self._close("its engines are gone")
+        if self._end() is None:
+            self._close("its engine is gone")
         elif self.failure is None and (verdict := self._find()) is not None:
             self._fail(verdict)
 
@@ -165,11 +157,13 @@ class WorldWatch:
         self._neighbours |= {rank: each for rank, each in found.items() if each.view == self._identity.view}
 
     def _fail(self, verdict: str) -> None:
-        self.failure = verdict
-        for reference in list(self._endings.values()):
-            if (end := reference()) is not None:
+        watches = [each for each in self._of_process if each.failure is None and not each._is_closed.is_set()]
+        for watch in watches:
+            watch.failure = verdict
+        for watch in watches:
+            if (end := watch._end()) is not None:
                 end(verdict)
-        process_groups.break_off(self._groups)
+        process_groups.break_off(list(dict.fromkeys(group for watch in watches for group in watch._groups)))
 
     # The store
 

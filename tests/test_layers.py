@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "shardwise"
 LAYERS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["shardwise"]["layers"]
 FACES = {"__init__", "__main__"}  # the public namespace, which loads everything lazily, and `python -m shardwise`
-PACKAGES = [layer for layer in LAYERS if (SOURCE / layer).is_dir()]
+PACKAGES = [layer for layer in LAYERS if (SOURCE / layer.replace(".", "/")).is_dir()]
 
 
 def module_name(path):
@@ -36,7 +36,11 @@ def imports_of(name):
 
 
 def layer(name):
-    return name.partition(".")[0]
+    """The innermost package or module around one that has a place in the order."""
+    outer = name
+    while outer not in LAYERS and "." in outer:
+        outer = outer.rpartition(".")[0]
+    return outer
 
 
 def test_every_module_has_a_layer():
@@ -72,8 +76,18 @@ def test_no_class_name_is_defined_twice():
 
 
 @pytest.mark.parametrize("name", PACKAGES)
-def test_the_readme_names_every_package(name):
-    assert f"| `{name}/`" in (ROOT / "README.md").read_text()
+def test_the_readme_names_every_package_and_a_package_those_inside_it(name):
+    outer, _, own = name.rpartition(".")
+    if outer:
+        assert f"\n{own}/ " in ast.get_docstring(MODULES[outer])
+    else:
+        assert f"| `{name}/`" in (ROOT / "README.md").read_text()
+
+
+def test_the_standalone_part_of_compat_needs_no_engine():
+    allowed = {*LAYERS[: LAYERS.index("config") + 1], "compat.standalone"}
+    names = [name for name in MODULES if layer(name) == "compat.standalone"]
+    assert {layer(other) for name in names for other in imports_of(name)} <= allowed
 
 
 @pytest.mark.parametrize("name", ["observe.storage", "observe.wire"])

@@ -81,8 +81,8 @@ def test_every_name_of_the_table_is_there(served, module):
 def test_a_module_is_imported_when_a_name_is_read_and_torch_is_not_needed_before():
     code = (
         "import sys, deepspeed, deepspeed.runtime.zero.stage3, deepspeed.comm; before = 'torch' in sys.modules; "
-        "deepspeed.runtime.lr_schedules.WARMUP_LR; print(before, 'shardwise.compat.schedules' in sys.modules, "
-        "'shardwise.compat.engine' in sys.modules)"
+        "deepspeed.runtime.lr_schedules.WARMUP_LR; print(before, "
+        "'shardwise.compat.standalone.schedules' in sys.modules, 'shardwise.compat.engine.engine' in sys.modules)"
     )
     environment = activation.environment({"PATH": ""})
     assert run_command([sys.executable, "-c", code], env=environment).stdout.split() == ["False", "True", "False"]

@@ -24,6 +24,7 @@ OPTIMIZER_STATE_DICT, BASE_OPTIMIZER_STATE = "optimizer_state_dict", "base_optim
 FP32_FLAT_GROUPS, SINGLE_PARTITION_OF_FP32_GROUPS = "fp32_flat_groups", "single_partition_of_fp32_groups"
 ZERO_STAGE, PARAM_SHAPES, BUFFER_NAMES, DS_VERSION = "zero_stage", "param_shapes", "buffer_names", "ds_version"
 _LATEST = "latest"
+# Existing checkpoint folders have this script: it imports this module by this name.
 _SCRIPT = '''"""Merge the checkpoint in a folder into one file of fp32 weights: python zero_to_fp32.py FOLDER OUT"""
 
 from shardwise.compat.checkpoints import zero_to_fp32

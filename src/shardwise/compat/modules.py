@@ -27,25 +27,25 @@ _ACCELERATOR = "get_accelerator is_current_accelerator_supported DeepSpeedAccele
 _EXTERNAL = "register_external_parameter unregister_external_parameter"
 _RECOMPUTE = "checkpoint configure is_configured reset non_reentrant_checkpoint"
 _ZERO = {
-    "zero": f"Init GatheredParameters unwrap_model_for_generation {_EXTERNAL}",
-    "zero_parameters": "ZeroParamStatus ZeroParamType",
+    "zero.zero": f"Init GatheredParameters unwrap_model_for_generation {_EXTERNAL}",
+    "zero.parameters": "ZeroParamStatus ZeroParamType",
     "modules": "TiledLinear",
 }
 
 SERVED: dict[str, dict[str, str]] = {
     "": {
-        "initialize": "initialize add_config_arguments add_core_arguments",
-        "engine": "DeepSpeedEngine",
-        "optimizer": "DeepSpeedOptimizer",
-        "accelerator": "get_accelerator",
-        "comm": "init_distributed",
-        "settings": "DeepSpeedConfig DeepSpeedConfigError",
-        "utils": "OnDevice log_dist logger",
+        "engine.initialize": "initialize add_config_arguments add_core_arguments",
+        "engine.engine": "DeepSpeedEngine",
+        "engine.optimizer": "DeepSpeedOptimizer",
+        "standalone.accelerator": "get_accelerator",
+        "standalone.comm": "init_distributed",
+        "standalone.settings": "DeepSpeedConfig DeepSpeedConfigError",
+        "standalone.utils": "OnDevice log_dist logger",
         "modules": "PipelineModule PipelineEngine InferenceEngine DeepSpeedHybridEngine init_inference tp_model_init "
         "default_inference_config",
     },
-    "accelerator": {"accelerator": _ACCELERATOR},
-    "accelerator.real_accelerator": {"accelerator": _ACCELERATOR},
+    "accelerator": {"standalone.accelerator": _ACCELERATOR},
+    "accelerator.real_accelerator": {"standalone.accelerator": _ACCELERATOR},
     "checkpoint": {"checkpoints": "UNIVERSAL_CHECKPOINT_INFO"},
     "checkpoint.constants": {
         "checkpoints": "BASE_OPTIMIZER_STATE BUFFER_NAMES DS_VERSION FP32_FLAT_GROUPS OPTIMIZER_STATE_DICT "
@@ -53,13 +53,13 @@ SERVED: dict[str, dict[str, str]] = {
     },
     "checkpoint.ds_to_universal": {"checkpoints": "main parse_arguments"},
     "checkpoint.utils": {"checkpoints": "clone_tensors_for_torch_save get_model_ckpt_name_for_rank"},
-    "checkpointing": {"recompute": _RECOMPUTE},
-    "comm": {"comm": ALL},
-    "comm.comm": {"comm": ALL},
-    "comm.torch": {"comm": "known_world_size"},
+    "checkpointing": {"standalone.recompute": _RECOMPUTE},
+    "comm": {"standalone.comm": ALL},
+    "comm.comm": {"standalone.comm": ALL},
+    "comm.torch": {"standalone.comm": "known_world_size"},
     "git_version_info": {
         "activation": "version git_hash git_branch installed_ops compatible_ops",
-        "utils": "torch_info",
+        "standalone.utils": "torch_info",
     },
     "launcher": {},
     "launcher.runner": {
@@ -67,86 +67,89 @@ SERVED: dict[str, dict[str, str]] = {
         "parse_resource_filter"
     },
     "moe": {},
-    "moe.utils": {"utils": "has_moe_layers is_moe_param split_params_into_different_moe_groups_for_optimizer"},
-    "ops": {"ops": "__compatible_ops__"},
-    "ops.adagrad": {"ops": "DeepSpeedCPUAdagrad"},
-    "ops.adagrad.cpu_adagrad": {"ops": "DeepSpeedCPUAdagrad"},
-    "ops.adam": {"ops": "DeepSpeedCPUAdam FusedAdam"},
-    "ops.adam.cpu_adam": {"ops": "DeepSpeedCPUAdam"},
-    "ops.adam.fused_adam": {"ops": "FusedAdam"},
-    "ops.aio": {"ops": "AsyncIOBuilder"},
-    "ops.lamb": {"ops": "FusedLamb"},
-    "ops.lamb.fused_lamb": {"ops": "FusedLamb"},
-    "ops.lion": {"ops": "DeepSpeedCPULion FusedLion"},
-    "ops.lion.cpu_lion": {"ops": "DeepSpeedCPULion"},
-    "ops.lion.fused_lion": {"ops": "FusedLion"},
+    "moe.utils": {
+        "standalone.utils": "has_moe_layers is_moe_param split_params_into_different_moe_groups_for_optimizer"
+    },
+    "ops": {"standalone.ops": "__compatible_ops__"},
+    "ops.adagrad": {"standalone.ops": "DeepSpeedCPUAdagrad"},
+    "ops.adagrad.cpu_adagrad": {"standalone.ops": "DeepSpeedCPUAdagrad"},
+    "ops.adam": {"standalone.ops": "DeepSpeedCPUAdam FusedAdam"},
+    "ops.adam.cpu_adam": {"standalone.ops": "DeepSpeedCPUAdam"},
+    "ops.adam.fused_adam": {"standalone.ops": "FusedAdam"},
+    "ops.aio": {"standalone.ops": "AsyncIOBuilder"},
+    "ops.lamb": {"standalone.ops": "FusedLamb"},
+    "ops.lamb.fused_lamb": {"standalone.ops": "FusedLamb"},
+    "ops.lion": {"standalone.ops": "DeepSpeedCPULion FusedLion"},
+    "ops.lion.cpu_lion": {"standalone.ops": "DeepSpeedCPULion"},
+    "ops.lion.fused_lion": {"standalone.ops": "FusedLion"},
     "ops.op_builder": {
-        "ops": "OpBuilder AsyncIOBuilder CPUAdagradBuilder CPUAdamBuilder CPULionBuilder FusedAdamBuilder "
+        "standalone.ops": "OpBuilder AsyncIOBuilder CPUAdagradBuilder CPUAdamBuilder CPULionBuilder FusedAdamBuilder "
         "FusedLambBuilder FusedLionBuilder UtilsBuilder"
     },
     "runtime": {},
     "runtime.activation_checkpointing": {},
-    "runtime.activation_checkpointing.checkpointing": {"recompute": _RECOMPUTE},
-    "runtime.bf16_optimizer": {"optimizer": "BF16_Optimizer"},
-    "runtime.base_optimizer": {"optimizer": "DeepSpeedOptimizer ZeROOptimizer"},
-    "runtime.compiler": {"utils": "is_compile_supported disable is_compiling"},
-    "runtime.config_utils": {"settings": "DeepSpeedConfigModel"},
+    "runtime.activation_checkpointing.checkpointing": {"standalone.recompute": _RECOMPUTE},
+    "runtime.bf16_optimizer": {"engine.optimizer": "BF16_Optimizer"},
+    "runtime.base_optimizer": {"engine.optimizer": "DeepSpeedOptimizer ZeROOptimizer"},
+    "runtime.compiler": {"standalone.utils": "is_compile_supported disable is_compiling"},
+    "runtime.config_utils": {"standalone.settings": "DeepSpeedConfigModel"},
     "runtime.config": {
-        "settings": "DeepSpeedConfig DeepSpeedConfigError get_bfloat16_enabled get_fp16_enabled ADAGRAD_OPTIMIZER "
-        f"ADAM_OPTIMIZER ADAMW_OPTIMIZER LION_OPTIMIZER {_PRECISION}"
+        "standalone.settings": "DeepSpeedConfig DeepSpeedConfigError get_bfloat16_enabled get_fp16_enabled "
+        f"ADAGRAD_OPTIMIZER ADAM_OPTIMIZER ADAMW_OPTIMIZER LION_OPTIMIZER {_PRECISION}"
     },
-    "runtime.dataloader": {"utils": "RepeatingLoader"},
-    "runtime.engine": {"engine": "DeepSpeedEngine"},
+    "runtime.dataloader": {"standalone.utils": "RepeatingLoader"},
+    "runtime.engine": {"engine.engine": "DeepSpeedEngine"},
     "runtime.fp16": {},
-    "runtime.fp16.fused_optimizer": {"optimizer": "FP16_Optimizer"},
-    "runtime.fp16.loss_scaler": {"optimizer": "LossScaler DynamicLossScaler"},
-    "runtime.fp16.unfused_optimizer": {"optimizer": "FP16_UnfusedOptimizer"},
-    "runtime.lr_schedules": {"schedules": ALL},
-    "runtime.precision_config": {"settings": _PRECISION},
-    "runtime.swap_tensor": {"utils": "MIN_SWAPPABLE_BYTES"},
+    "runtime.fp16.fused_optimizer": {"engine.optimizer": "FP16_Optimizer"},
+    "runtime.fp16.loss_scaler": {"engine.optimizer": "LossScaler DynamicLossScaler"},
+    "runtime.fp16.unfused_optimizer": {"engine.optimizer": "FP16_UnfusedOptimizer"},
+    "runtime.lr_schedules": {"standalone.schedules": ALL},
+    "runtime.precision_config": {"standalone.settings": _PRECISION},
+    "runtime.swap_tensor": {"standalone.utils": "MIN_SWAPPABLE_BYTES"},
     "runtime.utils": {
-        "accelerator": "empty_cache see_memory_usage",
-        "utils": "call_to_str clip_grad_norm_ set_random_seed",
+        "standalone.accelerator": "empty_cache see_memory_usage",
+        "standalone.utils": "call_to_str clip_grad_norm_ set_random_seed",
     },
     "runtime.zero": _ZERO,
-    "runtime.zero.config": {"settings": f"DeepSpeedZeroConfig ZeroStageEnum {_OFFLOAD}"},
-    "runtime.zero.offload_config": {"settings": f"OffloadDeviceEnum OffloadStateTypeEnum {_OFFLOAD}"},
-    "runtime.zero.parameter_offload": {"clients": "DeepSpeedZeRoOffload"},
+    "runtime.zero.config": {"standalone.settings": f"DeepSpeedZeroConfig ZeroStageEnum {_OFFLOAD}"},
+    "runtime.zero.offload_config": {"standalone.settings": f"OffloadDeviceEnum OffloadStateTypeEnum {_OFFLOAD}"},
+    "runtime.zero.parameter_offload": {"engine.clients": "DeepSpeedZeRoOffload"},
     "runtime.zero.partition_parameters": {
-        "zero": f"Init GatheredParameters MultipleAllGatherHandles {_EXTERNAL}",
-        "zero_parameters": "ZeroParamStatus ZeroParamType is_zero_param partitioned_param_data_shape",
+        "zero.zero": f"Init GatheredParameters MultipleAllGatherHandles {_EXTERNAL}",
+        "zero.parameters": "ZeroParamStatus ZeroParamType is_zero_param partitioned_param_data_shape",
     },
     "runtime.zero.stage3": {
-        "optimizer": "DeepSpeedZeroOptimizer_Stage3",
+        "engine.optimizer": "DeepSpeedZeroOptimizer_Stage3",
         "modules": "estimate_zero3_model_states_mem_needs_all_live estimate_zero3_model_states_mem_needs_all_cold",
     },
     "runtime.zero.stage_1_and_2": {
-        "optimizer": "DeepSpeedZeroOptimizer",
+        "engine.optimizer": "DeepSpeedZeroOptimizer",
         "modules": "estimate_zero2_model_states_mem_needs_all_live estimate_zero2_model_states_mem_needs_all_cold",
     },
-    "runtime.zero.utils": {"zero": "ZeRORuntimeException", "zero_parameters": "is_zero_param"},
+    "runtime.zero.utils": {"zero.zero": "ZeRORuntimeException", "zero.parameters": "is_zero_param"},
     "utils": {
-        "comm": "is_initialized",
-        "fragments": ALL,
-        "zero": "get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name "
+        "standalone.comm": "is_initialized",
+        "zero.fragments": ALL,
+        "zero.zero": "get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name "
         "set_z3_leaf_modules_by_suffix unset_z3_leaf_modules z3_leaf_module",
-        "utils": "OnDevice RepeatingLoader instrument_w_nvtx log_dist logger set_log_level_from_string",
+        "standalone.utils": "OnDevice RepeatingLoader instrument_w_nvtx log_dist logger set_log_level_from_string",
     },
     "utils.groups": {
-        "comm": "_get_data_parallel_group _get_data_parallel_rank _get_data_parallel_world_size "
+        "standalone.comm": "_get_data_parallel_group _get_data_parallel_rank _get_data_parallel_world_size "
         "_get_sequence_parallel_group _get_sequence_parallel_rank _get_sequence_parallel_world_size "
         "_get_sequence_data_parallel_group _get_sequence_data_parallel_rank _get_sequence_data_parallel_world_size "
         "_get_model_parallel_world_size get_data_parallel_group get_data_parallel_rank get_data_parallel_world_size "
         "get_model_parallel_group get_model_parallel_rank get_model_parallel_world_size "
         "get_tensor_model_parallel_group get_tensor_model_parallel_rank get_tensor_model_parallel_world_size"
     },
-    "utils.init_on_device": {"utils": "OnDevice"},
+    "utils.init_on_device": {"standalone.utils": "OnDevice"},
     "utils.logging": {
-        "utils": "log_dist log_levels logger get_current_level set_log_level_from_string should_log_le warning_once"
+        "standalone.utils": "log_dist log_levels logger get_current_level set_log_level_from_string should_log_le "
+        "warning_once"
     },
-    "utils.nvtx": {"utils": "instrument_w_nvtx"},
-    "utils.tensor_fragment": {"fragments": ALL},
-    "utils.torch": {"utils": "required_torch_version"},
+    "utils.nvtx": {"standalone.utils": "instrument_w_nvtx"},
+    "utils.tensor_fragment": {"zero.fragments": ALL},
+    "utils.torch": {"standalone.utils": "required_torch_version"},
     "utils.zero_to_fp32": {
         "checkpoints": "convert_zero_checkpoint_to_fp32_state_dict get_fp32_state_dict_from_zero_checkpoint "
         "get_model_state_file get_optim_files load_state_dict_from_zero_checkpoint"

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.compat.accelerator import get_accelerator
+from shardwise.compat.standalone.accelerator import get_accelerator
 
 if TYPE_CHECKING:
     from shardwise.unit.unit import Unit
@@ -131,7 +131,7 @@ class ZeroParameter(nn.Parameter):
         """This rank's elements, flat; of an engine's parameter, a copy in the precision that is updated."""
         if self.early is not None:
             return self.early.tensor
-        from shardwise.compat.fragments import local_values
+        from shardwise.compat.zero.fragments import local_values
 
         return local_values(self)
 

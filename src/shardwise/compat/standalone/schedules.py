@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardwise.compat.utils import logger
+from shardwise.compat.standalone.utils import logger
 from shardwise.config import schedules
 from shardwise.config.schedules import FormulaLR, check
 

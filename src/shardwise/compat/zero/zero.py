@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from shardwise.compat.comm import init_distributed
-from shardwise.compat.zero_parameters import (
+from shardwise.compat.standalone.comm import init_distributed
+from shardwise.compat.zero.parameters import (
     ZeroParameter,
     close_whole,
     early_device,

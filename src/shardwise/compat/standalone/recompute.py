@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.utils import checkpoint as torch_checkpoint
 
-from shardwise.compat.utils import logger
+from shardwise.compat.standalone.utils import logger
 
 _configured: dict[str, Any] = {}
 

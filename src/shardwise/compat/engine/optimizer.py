@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from shardwise.compat.clients import DeepSpeedZeRoOffload
+from shardwise.compat.engine.clients import DeepSpeedZeRoOffload
 
 
 class DeepSpeedOptimizer:

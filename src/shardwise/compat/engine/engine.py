@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shardwise.compat.clients import unwrap_in_trainers
-from shardwise.compat.engine_facts import EngineFacts
-from shardwise.compat.gradients import UnusedParameters, with_gradients_changed
-from shardwise.compat.zero_parameters import EarlyShard, early_device, mark_module, note_units, put_back
+from shardwise.compat.engine.clients import unwrap_in_trainers
+from shardwise.compat.engine.facts import EngineFacts
+from shardwise.compat.engine.gradients import UnusedParameters, with_gradients_changed
+from shardwise.compat.zero.parameters import EarlyShard, early_device, mark_module, note_units, put_back
 from shardwise.errors import CompatibilityError
 
 if TYPE_CHECKING:
@@ -351,7 +351,7 @@ _ADAPTED = "_deepspeed_engine"
 
 def release(model: nn.Module) -> bool:
     """Destroy the engines that have parameters of a model; whether there was one. A collective."""
-    from shardwise.compat.fragments import engine_of
+    from shardwise.compat.zero.fragments import engine_of
 
     found = [vars(engine)[_ADAPTED] for param in model.parameters() if (engine := engine_of(param)) is not None]
     alive = [adapted for adapted in dict.fromkeys(found) if not adapted._is_destroyed]
@@ -362,7 +362,7 @@ def release(model: nn.Module) -> bool:
 
 def adapt(engine: Engine, settings: dict[str, Any], stage: int, dtypes: dict[str, torch.dtype]) -> DeepSpeedEngine:
     """The engine with DeepSpeed's methods."""
-    from shardwise.compat.fragments import register
+    from shardwise.compat.zero.fragments import register
 
     adapted = DeepSpeedEngine(engine, settings, stage, dtypes)
     vars(engine)[_ADAPTED] = adapted

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardwise.compat.utils import Monitor
+from shardwise.compat.standalone.utils import Monitor
 from shardwise.errors import CompatibilityError
 
 if TYPE_CHECKING:
@@ -231,7 +231,7 @@ class EngineFacts:
         """A method that answers with a setting: of the top level, or `zero_<key>` of the section; None for others."""
         if name in _SETTINGS:
             return lambda: self._settings.get(name, _SETTINGS[name])
-        from shardwise.compat.settings import DeepSpeedZeroConfig
+        from shardwise.compat.standalone.settings import DeepSpeedZeroConfig
 
         keys = [key for key in (name, name.removeprefix("zero_")) if key in DeepSpeedZeroConfig.model_fields]
         if not name.startswith("zero_") or not keys:

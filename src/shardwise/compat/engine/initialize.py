@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from shardwise._version import __version__
-from shardwise.compat.accelerator import get_accelerator
-from shardwise.compat.clients import check_client_counts_all_ranks
-from shardwise.compat.comm import init_distributed
-from shardwise.compat.engine import DeepSpeedEngine, adapt, release
-from shardwise.compat.optimizer import OPTIMIZERS
-from shardwise.compat.zero_parameters import early_device, hand_over, is_early, mark_module, shard_early
+from shardwise.compat.engine.clients import check_client_counts_all_ranks
+from shardwise.compat.engine.engine import DeepSpeedEngine, adapt, release
+from shardwise.compat.engine.optimizer import OPTIMIZERS
+from shardwise.compat.standalone.accelerator import get_accelerator
+from shardwise.compat.standalone.comm import init_distributed
+from shardwise.compat.zero.parameters import early_device, hand_over, is_early, mark_module, shard_early
 from shardwise.errors import CompatibilityError
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def initialize(
 
 def read_config(config: Any, args: Any = None) -> tuple[dict[str, Any], Config]:
     """A configuration as DeepSpeed's dictionary and as shardwise's object."""
-    from shardwise.compat.settings import read_settings
+    from shardwise.compat.standalone.settings import read_settings
     from shardwise.config import Config
 
     if config is None:
@@ -247,7 +247,7 @@ def _drop_states_of_shards(optimizer: torch.optim.Optimizer) -> None:
 def _scheduler(given: Any, config: Config) -> Any:
     if given is not None or config.scheduler is None:
         return given
-    from shardwise.compat.schedules import schedule_class
+    from shardwise.compat.standalone.schedules import schedule_class
 
     section = config.scheduler
     return lambda optimizer: schedule_class(section.name)(optimizer, **section.params)

@@ -1,0 +1,1 @@
+"""`deepspeed.initialize`, and the engine and the optimizer that it returns."""

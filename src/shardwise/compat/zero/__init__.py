@@ -1,0 +1,1 @@
+"""`deepspeed.zero`: models built in shards, and the parameters of stage 3 as DeepSpeed shows them."""

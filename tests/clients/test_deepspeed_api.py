@@ -5,6 +5,7 @@ import importlib
 import json
 import os
 import re
+import runpy
 import sys
 import warnings
 from argparse import Namespace
@@ -122,11 +123,15 @@ def use_by_hand(rank, world_size, stage, folder):
     return later
 
 
-def test_every_stage_serves_the_calls_with_the_same_losses(tmp_path):
+def test_every_stage_serves_the_calls_with_the_same_losses(tmp_path, monkeypatch):
     found = [run_ranks(use_by_hand, 2, stage, str(tmp_path / str(stage)), fresh=True) for stage in (0, 1, 2, 3)]
     assert found[1] == found[0]
     assert found[3] == found[2]
     assert found[2][0] == pytest.approx(found[0][0], rel=1e-5)
+    script = tmp_path / "3" / "zero_to_fp32.py"
+    monkeypatch.setattr(sys, "argv", [str(script), str(script.parent), str(tmp_path / "merged.bin")])
+    runpy.run_path(str(script))
+    assert torch.equal(torch.load(tmp_path / "merged.bin")["0.weight"], torch.full((16, 8), 3.0))
 
 
 @ranks(2, fresh=True)

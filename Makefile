@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-full test-clients test-swift test-gpu test-hosts test-slurm test-ray test-object-store deepspeed-suite lint types format clean bench-env bench-carry readme-tables models-page errors-page architectures soak
+.PHONY: help train test test-full test-programs test-clients test-swift test-gpu test-hosts test-slurm test-ray test-object-store deepspeed-suite lint types format clean bench-env bench-carry readme-tables models-page errors-page architectures soak
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -43,14 +43,19 @@ test-full: lint types  ## the same with every matrix in full (long)
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements/full.txt
 	$(PY) -m pytest -m "not gpu" --timeout 1800
 
+test-programs: $(STAMP)  ## whole programs, started, stopped and killed as users do (minutes)
+	$(PY) -m pytest -m programs
+
 test-clients: $(STAMP)  ## programs that use DeepSpeed: Trainer, Accelerate, PEFT, TRL, Lightning (long)
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements/clients.txt
 	$(PY) -m pytest tests/clients -m ""
 
 # With the torch that sees the GPU: GPU_PYTHON=python3 for one that is installed already.
 GPU_PYTHON := $(PY)
-test-gpu:  ## the tests that need a CUDA device, eight at a time
-	PYTHONPATH=src:tests$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON) -m pytest -o addopts= -q -m gpu --timeout 300 -n 8 --dist worksteal $(ARGS)
+GPU_TESTS = PYTHONPATH=$(CURDIR)/src:$(CURDIR)/tests$${PYTHONPATH:+:$$PYTHONPATH} $(GPU_PYTHON) -m pytest -o addopts= -v -m "gpu and not full" --timeout 300
+test-gpu:  ## the tests that need a CUDA device, twelve at a time; clients file by file (ARGS="-m gpu": every matrix in full)
+	$(GPU_TESTS) -n 12 --dist worksteal $(wildcard tests/test_*gpu.py tests/*/test_*gpu.py) $(ARGS)
+	$(GPU_TESTS) -n 3 --dist loadfile tests/clients $(ARGS)
 
 SWIFT := .swift-env
 test-swift: $(SWIFT)/.installed  ## the same for ms-swift, in an environment of its own (long)

@@ -10,9 +10,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from shardwise.compare import Settings, compare, table
+from shardwise.compare import Settings, compare, report
 from shardwise.compare.job import parse_rows
-from shardwise.compare.plot import plot
 
 RESULTS = Path(__file__).parent / "results"
 STAGES = "zero0,zero1,zero2,zero3"
@@ -31,10 +30,10 @@ def main() -> None:
         sys.exit(f"usage: python benchmarks/bench.py CASE, where CASE is one of {', '.join(CASES)}")
     settings, presets, peers = CASES[sys.argv[1]]
     comparison = compare(settings, parse_rows(presets, peers), lambda text, done, of: print(f"{done}/{of} {text}"))
-    table.show(comparison, Console(width=100))
+    report.show(comparison, Console(width=100))
     stem = RESULTS / f"{comparison.made['date']}-{sys.argv[1]}"
     comparison.save(stem.with_name(stem.name + ".json"))
-    plot(comparison, stem.with_name(stem.name + ".png"))
+    report.draw(comparison, stem.with_name(stem.name + ".png"))
 
 
 if __name__ == "__main__":

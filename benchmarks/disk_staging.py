@@ -19,9 +19,8 @@ from disk_probe import probe, yardstick_gbs
 from shardwise.config.sections import Offload
 from shardwise.machine import env
 from shardwise.memory.ledger import Ledger
-from shardwise.offload.pinned import HostMemory
+from shardwise.offload.pinned import Chunk, HostMemory
 from shardwise.offload.staging import Staging
-from shardwise.offload.staging_buffers import Chunk
 from shardwise.offload.streams import PAST
 from shardwise.partition.layout import Span
 

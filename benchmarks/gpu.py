@@ -1,20 +1,27 @@
 """The GPU measurements that `compare` does not make, each a script of its own, kept as dated results.
 
     python benchmarks/gpu.py single overlap host
+    python benchmarks/gpu.py --minutes 9 inference offload-zero3     # where a machine is lent for that long
 
-writes benchmarks/results/DATE-gpu-PART.json: the JSON lines of the scripts, with commit, versions and hardware.
+writes benchmarks/results/DATE-gpu-PART.json: the JSON lines of the scripts, with commit, versions and hardware. The
+file is written after every row. A script that is running when the minutes are over is stopped, and the result says so.
 """
 
+import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from shardwise.machine import env
 
 HERE = Path(__file__).parent
+DAY_S = 24 * 3600.0
 PARTS = {
     "single": [
         "gpu_single.py --size 0.1b --batch 4 --steps 10 --rounds 15",
@@ -65,33 +72,62 @@ PARTS = {
 
 
 def main() -> None:
-    if not sys.argv[1:] or not set(sys.argv[1:]) <= set(PARTS):
-        sys.exit(f"usage: python benchmarks/gpu.py PART..., where PART is one of {', '.join(PARTS)}")
-    results = Path(os.environ.get("OUT", HERE / "results"))
-    for part in sys.argv[1:]:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("parts", nargs="+", choices=PARTS, metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("--minutes", type=float, default=DAY_S / 60, help="end after so many minutes")
+    args = parser.parse_args()
+    end = time.monotonic() + args.minutes * 60
+    for part in args.parts:
         kept = {**env.made(), "versions": env.versions(), "runs": []}
         for line in PARTS[part]:
             kept["runs"].append({"command": f"python benchmarks/{line}", "rows": []})
-            for row in run(line):
+            for row in run(line, end - time.monotonic()):
                 kept["runs"][-1]["rows"].append(row)
-                (results / f"{kept['date']}-gpu-{part}.json").write_text(json.dumps(kept, indent=1) + "\n")
+                (results() / f"{kept['date']}-gpu-{part}.json").write_text(json.dumps(kept, indent=1) + "\n")
 
 
-def run(line: str) -> Iterator[dict]:
-    """The rows of a script, as they come."""
+def results() -> Path:
+    """Where dated results go."""
+    return Path(os.environ.get("OUT", HERE / "results"))
+
+
+def run(line: str, limit_s: float = DAY_S) -> Iterator[dict]:
+    """The rows of a script, as they come; it is stopped after `limit_s`, with all processes that it started."""
     print(f"== {line}", flush=True)
+    if limit_s <= 0:
+        yield {"error": "not started: the minutes were over"}
+        return
     script, *arguments = line.split()
+    command = [sys.executable, str(HERE / script), *arguments]
     found = False
-    with subprocess.Popen(
-        [sys.executable, str(HERE / script), *arguments], stdout=subprocess.PIPE, text=True
-    ) as process:
-        for text in process.stdout:
-            print(text, end="", flush=True)
-            if text.startswith("{"):
-                found = True
-                yield json.loads(text)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        limit = threading.Timer(limit_s, _stop, (process,))
+        limit.start()
+        try:
+            for text in process.stdout:
+                print(text, end="", flush=True)
+                if text.startswith("{"):
+                    found = True
+                    yield json.loads(text)
+            process.wait()
+        finally:
+            is_over = not limit.is_alive()
+            limit.cancel()
+            _stop(process)
     if process.returncode or not found:
-        yield {"error": f"exit code {process.returncode}" if process.returncode else "printed no row"}
+        yield {"error": _reason(process.returncode, is_over)}
+
+
+def _stop(process: subprocess.Popen) -> None:
+    """End a script that still runs, and all that it started."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _reason(exit_code: int, is_over: bool) -> str:
+    if is_over:
+        return "stopped: the minutes were over"
+    return f"exit code {exit_code}" if exit_code else "printed no row"
 
 
 if __name__ == "__main__":

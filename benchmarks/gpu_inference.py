@@ -115,9 +115,10 @@ class Row:
         return int(gib * 2**30 * (1.0 if self.size == "13b" else ratio))
 
     def working_bytes(self) -> int:
-        from shardwise.inference.working_memory import working_memory
+        from shardwise.inference.working_memory import dimensions_in, working_memory
 
-        return working_memory(llama(self.size).config, self.batch, PROMPT + self.args.tokens, 2).total_bytes
+        of = dimensions_in(llama(self.size).config)
+        return working_memory(of, self.batch, PROMPT + self.args.tokens, 2).total_bytes
 
     def least(self) -> int:
         """Room for four layers, and for what the passes need."""
@@ -307,7 +308,7 @@ class Row:
         if torch.cuda.is_available():
             let_segments_grow()
             room = int(torch.cuda.mem_get_info()[0] * 0.95) - working
-        sizes = start.unit_sizes([plan.spec for plan in plans], plans)
+        sizes = start.unit_sizes(plans)
         away = weights_bytes - room
         placement = place(sizes, "disk", room, max(away // 2, 2 * max(size.full_bytes for size in sizes)))
         plans = [start.placed(plan, tier) for plan, tier in zip(plans, placement.tiers, strict=True)]
@@ -319,7 +320,7 @@ class Row:
         from safetensors.torch import save_file
 
         from shardwise.deferred.pretrained import PretrainedTensor
-        from shardwise.unit.origins import ORIGIN
+        from shardwise.unit.master import ORIGIN
 
         tile = (torch.randn(1 << 24) * 0.02).to(torch.bfloat16)
         near, params, files = tile.to(where), dict(model.named_parameters()), []

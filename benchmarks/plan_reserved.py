@@ -16,7 +16,6 @@ import torch
 from gpu_offload import LENGTH, SIZES, VOCABULARY
 
 from shardwise.config import Config
-from shardwise.config.shape import NodeShape
 from shardwise.dry_run.dry_run import Scenario, dry_run
 from shardwise.dry_run.kernels import cuda
 from shardwise.models import loading
@@ -56,7 +55,7 @@ def cases() -> list[tuple[str, Scenario, dict[str, Any], str]]:
 
 
 def scenario(build: Any, config: dict[str, Any], ranks: int) -> Scenario:
-    return Scenario(build, Config.load(config), ranks, cuda(), NodeShape(1, ranks))
+    return Scenario(build, Config.load(config), ranks, cuda())
 
 
 def main() -> None:

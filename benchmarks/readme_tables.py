@@ -14,8 +14,8 @@ import sys
 from pathlib import Path
 
 from shardwise.compare import Comparison, Run
+from shardwise.compare.report import title
 from shardwise.compare.result import data_bytes, ratio, verdicts
-from shardwise.compare.table import title
 
 RESULTS = Path(__file__).parent / "results"
 BLOCK = re.compile(r"(<!-- table:(?P<kind>\w+) ?(?P<case>[\w.-]*) -->\n).*?(<!-- /table -->)", re.DOTALL)

@@ -158,9 +158,11 @@ class Failed(Exception):
 class Soak:
     """Runs chains until the time or the number of faults is reached."""
 
-    def __init__(self, options: argparse.Namespace, root: Path) -> None:
+    def __init__(self, options: argparse.Namespace, root: Path, keep: Callable[[Tally], None]) -> None:
+        """`keep` gets the tally whenever a chain has ended, so that a soak that is stopped has a result."""
         self.options = options
         self.tally = Tally()
+        self._keep = keep
         self._root = root
         self._lock = threading.Lock()
         self._numbers = self._chains_begun = 0
@@ -189,7 +191,9 @@ class Soak:
                 self.tally.failures.append(f"chain {number}: {failure}")
             finally:
                 chain.close()
-                self.tally.chains += 1
+                with self._lock:
+                    self.tally.chains += 1
+                    self._keep(self.tally)
 
     def say(self, line: str) -> None:
         seconds = time.monotonic() - self._started
@@ -278,7 +282,7 @@ class Soak:
         launch = self.launch(
             folder, world_size, config=config, model=setting.model, is_reference=True, every=1, **source
         )
-        if any(launch.codes):
+        if any(code != 0 for code in launch.codes):  # None: it was still running at the limit
             raise Failed(f"the undisturbed run of {setting} ended with {launch.codes}: {_last(launch.logs)}")
         with self._lock:
             self.tally.references += 1
@@ -539,17 +543,20 @@ def main(words: list[str] | None = None, report: Callable[[str], None] = print) 
     parser.add_argument("--out", type=Path, help="the result, benchmarks/results/DATE-soak-BACKEND.json by default")
     options = parser.parse_args(words)
     started = time.monotonic()
-    fork_server()
-    with tempfile.TemporaryDirectory(prefix="shardwise-soak-") as root:
-        soak = Soak(options, Path(root))
-        soak.run()
     head = {**made(), "versions": versions(), "backend": options.backend, "seed": options.seed, "jobs": options.jobs}
     if options.kinds:
         head["kinds"] = options.kinds
-    result = {**head, "seconds": round(time.monotonic() - started, 1), **soak.tally.result()}
     out = options.out or Path(__file__).parent / "results" / f"{head['date']}-soak-{options.backend}.json"
-    out.write_text(json.dumps(result, indent=1) + "\n")
-    report(json.dumps({name: value for name, value in result.items() if name not in head}, indent=1))
+
+    def keep(tally: Tally) -> None:
+        result = {**head, "seconds": round(time.monotonic() - started, 1), **tally.result()}
+        out.write_text(json.dumps(result, indent=1) + "\n")
+
+    fork_server()
+    with tempfile.TemporaryDirectory(prefix="shardwise-soak-") as root:
+        soak = Soak(options, Path(root), keep)
+        soak.run()
+    report(json.dumps(soak.tally.result(), indent=1))
     report(f"written to {out}")
     return 1 if soak.tally.failures else 0
 

@@ -121,9 +121,9 @@ class StopsTogether:
 
     def __init__(self, fault: Fault) -> None:
         self._is_told = torch.zeros(1)
+        signal.signal(signal.SIGTERM, lambda *_: self._is_told.fill_(1))  # before any rank knows whom to tell
         fault.pids = [0] * dist.get_world_size()
         dist.all_gather_object(fault.pids, os.getpid())
-        signal.signal(signal.SIGTERM, lambda *_: self._is_told.fill_(1))
 
     def agreed(self) -> bool:
         is_told = self._is_told.clone()  # the signal may come after the reduction

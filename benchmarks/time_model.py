@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from gpu import PARTS, results
 from gpu import run as gpu_script
 from two_hops import down, up
 
@@ -35,8 +37,8 @@ from shardwise.config.shape import NodeShape
 from shardwise.dry_run.dry_run import Scenario, dry_run
 from shardwise.dry_run.kernels import CPU, cuda
 from shardwise.estimate import calibration
-from shardwise.estimate.seconds import fitted, recorded, sketch_units, sketched
-from shardwise.estimate.sketch import Sketch
+from shardwise.estimate.seconds import fitted, recorded, sketched
+from shardwise.estimate.sketch import Sketch, sketch_units
 from shardwise.machine import env
 from shardwise.models import loading
 from shardwise.models.built_in import GPT
@@ -86,8 +88,7 @@ def row(case: str, seconds: float, foreseen: float, **more: Any) -> dict[str, An
 
 def tape_of(model: str, preset: str, shape: NodeShape) -> Tape:
     tape = Tape(keeps_calls=True)
-    config = Config.load({"preset": preset}).for_shape(shape)
-    dry_run(Scenario(partial(loading.load, model, "cpu"), config, shape.world_size, CPU, shape), tape)
+    dry_run(Scenario(partial(loading.load, model, "cpu"), Config.load({"preset": preset}), shape, CPU), tape)
     return tape
 
 
@@ -286,8 +287,8 @@ def gpt_tape(
         model = GPT(hidden, layers, heads, vocabulary, length + 1)
         return model, lambda rank, step: {"tokens": torch.zeros(batch, length + 1, dtype=torch.long)}
 
-    tape, shape = Tape(keeps_calls), NodeShape(1, world_size)
-    dry_run(Scenario(build, Config.load(config).for_shape(shape), world_size, cuda(), shape), tape)
+    tape = Tape(keeps_calls)
+    dry_run(Scenario(build, Config.load(config), world_size, cuda()), tape)
     return tape
 
 
@@ -337,50 +338,56 @@ def h200() -> dict[str, Any]:
 
 
 GPU_LINES = [
-    *(
-        f"gpu_single.py --size {size} --batch {batch} --steps 5 --rows zero2,zero3"
-        for size, batch in (("0.1b", 16), ("1.3b", 4), ("7b", 2))
-    ),
+    *(line for line in (*PARTS["single"], *PARTS["7b"]) if "0.1b --batch 4" not in line),  # that one waits for the host
     "gpu_offload.py --row zero2_offload",
     "gpu_offload.py --row zero3_offload",
-    *(f"gpu_overlap.py --preset {preset}" for preset in ("zero1", "zero3")),
+    *(line for line in PARTS["overlap"] if "zero2" not in line),
 ]
 
 
 def gpu() -> dict[str, Any]:
-    """Calibrate here, each kernel of each tape in its form, then run the scripts whose steps are predicted."""
+    """Calibrate here, each kernel of each tape in its form, and predict the steps of scripts. Those of which a result
+    of today is there (`gpu.py single 7b offload overlap`) are not run again."""
     device = torch.device("cuda", 0)
-    tapes = {}
-    for line in GPU_LINES:
-        words = dict(zip(line.split()[1::2], line.split()[2::2], strict=True))
-        size, length = ("2.7b", 1024) if "offload" in line else (words.get("--size", "1.3b"), 2048)
-        batch = int(words.get("--batch", 8 if "offload" in line else 16))
-        for preset in words.get("--rows", words.get("--row", words.get("--preset", ""))).split(","):
-            overlaps = "overlap" in line
-            tapes[line, preset] = gpt_tape(
-                size,
-                batch,
-                2047 if overlaps else length,
-                preset,
-                8 if overlaps else 1,
-                4000 if overlaps else 32000,
-                True,
-            )
+    tapes = {(line, preset): tape for line in GPU_LINES for preset, tape in tapes_of(line)}
     times = calibration.calibrate(device)
     forms = {form.key: form for tape in tapes.values() for entry in tape.entries for form in entry.kernels}
     times = replace(times, kernels={**times.kernels, **measure_forms(forms.values(), device)})
     rows = []
     for line in GPU_LINES:
-        for each in gpu_script(line):
-            tape = tapes[line, each.get("preset") or each["row"]]
-            links = replace(times, inner=Link(400e9 / 8, 20e-6)) if "overlap" in line else times
-            found = recorded(tape.entries, tape.start, links)
-            rows.append(row(f"{line}: {each.get('preset') or each['row']}", each["step_ms"] / 1e3, found.step_s))
+        for each in todays_rows(line) or gpu_script(line):
+            preset = each.get("preset") or each["row"]
+            if (line, preset) in tapes:
+                tape = tapes[line, preset]
+                links = replace(times, inner=Link(400e9 / 8, 20e-6)) if "overlap" in line else times
+                found = recorded(tape.entries, tape.start, links)
+                rows.append(row(f"{line}: {preset}", each["step_ms"] / 1e3, found.step_s, bound=found.bound_by))
     return {"calibration": {"issue_s": times.issue_s, "up": times.up, "down": times.down}, "rows": rows}
 
 
+def tapes_of(line: str) -> Iterator[tuple[str, Tape]]:
+    """The presets that a script runs, and the tape of a step of each."""
+    words = dict(zip(line.split()[1::2], line.split()[2::2], strict=True))
+    if "offload" in line:
+        yield words["--row"], gpt_tape("2.7b", 8, 1024, words["--row"], keeps_calls=True)
+    elif "overlap" in line:
+        yield words["--preset"], gpt_tape("1.3b", 16, 2047, words["--preset"], 8, 4000, True)
+    else:
+        for preset in ("zero2", "zero3"):
+            yield preset, gpt_tape(words["--size"], int(words["--batch"]), 2048, preset, keeps_calls=True)
+
+
+def todays_rows(line: str) -> list[dict[str, Any]]:
+    """What a script printed today on this machine, from the results of `gpu.py`."""
+    for path in sorted(results().glob(f"{env.made()['date']}-gpu-*.json")):
+        for run in json.loads(path.read_text())["runs"]:
+            if run["command"] == f"python benchmarks/{line}" and all("step_ms" in each for each in run["rows"]):
+                return list(run["rows"])
+    return []
+
+
 def result_path() -> Path:
-    return RESULTS / f"{env.made()['date']}-time-model.json"
+    return results() / f"{env.made()['date']}-time-model.json"
 
 
 def enter(name: str, found: dict[str, Any]) -> None:

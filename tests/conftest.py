@@ -21,8 +21,20 @@ import torch.distributed as dist
 
 from support import close_pools
 from support.fork_server import Forked, fork_server
+from support.groups import destroy_extra_groups, groups
+from support.matrix import leave_out_full
 
+with contextlib.suppress(ImportError):  # the environments of test-gpu, test-swift and test-ray have none
+    import hypothesis
+
+    hypothesis.settings.register_profile("shardwise", deadline=None)  # a busy machine is no fault
+    hypothesis.settings.load_profile("shardwise")
 torch.set_num_threads(1)  # as on the ranks: two cores are shared with them
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if "not full" in config.option.markexpr:
+        leave_out_full()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -32,6 +44,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     close_pools()
+
+
+@pytest.fixture(autouse=True)
+def _groups_end_with_their_test() -> Iterator[None]:
+    kept = set(groups())  # of fixtures that live longer
+    yield
+    destroy_extra_groups(kept)
 
 
 @pytest.fixture(scope="session")

@@ -267,7 +267,7 @@ def test_without_tags_what_is_repeated_is_not_met_over(rank, world_size, preset,
     bucket = {"gradients": {"reduce_bucket_bytes": 60_000 // pieces}} if pieces > 1 else {}
     with mock.patch("shardwise.engine.initialize.ProcessGroupComm", WithoutTags):
         engine = begin(preset, batch={"accumulation": 2}, **bucket)
-    assert max(unit.grads.reduce_plan.parts for unit in engine.units) >= pieces
+    assert max(unit.plan.reduce_plan.parts for unit in engine.units) >= pieces
     met, meet = [], agreement.Agreement._meet
     with mock.patch.object(agreement.Agreement, "_meet", lambda self, it: (met.append(it.text), meet(self, it))):
         train_step(engine, rank, 0)

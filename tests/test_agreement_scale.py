@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from shardwise.agreement import agreement, board, jury, posts, turns
+from shardwise.agreement import agreement, board, jury, log, posts
 from shardwise.agreement.board import Board
-from shardwise.agreement.turns import Turns
+from shardwise.agreement.log import Turns
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 RANKS = 24
@@ -48,7 +48,7 @@ def holder(crowd, request):
 
 
 def test_the_examples_of_the_pure_modules():
-    for module in (board, posts, turns):
+    for module in (board, posts, log):
         found = doctest.testmod(module)
         assert (found.failed, found.attempted > 0) == (0, True)
 

@@ -31,6 +31,23 @@ def train(name, preset=None, steps=2):
     return analyzer
 
 
+def test_watching_moves_no_offloaded_gradients():
+    def moved_bytes(watched):
+        torch.manual_seed(0)
+        model = MLP(64, 4)
+        config = {"preset": "zero2", "placement": {"optim": {"tier": "host"}, "grads": {"tier": "host"}}}
+        engine = shardwise.initialize(model, torch.optim.AdamW(model.parameters()), config)
+        with MemoryAnalyzer(engine if watched else None):
+            for _ in range(2):
+                engine.backward(engine(torch.ones(8, 64)))
+                engine.step()
+        moved = engine.report().moved_bytes
+        engine.destroy()
+        return moved
+
+    assert moved_bytes(watched=True) == moved_bytes(watched=False)
+
+
 def test_points_hold_bytes_changes_and_peaks():
     with MemoryAnalyzer(device="cpu") as analyzer:
         x = torch.ones(1000)

@@ -60,3 +60,19 @@ def test_trains_as_in_plain_torch_with_the_same_bits_in_every_stage(rank, world_
     if name != "Skips":  # whose one process would count the calls of both ranks
         for key, param in train_plainly(name, world_size).named_parameters():
             torch.testing.assert_close(weights[key], param.detach().to(weights[key]), rtol=1e-4, atol=1e-6)
+
+
+@ranks(2)
+def test_buffers_that_are_views_get_the_values_of_rank_0(rank, world_size):
+    """A collective writes as many bytes as there are elements, and an expanded tensor or a slice has fewer in a row."""
+    model = torch.nn.Linear(WIDTH, WIDTH)
+    model.register_buffer("expanded", torch.full((1, 3), rank + 1.0).expand(1 << 16, 3))
+    model.register_buffer("slice", torch.full((4, 4), rank + 1.0)[:, 1:3])
+    model.register_buffer("turned", (torch.arange(6.0).view(2, 3) + rank).t())
+    around = model.slice._base
+    engine = shardwise.initialize(model, make_sgd(model), "zero1")
+    assert model.expanded.sum() == 3 << 16
+    assert model.slice.sum() == 8
+    assert torch.equal(model.turned, torch.arange(6.0).view(2, 3).t())
+    assert (around.sum() - model.slice.sum()) == 8 * (rank + 1)
+    engine.destroy()

@@ -14,7 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import shardwise
 from shardwise.checkpoint import files, folder, saving, storage
@@ -39,7 +41,55 @@ def config(preset, precision="fp32", accumulation=1, min_unit_bytes=None):
     return settings | ({"runtime": {"min_unit_bytes": min_unit_bytes}} if min_unit_bytes else {})
 
 
+WRAPPERS = {
+    "compiled": partial(torch.compile, backend="eager"),
+    "recomputed": checkpoint_wrapper,
+    "plain": lambda block: block,
+}
+
+
+def wrapped(model, wrapper):
+    """The same model with a wrapper around each of its layers; none of them has run yet."""
+    model.layers = nn.ModuleList(map(WRAPPERS[wrapper], model.layers))
+    return model
+
+
 # The same number of ranks
+
+
+@ranks(2)
+@pytest.mark.parametrize("preset", ["zero1", "zero3"])
+@pytest.mark.parametrize("later", WRAPPERS)
+@pytest.mark.parametrize("before", WRAPPERS)
+def test_a_checkpoint_loads_with_other_wrappers_around_layers(rank, world_size, preset, before, later, tmp_path):
+    engine = start("odd", config(preset))
+    train_step(engine, rank, 0)
+    expected = {name: engine.full_param(name) for name, _ in engine.module.named_parameters()}
+    moment = engine.full_state("layers.1.weight")["exp_avg"]
+    wrapped(engine.module, later)  # after initialize: checkpoints keep the names of before
+    engine.save(tmp_path / "first")
+    engine.export(tmp_path / "exported")
+    assert load_file(tmp_path / "exported" / "model.safetensors").keys() == {*expected, "shift"}
+    engine.destroy()
+    model = wrapped(make_model("odd"), before)
+    engine = shardwise.initialize(model, make_optimizer(model), preset)
+    engine.load(tmp_path / "first")
+    engine.save(tmp_path / "second")
+    assert torch.equal(engine.full_state([*dict(model.named_parameters())][6])["exp_avg"], moment)
+    engine.destroy()
+    engine = start("odd", config(preset))
+    engine.load(tmp_path / "second")
+    assert all(torch.equal(engine.full_param(name), value) for name, value in expected.items())
+    engine.destroy()
+
+
+def test_parameters_added_after_initialize_are_named(tmp_path):
+    engine = start("mlp", config("zero1"))
+    engine.module.extra = nn.Linear(2, 2).requires_grad_(False)
+    for write in (engine.save, engine.export):
+        with pytest.raises(CheckpointError, match=r"'extra.weight' was added to the model after shardwise.initialize"):
+            write(tmp_path / "x")
+    engine.destroy()
 
 
 @ranks(2)

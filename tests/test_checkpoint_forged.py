@@ -76,7 +76,7 @@ VALUES = st.sampled_from(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_a_forged_manifest_is_one_of_our_errors_or_loads_the_right_values(engine, saved, tmp_path_factory, data):
     path, body, expected = saved

@@ -44,7 +44,6 @@ def cut_tensors(draw):
     return numel, ranges, Span(start, draw(st.integers(start, numel)))
 
 
-@settings(deadline=None)
 @given(cut_tensors())
 def test_what_is_fetched_is_what_was_wanted(case):
     _, ranges, wanted = case
@@ -59,7 +58,6 @@ def test_what_is_fetched_is_what_was_wanted(case):
     assert got == list(range(wanted.start, wanted.stop))
 
 
-@settings(deadline=None)
 @given(cut_tensors(), st.data())
 def test_a_gap_is_found(case, data):
     numel, ranges, _ = case
@@ -84,7 +82,7 @@ PLAIN = st.recursive(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(PLAIN)
 def test_plain_values_come_back_as_they_were(value):
     tensors = {}
@@ -121,7 +119,7 @@ def test_what_cannot_be_held_is_named():
 # Blocks
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     data=st.binary(max_size=100),
     cuts=st.lists(st.integers(0, 100), max_size=4),

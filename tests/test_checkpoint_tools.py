@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import nn
@@ -203,7 +203,6 @@ def test_what_inspect_tells(tmp_path):
 # DeepSpeed
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 7), min_size=1, max_size=5), st.data())
 def test_elements_are_found_in_vectors_laid_end_to_end(lengths, data):
     flat = [(index, at) for index, length in enumerate(lengths) for at in range(length)]

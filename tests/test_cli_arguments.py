@@ -1,9 +1,13 @@
 """Every option of every command is checked before work begins: numbers have a range, paths can be written to."""
 
 import inspect
+import io
 import math
 import os
+import subprocess
+import sys
 import typing
+import warnings
 from pathlib import Path
 
 import pytest
@@ -167,3 +171,31 @@ def test_ranges_hold_for_what_compares_with_nothing():
 
     with pytest.raises(ConfigError, match="at least"):
         check_range("--clip", math.nan, 0, 1)
+
+
+def test_a_terminal_that_lacks_characters_gets_question_marks(monkeypatch):
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
+    monkeypatch.setattr(commands, "app", lambda: print("\N{RIGHTWARDS ARROW} zero1"))
+    commands.main()
+    assert out.buffer.getvalue() == b"? zero1\n"
+
+
+def test_a_closed_output_is_no_error(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
+    monkeypatch.setattr(commands, "app", lambda: print("zero1"))
+    commands.main()
+
+
+def test_files_of_a_run_are_utf8_in_any_locale(tmp_path):
+    script = (
+        "import sys, pathlib\nfrom shardwise.train.folder import RunFolder\n"
+        "run = RunFolder(pathlib.Path(sys.argv[1]))\nrun.write(run.sample, chr(0xE9) + chr(0x2192))\n"
+    )
+    ascii_only = os.environ | {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    subprocess.run([sys.executable, "-c", script, str(tmp_path)], env=ascii_only, check=True)
+    assert (tmp_path / "sample.txt").read_text(
+        encoding="utf-8"
+    ) == "\N{LATIN SMALL LETTER E WITH ACUTE}\N{RIGHTWARDS ARROW}"

@@ -1,17 +1,20 @@
 """Operations on a model under an engine work as in plain torch, or raise an error that says what to do."""
 
+import contextlib
 import copy
 import io
 import pickle
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.optim.swa_utils import AveragedModel
 
 import shardwise
 from shardwise.engine.module_guard import ModuleGuard
-from shardwise.errors import NotGatheredError
+from shardwise.errors import CheckpointError, GradientError, NotGatheredError
 from support import ranks
 from support.awkward import (
     COLLECTED,
@@ -75,6 +78,31 @@ def test_a_copy_of_the_model_is_plain_and_whole(rank, world_size, preset, how):
     engine.destroy()
     again.destroy()
     assert not any("_apply" in vars(module) for module in engine.module.modules())
+
+
+class Parametrized(nn.Sequential):
+    """Its first layer copies itself: torch gives the class of a parametrized module a `__deepcopy__`."""
+
+    def __init__(self):
+        super().__init__(nn.utils.parametrizations.orthogonal(linear()), linear())
+
+
+@ranks(2)
+@pytest.mark.parametrize("preset", ["zero1", "zero3"])
+def test_a_copy_of_a_module_that_copies_itself_is_plain(rank, world_size, preset):
+    model = Parametrized()
+    engine = shardwise.initialize(model, make_sgd(model), preset)
+    for _ in range(2):
+        train(engine, rank)
+        plain = copy.deepcopy(engine.module)
+        for name, value in plain.state_dict().items():
+            assert torch.equal(value, engine.state_dict()[name]), name
+        assert torch.equal(plain(data(rank)), engine(data(rank)))
+        assert not any(
+            type(value).__name__ == "partial" for module in plain.modules() for value in vars(module).values()
+        )
+    train(engine, rank)
+    engine.destroy()
 
 
 @conduct("`copy.deepcopy(engine)`, `pickle.dumps(engine)`", "refused", "copy `engine.module`, or use `state_dict()`")
@@ -198,6 +226,77 @@ def test_a_parameter_frozen_before_the_first_step_begins_without_state(rank, wor
     engine.destroy()
 
 
+@ranks(1, 2, 3)
+def test_what_is_frozen_on_one_rank_alone_is_the_same_in_every_stage(rank, world_size, tmp_path):
+    """The second half of a block is all that the last rank owns of it."""
+    seen = []
+    for preset in STAGES:
+        engine = begin(preset, optimizer=lambda model: torch.optim.AdamW(model.parameters()), **SHARDED)
+        half = engine.module.layers[1][2].requires_grad_(False)
+        train(engine, rank, 2)
+        engine.save(tmp_path / preset)  # every part of a parameter has state, or none has
+        half.requires_grad_(True)
+        train(engine, rank, 2)
+        seen.append(
+            weights(engine) | {f"state/{key}": value for key, value in engine.full_state("layers.1.2.weight").items()}
+        )
+        engine.load(tmp_path / preset)
+        train(engine, rank, 2)
+        assert_same(
+            seen[-1],
+            weights(engine) | {f"state/{key}": value for key, value in engine.full_state("layers.1.2.weight").items()},
+        )
+        engine.destroy()
+    assert_same(*seen)
+
+
+@ranks(2)
+@pytest.mark.parametrize("optimizer", [make_sgd, make_optimizer])
+@pytest.mark.parametrize("precision", [{}, {"compute": "fp16", "loss_scale": {"initial": 2.0**10}}])
+def test_blocks_thawed_one_by_one_train_as_in_torch(rank, world_size, optimizer, precision):
+    """The state of a block begins with the first step that updates it, beside blocks that have theirs."""
+    plain = begin("zero1", optimizer=optimizer).module  # the values of rank 0
+    plain = copy.deepcopy(plain)
+    seen = []
+    for preset in STAGES:
+        engine = begin(preset, optimizer=optimizer, precision=precision, **SHARDED)
+        engine.module.layers.requires_grad_(False)
+        for step in range(4):
+            for layer in engine.module.layers[:step]:
+                layer.requires_grad_(True)
+            train(engine, rank)
+        seen.append(weights(engine))
+        engine.destroy()
+    assert_same(*seen)
+    chosen = optimizer(plain)
+    plain.layers.requires_grad_(False)
+    for step in range(4):
+        for layer in plain.layers[:step]:
+            layer.requires_grad_(True)
+        (sum(square(plain, plain(data(each)), None) for each in range(world_size)) / world_size).backward()
+        chosen.step()
+        chosen.zero_grad()
+    close = {"rtol": 1e-2, "atol": 2e-3} if precision else {"rtol": 1e-5, "atol": 1e-6}
+    for name, param in plain.named_parameters():
+        torch.testing.assert_close(seen[0][name].float(), param.detach(), **close)
+
+
+@ranks(2)
+@pytest.mark.parametrize("preset", ["zero2_offload", "zero3_offload"])
+def test_freezing_what_rests_off_the_device_is_refused_before_any_update(rank, world_size, preset):
+    engine = begin(preset, optimizer=make_optimizer)
+    train(engine, rank)
+    before = weights(engine)
+    engine.module.last.requires_grad_(False)
+    with pytest.raises(RuntimeError, match=r"'last.weight' was trainable .* states rest off the device"):
+        train(engine, rank)
+    assert_same(before, weights(engine))
+    engine.module.last.requires_grad_(True)
+    engine.zero_grad()
+    train(engine, rank)
+    engine.destroy()
+
+
 def with_frozen_last():
     model = Chain()
     model.last.requires_grad_(False)
@@ -282,11 +381,15 @@ def test_several_forwards_before_a_backward(rank, world_size):
 )
 @ranks(2)
 @pytest.mark.parametrize("preset", STAGES)
-def test_several_backwards_before_a_step(rank, world_size, preset):
+@pytest.mark.parametrize("how", ["loss", "engine"])
+def test_several_backwards_before_a_step(rank, world_size, preset, how):
     engine, reference = begin(preset), begin(preset)
     loss = square(None, engine(data(rank)), None)
     with engine.no_sync():
-        loss.backward(retain_graph=True)
+        if how == "loss":
+            loss.backward(retain_graph=True)
+        else:
+            engine.backward(loss, retain_graph=True)
     loss.backward()
     engine.step()
     reference.backward(2 * square(None, reference(data(rank)), None))
@@ -297,7 +400,12 @@ def test_several_backwards_before_a_step(rank, world_size, preset):
     reference.destroy()
 
 
-@conduct("a loss that comes from two engines", "works", "call `backward` of one of them, once; then `step()` of both")
+@conduct(
+    "a loss that comes from two engines",
+    "works",
+    "call `backward` of one of them, once; then `step()` of both. In fp16 each scales by itself: freeze the other's "
+    "model (a GAN's discriminator), or compute in bf16",
+)
 @ranks(2)
 def test_a_loss_from_two_engines(rank, world_size):
     seen = []
@@ -312,6 +420,21 @@ def test_a_loss_from_two_engines(rank, world_size):
         second.destroy()
     for each in zip(*seen, strict=True):
         assert_same(*each)
+
+
+@ranks(2)
+def test_in_fp16_the_other_model_of_a_loss_is_frozen(rank, world_size):
+    first, second = (begin("zero3", precision={"compute": "fp16"}) for _ in range(2))
+    with pytest.raises(RuntimeError, match=r"freeze it meanwhile \(requires_grad_\(False\)\)"):
+        first.backward(square(None, second(first(data(rank))), None))
+    second.zero_grad()
+    second.module.requires_grad_(False)
+    first.backward(square(None, second(first(data(rank))), None))
+    first.step()
+    second.module.requires_grad_(True)
+    train(second, rank)
+    first.destroy()
+    second.destroy()
 
 
 @conduct(
@@ -391,6 +514,28 @@ def test_a_parameter_read_between_steps(rank, world_size):
         assert not torch.equal(torch.stack([param.norm() for param in model.parameters()]), torch.stack(norms))
         average.update_parameters(model)
     assert not any(param.isnan().any() for param in average.parameters())
+    engine.destroy()
+
+
+@ranks(2)
+@pytest.mark.parametrize("wrap", [checkpoint_wrapper, partial(torch.compile, backend="eager")])
+@pytest.mark.parametrize("is_early", [True, False])
+def test_the_state_dict_of_wrapped_blocks_is_whole(rank, world_size, wrap, is_early):
+    engine = begin("zero3")
+    expected = {name.replace("_orig_mod.", ""): value for name, value in engine.state_dict().items()}
+    engine.destroy()
+
+    def wrap_blocks(model):
+        for index in (1, 2):
+            model.layers[index] = wrap(model.layers[index])
+        return model
+
+    engine = begin("zero3", lambda: wrap_blocks(Chain()) if is_early else Chain())
+    model = engine.module if is_early else wrap_blocks(engine.module)
+    for read in (contextlib.nullcontext(), shardwise.gathered(model.layers[1].parameters())):
+        with read:
+            state = model.state_dict()
+        assert_same(expected, {name.replace("_orig_mod.", ""): value for name, value in state.items()})
     engine.destroy()
 
 
@@ -581,6 +726,28 @@ def test_saved_tensors_are_watched_once_unless_that_found_something(rank, world_
     engine.destroy()
 
 
+@conduct(
+    "`torch.jit.trace`, TensorBoard's `add_graph`",
+    "refused",
+    "under `zero3`: trace `copy.deepcopy(engine.module)`",
+)
+@ranks(2)
+def test_traces_of_sharded_weights_are_refused(rank, world_size):
+    for preset in ("zero1", "zero3"):
+        engine = begin(preset)
+        train(engine, rank)
+        target = engine.module if preset == "zero1" else copy.deepcopy(engine.module)
+        if preset == "zero3":
+            for part in (engine.module, engine.module.layers[1]):
+                with pytest.raises(RuntimeError, match=r"trace a plain copy, copy\.deepcopy\(engine\.module\)"):
+                    torch.jit.trace(part, data(rank))
+        with torch.no_grad():
+            traced = torch.jit.trace(target, data(rank), check_trace=False)
+            assert torch.equal(traced(data(rank, 1)), engine(data(rank, 1)))
+        train(engine, rank)
+        engine.destroy()
+
+
 class Transforms(Chain):
     def forward(self, x):
         return torch.func.grad(lambda x: super(Transforms, self).forward(x).sum())(x)
@@ -745,3 +912,91 @@ def test_an_update_that_breaks_off_leaves_no_gradients_behind(rank, world_size, 
     train_step(engine, rank, 2)
     assert digest(engine) != before
     engine.destroy()
+
+
+@conduct(
+    "`optimizer.state_dict()` saved by rank 0, loaded by all ranks",
+    "refused",
+    "by ranks with other shards (`zero1` to `zero3`): use `engine.save` and `engine.load`, or a file for each rank",
+)
+@ranks(2)
+@pytest.mark.parametrize("preset", STAGES)
+def test_states_of_another_ranks_shard_are_refused(rank, world_size, preset):
+    engine = begin(preset, optimizer=make_optimizer)
+    train(engine, rank)
+    own = copy.deepcopy(engine.optimizer.state_dict())
+    engine.optimizer.load_state_dict(own)
+    states = engine.comm.share_object(own)
+    if preset == "zero0" or rank == 0:
+        engine.optimizer.load_state_dict(states[0])
+    else:
+        with pytest.raises(CheckpointError, match=r"the states of shard 0 of 2, and this rank has shard 1 of 2"):
+            engine.optimizer.load_state_dict(states[0])
+    plain = make_optimizer(begin("zero0").module)
+    with pytest.raises(CheckpointError, match="of an optimizer outside of an engine"):
+        engine.optimizer.load_state_dict(plain.state_dict())
+    train(engine, rank)
+    engine.destroy()
+    assert "shardwise_shard" not in engine.optimizer.state_dict()
+
+
+@conduct(
+    "clipping or editing gradients in `optimizer.register_step_pre_hook`",
+    "refused",
+    "by an error with the method to call: `p.grad` has no values there",
+)
+@ranks(2)
+@pytest.mark.parametrize("preset", STAGES)
+def test_hooks_before_a_step_cannot_edit_gradients(rank, world_size, preset):
+    for params in ("model", "groups"):
+        engine = begin(preset)
+        calls = []
+        engine.optimizer.register_step_pre_hook(lambda *args, calls=calls: calls.append(args))
+        train(engine, rank)
+        assert len(calls) == 1
+
+        def clip(optimizer, args, kwargs, engine=engine, params=params):
+            groups = [param for group in optimizer.param_groups for param in group["params"]]
+            torch.nn.utils.clip_grad_norm_(engine.module.parameters() if params == "model" else groups, 0.1)
+
+        engine.optimizer.register_step_pre_hook(clip)
+        with pytest.raises(GradientError, match=r"engine\.clip_grad_norm_"):
+            train(engine, rank)
+        engine.destroy()
+
+
+class GivesAWeightToAScript(nn.Module):
+    """Its last operation is a function of `torch.jit.script`, which is given a weight of the first unit."""
+
+    def __init__(self, prepare):
+        super().__init__()
+        self.layers = nn.Sequential(*[linear() for _ in range(5)])
+        self.prepare = prepare
+        self.scripted = torch.jit.CompilationUnit("def f(x, weight):\n    return x * weight.sum()\n").f
+
+    def forward(self, x):
+        return self.scripted(self.layers(x), self.prepare(self.layers[0].weight))
+
+
+@conduct(
+    "a weight given to a compiled function that is not torch's own (`torch.jit.script`, an extension in C++), outside "
+    "of the unit that has it",
+    "limit",
+    "under `zero3` it reads NaN, because torch does not tell what such a call reads: give it `weight.clone()`",
+)
+@ranks(2)
+def test_a_weight_given_to_a_scripted_function(rank, world_size):
+    def last_output(prepare, preset):
+        torch.manual_seed(0)
+        model = GivesAWeightToAScript(prepare)
+        engine = shardwise.initialize(model, make_sgd(model), {"preset": preset, "runtime": {"units": ["Linear"]}})
+        for step in range(2):
+            output = engine(data(rank, step))
+            engine.backward(output.square().mean())
+            engine.step()
+        engine.destroy()
+        return output.detach()
+
+    expected = last_output(lambda weight: weight, "zero1")
+    assert torch.equal(last_output(torch.clone, "zero3"), expected)
+    assert last_output(lambda weight: weight, "zero3").isnan().all()

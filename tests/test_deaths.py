@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 import shardwise
 from shardwise.agreement import agreement, judge, jury, sight
+from shardwise.agreement.agreement import Agreement, Wire
 from shardwise.agreement.board import Board, Pace
 from shardwise.agreement.jury import Jury
 from shardwise.agreement.posts import Answer, Post, RankState, Silence, digest
@@ -291,6 +292,38 @@ def test_what_a_death_leaves_in_a_buffer_is_no_object(rank, world_size):
     with mock.patch.object(engine.comm, "share", broken_off), at_once, fails:
         engine.comm.share_object({"wrote": True}, "checkpoint")
     assert engine.comm.has_failed
+
+
+@ranks(2)
+def test_what_a_death_leaves_in_a_buffer_decides_nothing(rank, world_size):
+    """The first pass gathers what the ranks' numbers name: of a meeting that was broken off they are any numbers."""
+    engine = begin("zero3")
+    share = engine.comm.share
+
+    def broken_off(values, name="norm", channel="reduce"):
+        rows = share(values, name, channel)
+        if "gathers next" in name:
+            rows[1 - rank] = 10**9
+            engine.comm._agreement.failure = "rank 1 died while others wait for it"
+        return rows
+
+    fails = pytest.raises(shardwise.DisagreementError, match="rank 1 died")
+    with mock.patch.object(engine.comm, "share", broken_off), fails:
+        train_step(engine, rank, 0)
+    engine.destroy()
+
+
+def test_an_error_of_the_device_is_explained_where_values_are_read():
+    store, wakes = dist.HashStore(), []
+    wire = Wire(lambda: wakes.append(1), lambda: "REMOTE_ERROR", 1.0)
+    agreement = Agreement(store, 0, 2, True, wire, 0.05)
+    with (
+        mock.patch.object(jury, "ANSWER_S", 0.1),
+        pytest.raises(shardwise.DisagreementError, match="while others wait"),
+    ):
+        agreement.check()
+    assert wakes
+    agreement.close()
 
 
 @ranks(2)

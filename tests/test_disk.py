@@ -22,10 +22,8 @@ from shardwise.errors import ConfigError, DiskError
 from shardwise.memory.ledger import Ledger
 from shardwise.offload import disk_file
 from shardwise.offload.disk_file import ALIGN_BYTES, DiskFile
-from shardwise.offload.pinned import HostMemory
-from shardwise.offload.read_ahead import AccessHistory
-from shardwise.offload.staging import Staging, staging_bytes
-from shardwise.offload.staging_buffers import RequestDone, StagingBuffers
+from shardwise.offload.pinned import HostMemory, RequestDone, StagingBuffers
+from shardwise.offload.staging import AccessHistory, Staging, staging_bytes
 from shardwise.offload.streams import PAST
 from shardwise.partition.layout import Span
 from shardwise.sizes import format_bytes

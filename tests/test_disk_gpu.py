@@ -2,10 +2,9 @@
 
 import tempfile
 
-import pytest
 import torch
 
-from support import run_ranks
+from support import matrix, run_ranks
 from support.training import PRECISIONS
 from test_offload_gpu import PLACEMENTS, pytestmark, train
 
@@ -41,8 +40,6 @@ def same_bits(rank, world_size, precision, accumulation):
     assert len(set(expected["zero3", True])) == 4, "training did not change the weights"
 
 
-@pytest.mark.parametrize("precision", list(PRECISIONS))
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("world_size", [1, 2])
+@matrix({"world_size": [1, 2], "accumulation": [1, 2], "precision": list(PRECISIONS)})
 def test_the_same_bits_as_on_the_device(world_size, precision, accumulation):
     run_ranks(same_bits, world_size, precision, accumulation, timeout=280)

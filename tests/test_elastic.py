@@ -71,6 +71,7 @@ def wait_for_start(nodes: list[Node], processes: int, after: int) -> int:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
+@pytest.mark.programs
 @pytest.mark.timeout(400)
 def test_a_run_goes_on_by_itself_when_a_node_vanishes(tmp_path):
     """With one process instead of two, from the newest checkpoint: nobody starts anything."""

@@ -18,7 +18,7 @@ from torch import nn
 import shardwise
 from shardwise.errors import NotGatheredError
 from shardwise.observe import StorageObserver
-from shardwise.optim.states import MASTER
+from shardwise.optim.states import PARAM
 from shardwise.unit.held_grads import HeldGrad
 from support import ranks, run_ranks
 from support.training import digest, make_batch, make_model, make_sgd, start, train, train_step, whole_values
@@ -199,7 +199,7 @@ def test_looks_inside_agree_with_what_is_held(rank, world_size, preset):
     engine = start("odd", {"preset": preset})
     train_step(engine, rank, 0)
     for name, found in whole_values(engine).items():
-        assert torch.equal(found.pop(MASTER), engine.full_param(name))
+        assert torch.equal(found.pop(PARAM), engine.full_param(name))
         param = engine.module.get_parameter(name)
         state = engine.full_state(name) if param.requires_grad else {}
         found = {key.removeprefix("optim/"): value for key, value in found.items() if param.numel()}
@@ -703,6 +703,23 @@ def test_an_update_that_breaks_off_leaves_nothing_behind(rank, world_size, prese
         engine.step()
     assert "work" not in engine.report().memory_bytes
     assert all(piece.param.grad is None for unit in engine.units for piece in unit.weights.pieces)
+    engine.destroy()
+
+
+@ranks(1, 2)
+def test_gathered_refuses_what_is_no_parameter_and_no_rank(rank, world_size):
+    engine = start("mlp", {"preset": "zero3"})
+    model = engine.module
+    for given in (model, model.layers, model.named_parameters(), dict(model.named_parameters()), "layers.0.weight"):
+        with pytest.raises(TypeError, match=r"pass model\.parameters\(\)"), shardwise.gathered(given):
+            pass
+    for source in (-1, world_size, "0"):
+        with (
+            pytest.raises(ValueError, match=f"one of the {world_size} ranks"),
+            shardwise.gathered(model.parameters(), write=True, source=source),
+        ):
+            pass
+    train_step(engine, rank, 0)
     engine.destroy()
 
 

@@ -81,7 +81,7 @@ READERS = {
 
 
 @pytest.mark.parametrize("name", READERS)
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_changed_file_is_one_of_our_errors_or_read(name, tmp_path, data):
     reader, good = READERS[name]

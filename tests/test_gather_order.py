@@ -34,6 +34,16 @@ class Branching(nn.Module):
         return self.last(x).square().mean()
 
 
+class Experts(Branching):
+    """The same with two units in each layer: the second list of modules lies inside the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(LAYERS)
+        )
+
+
 # The layers that rank r enters in step s.
 WAYS = {
     "all the same": lambda r, s: [0, 1, 2, 3, 4],
@@ -48,8 +58,8 @@ WAYS = {
 }
 
 
-def begin(preset, **config):
-    model = Branching()
+def begin(preset, model=Branching, **config):
+    model = model()
     runtime = {"min_unit_bytes": 1, **config.pop("runtime", {})}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     return shardwise.initialize(model, optimizer, {"preset": preset, "runtime": runtime, **config})
@@ -111,6 +121,13 @@ def test_ranks_may_take_different_ways(rank, world_size, name):
 def test_ways_differ_under_any_schedule(rank, world_size, config):
     way = WAYS["layers dropped at random"]
     assert run("zero3", way, rank, **config)[0] == run("zero2", way, rank, **config)[0]
+
+
+@ranks(2)
+@pytest.mark.parametrize("name", ["an expert that wakes late", "all change their ways", "each its own"])
+def test_members_with_several_units_may_wake_late(rank, world_size, name):
+    config = {"model": Experts, "runtime": {"units": ["Linear"]}}
+    assert run("zero3", WAYS[name], rank, **config)[0] == run("zero2", WAYS[name], rank, **config)[0]
 
 
 @ranks(2)

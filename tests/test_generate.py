@@ -7,8 +7,9 @@ import json
 import pytest
 import torch
 
-from shardwise.inference.command import GenerateOptions, LiveText, _batches, run
-from shardwise.inference.texts import ByteTexts, padded
+from shardwise.errors import DiskError
+from shardwise.inference import command
+from shardwise.inference.command import ByteTexts, LiveText, _batches, padded, read_prompts, run
 from shardwise.models.catalog import find
 from support.ranks import run_ranks
 from test_stream import SHAPE, budget_for, layer_bytes
@@ -76,6 +77,35 @@ def test_what_is_missing_is_said_before_anything_runs(folder, cli, tmp_path, mon
         assert message in error, words
 
 
+def test_what_cannot_generate_is_one_message_and_no_traceback(folder, cli, tmp_path):
+    path, _ = folder
+    for device, message in [("gpu7", "device is 'gpu7'"), ("meta", "on which nothing"), ("cuda:99", "torch sees")]:
+        code, out, error = cli("generate", path, "--prompt", "x", "--device", device)
+        assert (code, out) == (2, "")
+        assert message in error
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    transformers.BertModel(transformers.BertConfig(vocab_size=256, **shape)).save_pretrained(tmp_path / "bert")
+    code, _, error = cli("generate", tmp_path / "bert", "--prompt", "x", "--device", "cpu")
+    assert code == 2
+    assert "a BertModel, does not generate text" in error
+    (tmp_path / "bert" / "tokenizer.json").write_text("{")
+    code, _, error = cli("generate", tmp_path / "bert", "--prompt", "x", "--device", "cpu")
+    assert code == 2
+    assert "cannot read the tokenizer of" in error
+
+
+def test_a_disk_that_fails_is_one_message(folder, cli, monkeypatch):
+    """A DiskError is an OSError too, and those are shown with their traceback."""
+
+    def fail(*args, **options):
+        raise DiskError(5, "model.safetensors ends at 4096")
+
+    monkeypatch.setattr(command, "run", fail)
+    code, out, error = cli("generate", folder[0], "--prompt", "x")
+    assert (code, out) == (2, "")
+    assert "model.safetensors ends at 4096" in error
+
+
 def test_without_a_model_it_continues_what_train_has_exported(folder, cli, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "train").mkdir(parents=True)
@@ -108,7 +138,8 @@ def test_rows_are_filled_up_on_the_left():
 
 def generate_on_ranks(rank, world_size, path, prompts):
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        run(GenerateOptions(path, None, prompts, "disk", "200KB", None, None, "device", 3, 2, "cpu"))
+        where = {"weights": "disk", "kv": "device", "device": "cpu", "device_memory": "200KB", "host_memory": None}
+        run(path, read_prompts(None, prompts), **where, precision=None, max_new_tokens=3, batch=2)
     return out.getvalue()
 
 
@@ -132,6 +163,10 @@ def test_the_plan_is_what_a_stream_foresees(folder, cli):
     code, out, _ = cli("plan", "llama2-13b", "--inference", "--gpus", 1, "--gpu-memory", "22GiB")
     assert code == 0
     assert "fetched a pass" in out
+    for words in (["--search"], ["--price", 2], ["--lora", 8]):
+        code, _, error = cli("plan", "llama3-8b", "--inference", *words)
+        assert code == 2
+        assert f"{words[0]} is about training" in error
     code, _, error = cli("plan", "--params", "8e9", "--inference")
     assert code == 2
     assert "dimensions are known" in error

@@ -14,7 +14,7 @@ import torch
 import shardwise
 import shardwise.errors
 from shardwise.models.built_in import GPT, MLP
-from support import run_ranks
+from support import matrix, run_ranks
 from support.training import PRECISIONS, digest, make_optimizer
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic products; read when CUDA starts
@@ -72,9 +72,7 @@ def same_bits(rank, world_size, precision, accumulation, presets):
     assert len(set(hashes.values())) == 1, hashes
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("precision", list(PRECISIONS))
-@pytest.mark.parametrize("accumulation", [1, 2])
+@matrix({"world_size": [1, 2, 3], "precision": list(PRECISIONS), "accumulation": [1, 2]})
 def test_stages_and_prefetch_give_the_same_bits(world_size, precision, accumulation):
     presets = [(preset, 1) for preset in STAGES] + [("zero3", 0), ("zero3", 2)]
     run_ranks(same_bits, world_size, precision, accumulation, presets, timeout=200)

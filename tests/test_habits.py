@@ -78,6 +78,27 @@ def test_an_outer_autocast_that_contradicts_the_configuration_is_refused():
     engine.destroy()
 
 
+def test_buffers_of_another_dtype_are_explained():
+    class Buffered(nn.Linear):
+        def __init__(self):
+            super().__init__(8, 8)
+            self.register_buffer("base", torch.eye(8))
+
+        def forward(self, x):
+            return super().forward(x @ self.base)
+
+    for precision, says in (({"compute": "bf16"}, True), ({"compute": "bf16", "autocast": True}, False)):
+        model = Buffered()
+        engine = shardwise.initialize(model, make_sgd(model), {"preset": "zero1", "precision": precision})
+        if says:
+            with pytest.raises(RuntimeError, match="same dtype") as caught:
+                engine(torch.randn(4, 8))
+            assert any("precision.autocast: true" in note for note in caught.value.__notes__)
+        else:
+            engine(torch.randn(4, 8))
+        engine.destroy()
+
+
 @ranks(1, 2)
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("precision", [{"compute": "bf16"}, {"compute": "bf16", "autocast": True}])
@@ -373,6 +394,34 @@ def test_a_loss_that_is_divided_twice_is_noticed(make, said, scale):
             engine.step()
     assert len(notices(caught)) == (said and scale)
     assert not notices(caught) or "engine.backward(loss, scale=False)" in notices(caught)[0]
+    engine.destroy()
+
+
+@pytest.mark.parametrize("backwards", [1, 2, 3])
+@pytest.mark.parametrize("preset", ["zero2", "zero3"])
+def test_a_step_in_every_kth_backward_is_noticed(preset, backwards):
+    """By a habit from plain torch it would update after K x K backwards."""
+    model = Probe()
+    engine = shardwise.initialize(model, make_sgd(model), {"preset": preset, "batch": {"accumulation": 3}})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(7):
+            for _ in range(backwards):
+                engine.backward(engine(torch.randn(4, 8)).square().mean())
+            engine.step()
+    assert len(notices(caught)) == (backwards == 3)
+    assert not notices(caught) or "call step() after each of them" in notices(caught)[0]
+    engine.destroy()
+
+
+def test_clipping_at_zero_clips_everything():
+    model = Probe()
+    engine = shardwise.initialize(model, make_sgd(model), "zero2")
+    before = engine.full_param("first.weight")
+    engine.backward(engine(torch.randn(4, 8)).square().mean())
+    assert engine.clip_grad_norm_(0.0) > 0
+    engine.step()
+    assert torch.equal(engine.full_param("first.weight"), before)
     engine.destroy()
 
 

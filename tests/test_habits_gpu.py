@@ -40,6 +40,23 @@ def test_an_outer_autocast_is_honoured(preset):
     assert torch.equal(*weights)
 
 
+@pytest.mark.parametrize("preset", ["zero1", "zero3"])
+def test_a_model_stays_on_the_gpu_with_a_warning(preset):
+    """Lightning and many scripts end with `model.cpu()`."""
+    engine = on_gpu(preset, {})
+    before = engine.full_param("first.weight")
+    for target in (engine.module, engine.module.first):
+        with pytest.warns(HabitWarning, match="stays on its device"):
+            assert target.cpu() is target
+    with pytest.raises(RuntimeError, match="cannot become float16"):
+        engine.module.to("cpu", torch.float16)
+    assert torch.equal(engine.full_param("first.weight"), before)
+    engine.backward(engine(torch.randn(4, 8, device="cuda")).square().mean())
+    engine.step()
+    assert not torch.equal(engine.full_param("first.weight"), before)
+    engine.destroy()
+
+
 def test_optimizers_are_tried_on_the_gpu():
     params = [nn.Parameter(torch.randn(3, 4, device="cuda"))]
     state = torch.cuda.get_rng_state()

@@ -9,7 +9,7 @@ import torch
 
 import shardwise
 from shardwise.optim import host_update
-from shardwise.optim.host_share import balanced
+from shardwise.optim.host_update import balanced
 from support import matrix, ranks
 from support.training import digest, make_batch, make_sgd, start, train_step
 from test_offload import SMALL, config, train

@@ -16,7 +16,7 @@ from shardwise.memory.ledger import Buffer, Entry, Kind, Ledger, Tier
 from shardwise.models.built_in import GPT, MLP
 from shardwise.observe import StorageObserver
 from shardwise.schedule.graphs import ForwardGraph
-from support import ranks
+from support import matrix, ranks
 
 STAGES = ["zero0", "zero1", "zero2", "zero3"]
 
@@ -140,18 +140,21 @@ def resting_bytes(preset, precision, accumulation, numel, world_size):
     return factor * numel
 
 
-def cases():
-    for name in [name for name in MODELS if name != "mlp-thin"]:
-        for precision in ("fp32", "bf16"):
-            for accumulation in (1, 3):
-                if name == "giant-wide" and (precision, accumulation) != ("fp32", 3):
-                    continue
-                heavy = name == "gpt-26m" or (name == "gpt-2m" and (precision, accumulation) != ("fp32", 1))
-                yield pytest.param(name, precision, accumulation, marks=pytest.mark.full if heavy else ())
+def is_light(row):
+    is_plain = (row["precision"], row["accumulation"]) == ("fp32", 1)
+    return row["name"] != "gpt-26m" and (row["name"] != "gpt-2m" or is_plain)
 
 
-@ranks(2, 4, timeout=240)
-@pytest.mark.parametrize(("name", "precision", "accumulation"), list(cases()))
+@matrix(
+    {
+        "world_size": [2, 4],
+        "name": [name for name in MODELS if name != "mlp-thin"],
+        "precision": ["fp32", "bf16"],
+        "accumulation": [1, 3],
+    },
+    ordinary=is_light,
+)
+@ranks(timeout=240)
 def test_peak_is_bounded_and_never_upside_down(rank, world_size, name, precision, accumulation):
     activations = activation_bytes(name, precision)
     peaks = []
@@ -169,11 +172,10 @@ def test_peak_is_bounded_and_never_upside_down(rank, world_size, name, precision
     assert peaks == sorted(peaks, reverse=True), dict(zip(STAGES, peaks, strict=True))
 
 
-@ranks(2)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("preset", STAGES)
-@pytest.mark.parametrize("steps", [1, 2])
+@matrix(
+    {"world_size": [2], "precision": ["fp32", "bf16"], "accumulation": [1, 3], "preset": STAGES, "steps": [1, 2]},
+)
+@ranks()
 def test_the_ledger_knows_the_peak(rank, world_size, precision, accumulation, preset, steps):
     """On a model whose activations are nothing, so that all there is to see is the engine's. The first step makes the
     states."""

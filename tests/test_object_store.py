@@ -15,8 +15,7 @@ import pytest
 from shardwise import cli
 from shardwise.checkpoint import files, folder
 from shardwise.checkpoint.inspect import describe
-from shardwise.checkpoint.locations import locate, storage_of
-from shardwise.checkpoint.object_store import ObjectStore
+from shardwise.checkpoint.object_store import ObjectStore, locate, storage_of
 from shardwise.checkpoint.storage import RemotePath
 from shardwise.errors import CheckpointError
 from support import run_ranks

@@ -8,9 +8,9 @@ from torch import nn
 
 import shardwise
 from shardwise.memory.ledger import Ledger
-from shardwise.offload.buckets import buckets_of
-from shardwise.offload.buffer_pool import DeviceBufferPool
+from shardwise.offload.context import DeviceBufferPool
 from shardwise.offload.streams import Streams
+from shardwise.offload.unit_states import buckets_of
 from shardwise.partition.layout import Span
 from support import matrix, ranks
 from support.training import PRECISIONS, digest, make_batch, make_sgd, start, train_step, trained
@@ -282,7 +282,7 @@ def test_each_tier_holds_what_the_table_says(rank, world_size, precision):
 @ranks(1)
 def test_the_ring_is_bounded_whatever_the_model(rank, world_size):
     peaks = []
-    for layers in (4, 12):
+    for layers in (8, 24):
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(layers)))
         settings = {"preset": "zero2_offload", "runtime": {"min_unit_bytes": 1}}
@@ -296,9 +296,8 @@ def test_the_ring_is_bounded_whatever_the_model(rank, world_size):
     assert peaks[1] <= 1.1 * peaks[0]
 
 
-@ranks(1, 3)
-@pytest.mark.parametrize("preset", ["zero1", "zero2", "zero3_offload"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@matrix({"world_size": [1, 3], "preset": ["zero1", "zero2", "zero3_offload"], "precision": ["fp32", "bf16"]})
+@ranks()
 def test_what_fits_moves_to_the_device_and_keeps_its_bits(rank, world_size, preset, precision):
     def run(settings, budget=None):
         offload = {} if budget is None else {"device_memory": budget}

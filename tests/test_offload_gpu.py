@@ -1,5 +1,6 @@
 """Host tiers on CUDA. Run on a machine with a GPU: `pytest -m gpu tests/test_offload_gpu.py`."""
 
+import contextlib
 import gc
 import os
 
@@ -8,7 +9,7 @@ import torch
 
 import shardwise
 from shardwise.models.built_in import GPT
-from support import run_ranks
+from support import matrix, run_ranks
 from support.training import PRECISIONS, digest, make_optimizer
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic products; read when CUDA starts
@@ -86,9 +87,7 @@ def same_bits(rank, world_size, precision, accumulation):
     assert expected["zero3", True][-1:] == expected["zero3", False]
 
 
-@pytest.mark.parametrize("precision", list(PRECISIONS))
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("world_size", [1, 2])
+@matrix({"world_size": [1, 2], "accumulation": [1, 2], "precision": list(PRECISIONS)})
 def test_the_same_bits_as_on_the_device(world_size, precision, accumulation):
     run_ranks(same_bits, world_size, precision, accumulation, timeout=280)
 
@@ -146,6 +145,29 @@ def test_the_device_holds_what_the_ledger_says(placement):
     held = torch.cuda.memory_allocated() - before
     assert held == pytest.approx(engine.report().tier_bytes["device"], rel=0.05, abs=2**22)
     engine.destroy()
+
+
+@pytest.mark.usefixtures("nccl")
+@pytest.mark.parametrize("placement", ["zero1", "zero3"])
+def test_states_leave_the_device_between_steps(placement):
+    def train(away):
+        engine = make_engine(placement, batch={"accumulation": 1})
+        states = 12 * sum(param.numel() for param in engine.module.parameters())  # fp32 masters and Adam's two moments
+        for step in range(4):
+            train_step(engine, 0, step)
+            torch.cuda.synchronize()
+            before, all_of_it = torch.cuda.memory_allocated(), engine.report().tier_bytes["device"]
+            with engine.offloaded() if away else contextlib.nullcontext():
+                freed = before - torch.cuda.memory_allocated()
+                expected = all_of_it if placement == "zero3" else states
+                assert not away or freed >= 0.95 * expected
+                engine.backward(engine(torch.zeros(4, 257, dtype=torch.long, device="cuda")))
+                engine.zero_grad()
+        found = digest(engine)
+        engine.destroy()
+        return found
+
+    assert train(away=True) == train(away=False)
 
 
 def same_bits_with_activations_away(rank, world_size):

@@ -22,6 +22,7 @@ from shardwise.errors import CheckpointError, ConfigError
 from shardwise.models.built_in import GPT
 from shardwise.pipelining import EngineStage
 from shardwise.pipelining.cut import cut, prune
+from shardwise.pipelining.stage import StageCall
 from support import ranks, run_ranks
 
 ROOT = Path(__file__).parents[1]
@@ -324,6 +325,102 @@ def test_models_that_cannot_be_cut_are_refused():
         prune(model, cut(model, 2), 1)
 
 
+class Mixer(nn.Module):
+    """A decoder written by hand. `way` is how its forward goes from block to block."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way = way
+        self.embed, self.place = nn.Embedding(32, 16), nn.Parameter(torch.randn(9, 16))
+        self.trunk = nn.ModuleList(Layer(way) for _ in range(4))
+        self.gains, self.norm, self.head = nn.Parameter(torch.rand(4)), nn.LayerNorm(16), nn.Linear(16, 32)
+        if way == "norm first":
+            self._modules = {"norm": self.norm, **self._modules}
+
+    def forward(self, *, tokens):
+        first = hidden = self.embed(tokens) + self.place
+        seen = []
+        for number, layer in enumerate(self.trunk):
+            if self.way == "keywords":
+                hidden = layer(hidden=hidden, mask=torch.ones_like(hidden))
+            elif self.way == "unpacks":
+                hidden, _ = layer(hidden)
+            else:
+                hidden = layer(hidden)[0] if self.way == "tuples" else layer(hidden)
+            if self.way == "between":
+                hidden = 1.5 * hidden
+            if self.way == "gains":
+                hidden = hidden * self.gains[number]
+            if self.way == "skips":
+                hidden = hidden + first
+            seen.append(hidden.square().mean())
+        loss = F.cross_entropy(self.head(self.norm(hidden)).flatten(0, 1), tokens.flatten())
+        return loss + sum(seen) if self.way == "sums up" else loss
+
+
+class Layer(nn.Module):
+    def __init__(self, way):
+        super().__init__()
+        self.way, self.up, self.down = way, nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, hidden, mask=None):
+        hidden = hidden + self.down(F.gelu(self.up(hidden)))
+        return (hidden, None) if self.way in ("tuples", "unpacks") else hidden
+
+
+def make_mixer(way):
+    torch.manual_seed(1)
+    return Mixer(way)
+
+
+@ranks(2)
+@pytest.mark.parametrize("way", ["keywords", "tuples", "between"])
+def test_models_written_by_hand_train_as_in_one_process(rank, world_size, way):
+    """Blocks called by keyword, blocks that return tuples, and what is computed between blocks, once. A parameter of
+    the model itself is no buffer on other stages: the broadcast of one without memory crashed them."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
+    plain, tokens = make_mixer(way), tokens_of(0, 0)
+    optimizer = sgd(plain.parameters())
+    pipe = shardwise.pipeline(make_mixer(way), mesh, sgd, "zero2", micro_batches=4)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = plain(tokens=tokens)
+        loss.backward()
+        optimizer.step()
+        torch.testing.assert_close(pipe.train_step({"tokens": tokens}), loss.detach(), rtol=1e-5, atol=1e-6)
+    for name, param in plain.named_parameters():
+        if (value := pipe.full_param(name)) is not None:
+            torch.testing.assert_close(value, param.detach(), rtol=1e-5, atol=1e-6, msg=name)
+    pipe.destroy()
+
+
+@pytest.mark.parametrize(
+    ("way", "message"),
+    [
+        ("skips", "an argument of block 'trunk.3' is computed from values that only another stage has"),
+        ("sums up", "the loss is computed from values that only another stage has"),
+        ("gains", "values.* that only another stage has"),
+        ("unpacks", "the forward unpacks what a block returns"),
+        ("norm first", "uses 'norm' after the blocks of other stages"),
+    ],
+)
+def test_what_a_stage_would_compute_from_values_of_another_is_refused(way, message):
+    """It was computed from zeros, and another model was trained without a word."""
+    model = make_mixer(way)
+    part = prune(model, cut(model, 2), 1)
+    call = StageCall(part, None)
+    call.micro_batches = [{"tokens": tokens_of(0, 0)}]
+    with pytest.raises(ConfigError, match=message):
+        part.forward(torch.randn(BATCH, 9, WIDTH), index=torch.zeros(1))
+
+
+def test_a_loss_with_a_part_from_every_block_is_refused():
+    model = make_mixtral()
+    model.config.output_router_logits = True
+    with pytest.raises(ConfigError, match="output_router_logits"):
+        cut(model, 2)
+
+
 @ranks(4)
 def test_what_a_pipeline_cannot_do_is_refused(rank, world_size):
     mesh = make_mesh()
@@ -333,10 +430,17 @@ def test_what_a_pipeline_cannot_do_is_refused(rank, world_size):
         "compute in bf16": {"config": {"preset": "zero2", "precision": {"compute": "fp16"}}},
         "set micro_batches instead": {"config": {"preset": "zero2", "batch": {"accumulation": 2}}},
         "schedule is '2F2B'": {"schedule": "2F2B"},
+        "schedule is None": {"schedule": None},
+        "micro_batches is '8'": {"micro_batches": "8"},
     }
     for message, options in wrong.items():
         with pytest.raises(ConfigError, match=message):
             shardwise.pipeline(make_gpt(False), mesh, **{"optimizer": sgd, **options})
+    for no_mesh in ("pp", None):
+        with pytest.raises(ConfigError, match="pass a DeviceMesh"):
+            shardwise.pipeline(make_gpt(False), no_mesh, sgd)
+    with pytest.raises(ConfigError, match="pass a DeviceMesh"):
+        shardwise.initialize(make_gpt(False), sgd, "zero2", mesh=(2, 2))
     with pytest.raises(ConfigError, match="needs pp first"):
         shardwise.pipeline(make_gpt(False), mesh["dp"], sgd)
     pipe = shardwise.pipeline(make_gpt(False), mesh, sgd, micro_batches=3)

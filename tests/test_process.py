@@ -41,7 +41,8 @@ def await_condition(seen, condition):
 def test_what_is_seen_of_another_process():
     child = subprocess.Popen(["sleep", "60"])
     seen = identity(child.pid)
-    assert seen.look()[0] is Condition.LIVES
+    # A program that is being read from the disk is blocked for a moment.
+    assert await_condition(seen, Condition.LIVES)[0] is Condition.LIVES
     child.send_signal(signal.SIGSTOP)
     assert "is stopped (SIGSTOP" in await_condition(seen, Condition.STOPPED)[1]
     child.send_signal(signal.SIGKILL)  # and nobody waits for it: it is a zombie

@@ -48,7 +48,7 @@ def launch(soak, codes, texts):
 )
 def test_what_counts_as_named(soak, tmp_path, codes, texts, counter):
     options = soak.argparse.Namespace(jobs=1, minutes=1, faults=None, seed=0, backend="gloo", kinds=None)
-    running = soak.Soak(options, tmp_path)
+    running = soak.Soak(options, tmp_path, print)
     chain = soak.Chain(running, soak.random.Random(0), tmp_path / "chain")
     fault = {"kind": "kill", "ranks": [1], "signal": 9, "step": 0, "at": "data"}
     chain._paths.append(((2, 0),))
@@ -62,7 +62,7 @@ def test_what_counts_as_named(soak, tmp_path, codes, texts, counter):
 
 
 def test_other_bits_are_lost_bits(soak, tmp_path):
-    running = soak.Soak(soak.argparse.Namespace(backend="gloo"), tmp_path)
+    running = soak.Soak(soak.argparse.Namespace(backend="gloo"), tmp_path, print)
     chain = soak.Chain(running, soak.random.Random(0), tmp_path / "chain")
     chain._paths.append(((2, 0),))
     running._references[chain._setting, ((2, 0),)] = tmp_path, {4: "a"}

@@ -11,20 +11,20 @@ import threading
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import shardwise
-from shardwise.deferred import stored_names as names_in_files
+from shardwise.deferred import pretrained as names_in_files
 from shardwise.deferred.pretrained import PretrainedWeights
 from shardwise.errors import CheckpointError, ConfigError, DiskError
-from shardwise.inference.working_memory import working_memory
+from shardwise.inference.working_memory import dimensions_in, working_memory
 from shardwise.memory.placement import UnitSize, place, spread, window_bytes
 from shardwise.observe.storage import StorageObserver
 from shardwise.offload import weight_files
 from shardwise.partition import Span
 from shardwise.partition.stored import stored_tensors
-from shardwise.unit.origins import ORIGIN
+from shardwise.unit.master import ORIGIN
 from support import ranks
 from test_quantized import Wrapped, of_dtype, wrapped
 from test_quantized import build as build_quantized
@@ -102,7 +102,7 @@ def save(model, folder):
 def budget_for(model, weights_bytes, batch=2, context=16):
     """`device_memory` that leaves `weights_bytes` for weights."""
     buffers = sum(buffer.nbytes for buffer in model.buffers())
-    return weights_bytes + buffers + working_memory(model.config, batch, context, 2).total_bytes
+    return weights_bytes + buffers + working_memory(dimensions_in(model.config), batch, context, 2).total_bytes
 
 
 def layer_bytes(model):
@@ -350,6 +350,19 @@ def test_precision_casts_the_weights_and_the_inputs():
     streamed.shardwise_stream.close()
 
 
+def test_kernels_are_chosen_as_for_the_resident_model():
+    """torch's matmul folds its batch or not by `requires_grad`, also under no_grad."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(64, 10, bias=False)), torch.randn(2, 64, 7).transpose(1, 2)
+    with torch.no_grad():
+        expected = model(x)
+    flags = [param.requires_grad for param in model.parameters()]
+    streamed = shardwise.stream(model, "host", device="cpu")
+    assert torch.equal(streamed(x), expected)
+    assert [param.requires_grad for param in streamed.parameters()] == flags
+    streamed.shardwise_stream.close()
+
+
 def test_no_gradients_flow():
     streamed = chained(3.5)
     assert not streamed(torch.ones(1, 32, requires_grad=True)).requires_grad
@@ -447,6 +460,7 @@ def test_a_model_of_quantised_weights_alone_is_streamed_once():
     model.shardwise_stream.close()
 
 
+@pytest.mark.programs
 def test_a_process_may_end_without_close(tmp_path):
     """Threads that read ahead do not keep it, and nothing is said."""
     folder = save(make("dense"), tmp_path / "model")
@@ -492,9 +506,12 @@ def test_wrong_arguments_are_named():
         ({"precision": "int3"}, "precision is 'int3'"),
         ({"kv": "disk"}, "kv is 'disk'"),
         ({"batch": 0}, "batch 0"),
+        ({"device": "gpu7"}, "device is 'gpu7'"),
     ]:
         with pytest.raises(ConfigError, match=message):
-            shardwise.stream(chain(), device="cpu", **words)
+            shardwise.stream(chain(), **{"device": "cpu", **words})
+    with pytest.raises(ConfigError, match="the model is a int: give a module"):
+        shardwise.stream(5, device="cpu")
     with pytest.raises(ConfigError, match="one unit at a time takes"):
         shardwise.stream(chain(), "host", device_memory=unit_bytes() // 2, device="cpu")
     with pytest.raises(ConfigError, match="a module has none: pass the folder"):
@@ -527,6 +544,107 @@ def test_folders_that_are_not_whole_are_refused(tmp_path):
         shardwise.stream(folder, device="cpu")
 
 
+def edited(folder, change=lambda tensors: tensors, **settings):
+    """A folder of one file with other tensors, and other settings in its config.json. None removes one."""
+    file, config = folder / "model.safetensors", json.loads((folder / "config.json").read_text())
+    save_file({name: tensor.contiguous() for name, tensor in change(load_file(file)).items()}, file, {"format": "pt"})
+    changed = {name: value for name, value in (config | settings).items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(changed))
+    return folder
+
+
+def saved(model, folder):
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("weights", ["host", "disk"])
+def test_names_in_files_that_the_model_lacks_are_ignored_and_logged(tmp_path, caplog, weights):
+    model = make("dense")
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"  # in old files of Llama
+    folder = edited(saved(model, tmp_path), lambda tensors: {**tensors, name: torch.ones(4)})
+    streamed = shardwise.stream(folder, weights, device="cpu")
+    check_same(streamed, answers(model))
+    assert f"has {name!r}, which LlamaForCausalLM ignores" in caplog.text
+    streamed.shardwise_stream.close()
+
+
+@pytest.mark.parametrize("weights", ["host", "disk", "auto"])
+def test_what_files_lack_is_refused_and_not_drawn_at_random(tmp_path, weights):
+    folder = edited(
+        saved(make("dense"), tmp_path), lambda all: {k: v for k, v in all.items() if "layers.2.mlp" not in k}
+    )
+    with pytest.raises(CheckpointError, match=r"lacks 'model.layers.2.mlp.* and 2 more"):
+        shardwise.stream(folder, weights, device="cpu")
+
+
+def test_different_values_of_a_tied_parameter_are_refused(tmp_path):
+    model = make("tied")
+    both = saved(model, tmp_path / "both")
+    edited(both, lambda all: {**all, "lm_head.weight": all["model.embed_tokens.weight"].clone()})
+    streamed = shardwise.stream(both, "host", device="cpu")
+    check_same(streamed, answers(model))
+    streamed.shardwise_stream.close()
+    edited(both, lambda all: {**all, "lm_head.weight": 2 * all["model.embed_tokens.weight"]})
+    with pytest.raises(CheckpointError, match=r"different values for 'model.embed_tokens.weight' and 'lm_head.weight'"):
+        shardwise.stream(both, "host", device="cpu")
+
+
+def test_a_folder_that_names_no_dtype_computes_in_that_of_its_files(tmp_path):
+    model = make("dense")
+    streamed = shardwise.stream(edited(saved(model, tmp_path), dtype=None), "disk", device="cpu")
+    check_same(streamed, answers(model))
+    streamed.shardwise_stream.close()
+
+
+def test_parameters_that_transformers_keeps_in_fp32(tmp_path):
+    config = transformers.T5Config(
+        vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0
+    )
+    transformers.T5ForConditionalGeneration(config).half().save_pretrained(tmp_path)
+    resident = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path, dtype="auto").eval()
+    assert resident.encoder.block[0].layer[1].DenseReluDense.wo.weight.dtype == torch.float32
+    words = {"input_ids": prompts(), "decoder_input_ids": prompts(1)}
+    streamed = shardwise.stream(tmp_path, "host", device="cpu")
+    with torch.no_grad():
+        assert torch.equal(streamed(**words).logits, resident(**words).logits)
+    streamed.shardwise_stream.close()
+
+
+def test_a_folder_of_quantised_weights_is_left_to_transformers(tmp_path):
+    folder = edited(saved(make("dense"), tmp_path), quantization_config={"quant_method": "gptq", "bits": 4})
+    with pytest.raises(ConfigError, match=r"holds weights that gptq has quantized.*take weights='host'"):
+        shardwise.stream(folder, "disk", device="cpu")
+    with pytest.raises(ConfigError, match=rf"transformers cannot load {folder} \("):  # without the package for it
+        shardwise.stream(folder, "host", device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model_type": "unheard"}, "cannot read the configuration of .*`unheard`.*build the model in Python"),
+        ({"model_type": None}, "Should have a `model_type` key"),
+        ({"model_type": "x", "auto_map": {"AutoConfig": "code.Config"}}, "contains custom code"),
+        ({"hidden_size": "large"}, "'hidden_size' expected int"),
+        ({"hidden_act": "unheard"}, "cannot build"),
+    ],
+)
+def test_a_configuration_that_transformers_refuses_is_one_sentence(tmp_path, settings, message):
+    with pytest.raises(ConfigError, match=message) as error:
+        shardwise.stream(edited(saved(make("dense"), tmp_path), **settings), device="cpu")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [("adapter_config.json", "holds a PEFT adapter"), ("model_index.json", "pipeline of diffusers")],
+)
+def test_folders_of_other_libraries_are_named(tmp_path, file, message):
+    (tmp_path / file).write_text("{}")
+    with pytest.raises(CheckpointError, match=message):
+        shardwise.stream(tmp_path, device="cpu")
+
+
 @ranks(2)
 def test_a_folder_that_one_rank_lacks_is_an_error_on_all_of_them(rank, world_size, tmp_path):
     if rank == 0:
@@ -542,9 +660,17 @@ def test_a_file_that_is_cut_short_while_it_is_used(tmp_path):
     folder = save(model, tmp_path / "model")
     budget = budget_for(model, 5 * layer_bytes(model), 1, 8)
     streamed = shardwise.stream(folder, "disk", device_memory=budget, device="cpu", context=8)
-    os.truncate(folder / "model-1.safetensors", 4096)
-    with pytest.raises(DiskError, match="it was cut short while it was used"):
-        streamed(prompts()[:1])
+    file = folder / "model-1.safetensors"
+    whole = file.read_bytes()
+    os.truncate(file, 4096)
+    for _ in range(2):
+        with pytest.raises(DiskError, match="it was cut short while it was used"):
+            streamed(prompts()[:1])
+    with file.open("r+b") as mended:
+        mended.write(whole)
+    with torch.no_grad():
+        assert torch.equal(streamed(prompts()[:1]).logits, model(prompts()[:1]).logits)
+    assert streamed.shardwise_stream.report().weights_peak_bytes <= streamed.shardwise_stream.placement.device_bytes
     streamed.shardwise_stream.close()
 
 

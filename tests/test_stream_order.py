@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwise.config import Config
 from shardwise.config.shape import NodeShape
 from shardwise.dry_run.comm import DryComm, PipelineRank
-from shardwise.dry_run.dry_run import Scenario, build_decoder, dry_run
+from shardwise.dry_run.dry_run import Scenario, build_of, dry_run
 from shardwise.dry_run.kernels import cuda
-from shardwise.dry_run.streams import DryHostMemory
+from shardwise.dry_run.observer import DryHostMemory
 from shardwise.inference import streamed_model
 from shardwise.inference.start import StreamRequest, _start
 from shardwise.models.built_in import GPT
@@ -51,9 +51,9 @@ def branching():
 def follow(config, world_size, nodes=1, build=gpt, order=None, tp=1, pipeline=None):
     shape, order = NodeShape(nodes, world_size // nodes), order or StreamOrder()
     small = {"min_unit_bytes": 1, **config.get("runtime", {})}
-    loaded = Config.load({**config, "runtime": small}).for_shape(shape)
+    loaded = Config.load({**config, "runtime": small})
     with order.watching():
-        dry_run(Scenario(build, loaded, world_size, cuda(), shape, tp, pipeline), order)
+        dry_run(Scenario(build, loaded, shape, cuda(), tp, pipeline), order)
     return order
 
 
@@ -84,7 +84,7 @@ PIPELINES = [
 
 def follow_pipelines(rank, world_size):
     small = from_dimensions(Dimensions("small", 64, 4, 4, 256, 128, kv_heads=4), None)
-    build = partial(build_decoder, small, Workload(sequence=16))
+    build = build_of(small, Workload(sequence=16))
     return {
         (case, place): follow(
             {"preset": case[0], **BF16}, 2, build=build, tp=case[2], pipeline=PipelineRank(2, place, case[1], 4)
@@ -158,7 +158,7 @@ class Forgetful(StreamOrder):
 # Another wait comes first wherever these are issued in the cases below.
 FOLLOWS_ANOTHER = {
     "unit/reduce_scatter.py: ReduceScatter.abandon (compute)",  # after `finish`; alone where a backward is broken off
-    "offload/buffer_pool.py: DeviceBufferPool._drop_scratch (compute)",  # after the wait for the buffers of the pool
+    "offload/context.py: DeviceBufferPool._drop_scratch (compute)",  # after the wait for the buffers of the pool
     "unit/master.py: RestingPart.wait (compute)",  # after the gather that reads the new weights
 }
 CASES = [

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from support import CommandFailed, Outcome, RanksFailed, covering, matrix, ranks, run_command, run_ranks
 from support.fork_server import Forked
+from support.matrix import cases
 from support.ranks import values_of
 
 TESTS = Path(__file__).parent
@@ -216,6 +217,7 @@ run_ranks(test_support.hang_on_one_rank, 2)
 """
 
 
+@pytest.mark.programs
 def test_workers_end_when_pytest_is_killed():
     command = [sys.executable, "-c", PARENT.format(tests=str(TESTS))]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
@@ -278,6 +280,13 @@ def test_a_forked_process_is_like_a_started_one(tmp_path):
         run_command(command, cwd=tmp_path, forked=True)
 
 
+def test_the_support_is_imported_without_hypothesis(tmp_path):
+    (tmp_path / "script.py").write_text(
+        f"import sys\nsys.path.insert(0, {str(TESTS)!r})\nsys.modules['hypothesis'] = None\nimport conftest\n"
+    )
+    run_command([sys.executable, "script.py"], cwd=tmp_path, timeout=60, forked=True)
+
+
 def test_a_forked_process_ends_by_signals(tmp_path):
     (tmp_path / "script.py").write_text("import time; time.sleep(1000)")
     process = Forked([sys.executable, tmp_path / "script.py"])
@@ -317,12 +326,13 @@ def test_a_covering_array_is_small_and_the_same_every_time():
 
 
 def test_a_matrix_marks_the_rest_of_the_product_full():
-    cases = matrix(PARAMETERS).args[1]
-    assert len(cases) == 4 * 2 * 2 * 3
-    ordinary = [case for case in cases if not case.marks]
+    rows = cases(PARAMETERS)
+    assert len(rows) == 4 * 2 * 2 * 3
+    ordinary = [row for row in rows if not row.marks]
     assert len(ordinary) == len(covering(PARAMETERS))
-    assert {mark.name for case in cases for mark in case.marks} == {"full"}
-    assert len({case.id for case in cases}) == len(cases)
+    assert {mark.name for row in rows for mark in row.marks} == {"full"}
+    assert len({row.id for row in rows}) == len(rows)
+    assert [row.id for row in cases(PARAMETERS, full=False)] == [row.id for row in ordinary]
 
 
 @matrix({"world_size": [1, 2], "value": [3, 5]}, strength=1)

@@ -4,6 +4,7 @@ import contextlib
 import io
 import math
 import runpy
+import warnings
 from pathlib import Path
 
 import pytest
@@ -498,3 +499,77 @@ def test_the_example_runs(rank, world_size):
     if rank == 0:
         assert "the same bits in all stages: True" in output.getvalue()
         assert "loaded at tp 1 x dp 4 with the same bits: True" in output.getvalue()
+
+
+class Gained(Block):
+    """A parameter that every tp rank holds whole, and of whose gradient each has the part of its own channels."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.gain = nn.Parameter(torch.full((1,), 0.7))
+
+    def forward(self, x):
+        return x + self.down(gelu(self.up(self.norm(x))) * self.gain)
+
+
+def gained_on(mesh):
+    torch.manual_seed(0)
+    return nn.Sequential(Gained(H), Gained(H)) if mesh is None else parallelized(gained_on(None), mesh["tp"])
+
+
+@ranks(4)
+def test_a_hook_that_adds_a_gradient_up_over_tp_sees_that_of_one_micro_batch(rank, world_size):
+    """Transformers' plans add the gradients of Qwen 3's norms up so. Where micro-batches were added in place, the hook
+    added those before up again."""
+    mesh, K, plain = mesh_of(2), 3, gained_on(None)
+    optimizer = sgd(plain.parameters())
+    for number in range(K):
+        x = [batch(number, dp_rank) for dp_rank in range(2)]
+        (sum(plain(each).square().sum() for each in x) / (B * L * H * 2 * K)).backward()
+    optimizer.step()
+    for preset in ("zero0", "zero1", "zero2"):
+        model = gained_on(mesh)
+        for block in model:
+            block.gain.register_post_accumulate_grad_hook(
+                lambda p: dist.all_reduce(p.grad, group=mesh["tp"].get_group())
+            )
+        config = {"preset": preset, "batch": {"accumulation": K}}
+        engine = shardwise.initialize(model, sgd(model.parameters()), config, mesh=mesh)
+        train(engine, mesh, steps=range(K))
+        assert engine.steps == 1
+        assert differs_by(values(engine), {name: param.detach() for name, param in plain.named_parameters()}) <= 1e-6
+        engine.destroy()
+
+
+@ranks(4)
+def test_copies_that_would_drift_apart_are_noticed(rank, world_size):
+    """Also where the gradient of an input is one rank's part: that of the last block's is right, so it is not named."""
+    mesh = mesh_of(2)
+    model = gained_on(mesh)
+    engine = shardwise.initialize(model, sgd(model.parameters()), "zero2", mesh=mesh)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(engine, mesh, steps=range(1))
+    said = [str(each.message) for each in caught if "drift apart" in str(each.message)]
+    assert len(said) == (rank == 0)
+    assert all("2 parameters" in each and "'1.gain'" in each for each in said)
+    engine.destroy()
+
+
+@ranks(4)
+def test_a_tie_that_the_cut_has_broken_is_noticed(rank, world_size):
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = mesh_of(2)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(8, H), nn.Linear(H, 8, bias=False))
+    model[1].weight = model[0].weight
+    parallelize_module(model, mesh["tp"], {"0": RowwiseParallel(), "1": ColwiseParallel()})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        shardwise.initialize(model, sgd, "zero2", mesh=mesh).destroy()
+    assert sum("'0.weight' and '1.weight' have the same values" in str(each.message) for each in caught) == (rank == 0)
+    model[1].weight = model[0].weight
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        shardwise.initialize(model, sgd, "zero2", mesh=mesh).destroy()

@@ -1,8 +1,12 @@
-"""Tensor parallelism x ZeRO over NCCL, with four ranks on one GPU."""
+"""Tensor parallelism x ZeRO over NCCL, with four ranks on one GPU: bits, checkpoints, and peaks as foreseen."""
+
+import json
 
 import pytest
 import torch
 
+import shardwise
+from shardwise.models.built_in import GPT, tokens
 from support.nccl import run_script
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -74,3 +78,54 @@ os._exit(0)
 
 def test_stages_and_tiers_have_the_same_bits_and_those_of_one_process_to_rounding(tmp_path):
     run_script(SCRIPT, tmp_path, 4, LIMIT_S)
+
+
+PRESETS = ("zero1", "zero2", "zero3")
+SIZES = {"hidden": 1024, "layers": 4, "heads": 8, "vocabulary": 4000, "length": 256}
+BATCH = 8
+
+PEAKS = f"""
+import gc, json, os, sys
+rank = int(os.environ["RANK"])
+import torch, torch.distributed as dist
+torch.cuda.set_device(0)
+dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.FileStore(sys.argv[1] + "/store", 4), rank=rank, world_size=4)
+from torch.distributed.device_mesh import init_device_mesh
+import shardwise
+from shardwise.models.built_in import GPT
+from shardwise.models.tensor_parallel import tensor_parallel
+
+mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("dp", "tp"))
+peaks = {{}}
+for preset in {PRESETS}:
+    model = tensor_parallel(GPT(**{SIZES}, fused=False).cuda(), mesh["tp"])
+    engine = shardwise.initialize(model, torch.optim.AdamW(model.parameters()), preset, mesh=mesh)
+    for step in range(4):
+        if step == 3:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        engine.backward(engine(torch.randint({SIZES["vocabulary"]}, ({BATCH}, {SIZES["length"]} + 1), device="cuda")))
+        engine.step()
+    torch.cuda.synchronize()
+    peaks[preset] = torch.cuda.max_memory_allocated()
+    engine.destroy()
+    del model, engine
+    gc.collect()
+    torch.cuda.empty_cache()
+if rank == 0:
+    open(sys.argv[1] + "/peaks.json", "w").write(json.dumps(peaks))
+dist.barrier()
+os._exit(0)
+"""
+
+
+def build():
+    model = GPT(**SIZES, fused=False)
+    return model, tokens(BATCH, SIZES["length"], SIZES["vocabulary"])
+
+
+def test_peaks_are_the_foreseen_ones(tmp_path):
+    run_script(PEAKS, tmp_path, 4, LIMIT_S)
+    measured = json.loads((tmp_path / "peaks.json").read_text())
+    foreseen = {preset: shardwise.foresee(build, preset, 4, "cuda", tp=2).peak_bytes for preset in PRESETS}
+    assert foreseen == pytest.approx(measured, rel=0.03)

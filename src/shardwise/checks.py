@@ -5,7 +5,6 @@ Each raises a ConfigError that names the option, what was found and what is expe
 
 from __future__ import annotations
 
-import contextlib
 import os
 import tempfile
 from pathlib import Path
@@ -59,12 +58,11 @@ def check_output_folder(option: str, path: str | Path) -> None:
 
 def read_limited(path: Path, most_bytes: int) -> bytes:
     """The content of a file; a ConfigError if it cannot be read or has more than `most_bytes`."""
-    with contextlib.ExitStack() as stack:
-        try:
-            file = stack.enter_context(path.open("rb"))
+    try:
+        with path.open("rb") as file:
             content = file.read(most_bytes + 1)
-        except OSError as error:
-            raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
     if len(content) > most_bytes:
         raise ConfigError(f"{path}: has more than {most_bytes} bytes, too many for what it should be: check its name")
     return content

@@ -5,7 +5,7 @@ import sys
 import warnings
 from inspect import Signature
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -22,6 +22,7 @@ from shardwise.cli_options import (
     within,
 )
 from shardwise.errors import ShardwiseError
+from shardwise.machine.output import make_printable
 from shardwise.train.options import options_from, options_of
 
 app = typer.Typer(
@@ -296,10 +297,16 @@ def generate(
     if model is None and prompt is None and prompts is None:
         prompt = options_of().outputs.prompt
     command.run(
-        command.GenerateOptions(
-            *(folder, prompt, prompts, weights, device_memory, host_memory),
-            *(precision, kv, max_new_tokens, batch, device),
-        )
+        folder,
+        command.read_prompts(prompt, prompts),
+        weights=weights,
+        device_memory=device_memory,
+        host_memory=host_memory,
+        precision=precision,
+        kv=kv,
+        max_new_tokens=max_new_tokens,
+        batch=batch,
+        device=device,
     )
 
 
@@ -353,15 +360,17 @@ def import_deepspeed(
 def main() -> None:
     """The entry point of the `shardwise` command. A ShardwiseError becomes one message and exit code 2."""
     warnings.showwarning = _show_warning
+    make_printable()
     try:
         try:
             app()
         finally:
             sys.stdout.flush()
     except (ShardwiseError, OSError) as error:
-        if "--debug" in sys.argv or (isinstance(error, OSError) and not _is_output_refused()):
+        is_ours = isinstance(error, ShardwiseError)  # a DiskError is an OSError too
+        if "--debug" in sys.argv or not (is_ours or _is_output_refused()):
             raise
-        reason = error if isinstance(error, ShardwiseError) else f"nothing can be printed: {error.strerror}"
+        reason = error if is_ours else f"nothing can be printed: {cast(OSError, error).strerror}"
         typer.secho(f"error: {reason}", fg="red", err=True)
         raise SystemExit(2) from None
 

@@ -23,7 +23,7 @@ def path(text: str | Path) -> Path:
 
 def location(text: Any) -> Any:
     """A path, or the address of an object store."""
-    from shardwise.checkpoint.locations import locate
+    from shardwise.checkpoint.object_store import locate
 
     return locate(text) if "://" in str(text) else path(text)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ KIND_COLORS = {
     "other": "#dddddd",
 }
 DARK, RED = "#2f4b6e", "#c03030"
+BAR = 0.63
+"""The height of a bar, of the row's."""
 
 
 def pyplot() -> Any:
@@ -45,6 +47,21 @@ def figure(path: str | Path, rows: int, columns: int, size: tuple[float, float],
         axis.set_axisbelow(True)
     made.savefig(path, dpi=150)
     plt.close(made)
+
+
+def stacked_bars(axis: Any, parts: Mapping[str, Sequence[float]], colors: Mapping[str, str]) -> None:
+    """A bar of several parts in each row; `parts` has the lengths of one kind in all rows."""
+    lefts: Sequence[float] = [0.0] * max(map(len, parts.values()))
+    for kind, widths in parts.items():
+        axis.barh(range(len(widths)), widths, left=lefts, height=BAR, color=colors[kind], label=kind.replace("_", " "))
+        lefts = [left + width for left, width in zip(lefts, widths, strict=True)]
+
+
+def vertical_grid(axis: Any) -> None:
+    """For bars: lines at the values, and no line or ticks beside the names."""
+    axis.spines["left"].set_visible(False)
+    axis.tick_params(left=False)
+    axis.grid(axis="x", color="#dddddd", linewidth=0.6)
 
 
 def check_path(path: str | Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import defaultdict
+from collections.abc import Callable
 
 import torch
 from torch.profiler import record_function
@@ -23,16 +24,17 @@ class Clock:
     """Host seconds by phase; with `device`, each phase waits for it, so that the seconds are the device's too."""
 
     def __init__(self, device: torch.device | None = None) -> None:
-        self._device = device if device is not None and device.type == "cuda" else None
+        self._device = device
+        waits = device is not None and device.type == "cuda"
+        self.now_s: Callable[[], float] = self._device_s if waits else time.perf_counter
         self.seconds: defaultdict[str, float] = defaultdict(float)
 
     def phase(self, name: str) -> _Phase:
         """Add the seconds that pass within it to those of a phase."""
         return _Phase(self, name)
 
-    def now_s(self) -> float:
-        if self._device is not None:
-            torch.cuda.synchronize(self._device)
+    def _device_s(self) -> float:
+        torch.cuda.synchronize(self._device)
         return time.perf_counter()
 
 

@@ -65,6 +65,15 @@ def format_count(n: int | float) -> str:
     return _format(n, _COUNT, {})
 
 
+def three_digits(value: float) -> str:
+    """A number in at most three significant digits, or all digits before the point.
+
+    >>> three_digits(0.12345), three_digits(1234.6)
+    ('0.123', '1235')
+    """
+    return f"{value:.0f}" if value >= 99.5 else f"{value:.3g}"
+
+
 def _read(value: object, units: Mapping[str, int], allowed: str) -> int:
     number, unit = _split(value, allowed)
     factor = units.get(unit.lower())

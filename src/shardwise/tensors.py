@@ -1,4 +1,4 @@
-"""Finding and replacing the tensors inside whatever a module takes, returns, or keeps aside; blanks; host flags."""
+"""Tensors: those inside what a module takes, returns or keeps; blanks; names of dtypes; flags on the host."""
 
 from __future__ import annotations
 
@@ -22,6 +22,11 @@ def blank(dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tenso
     return torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device)
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype without its module, such as `float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
 class HostFlags:
     """Flags that were decided on a device, copied to the host without waiting for them."""
 
@@ -34,7 +39,7 @@ class HostFlags:
 
     @property
     def are_here(self) -> bool:
-        """Whether `wait` would not wait."""
+        """Whether `wait` returns at once."""
         return self._event is None or self._event.query()
 
     def wait(self) -> list[bool]:
@@ -47,9 +52,24 @@ class HostFlags:
 
 @contextlib.contextmanager
 def outside_inference() -> Iterator[None]:
-    """Within it, a `torch.inference_mode` of the user does not hold: tensors made there cannot be written elsewhere."""
+    """Within it, the user's `torch.inference_mode` is off: tensors made under it cannot be written outside of it."""
     with torch.inference_mode(False), torch.no_grad():
         yield
+
+
+@contextlib.contextmanager
+def contiguous(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The same values in one piece, for an operation that writes them; they are copied back. A collective takes memory
+    from the first element on for as many bytes as there are elements, which an expanded tensor does not have."""
+    if tensor.is_contiguous():
+        yield tensor
+        return
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0:
+            tensor = tensor.narrow(dim, 0, min(1, tensor.shape[dim]))
+    values = tensor.contiguous()
+    yield values
+    tensor.copy_(values)
 
 
 def tensors_in(*values: Any) -> list[torch.Tensor]:
@@ -81,7 +101,7 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
 
 
 def outputs_in(value: Any) -> Iterator[torch.Tensor]:
-    """As `tensors_in`, and also inside objects of any other class, through their attributes; each object once."""
+    """Like `tensors_in`, and also the tensors in attributes of objects of any other class; each object once."""
     seen: set[int] = set()
     found = [value]
     while found:
@@ -108,7 +128,7 @@ def _slots(kind: type) -> Iterable[str]:
 
 
 def kept_by(modules: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
-    """Tensors that modules keep in attributes of theirs, alone or in a short list, tuple or dict: losses put aside."""
+    """Tensors in attributes of modules, alone or in a short list, tuple or dict: a module may keep a loss there."""
     for module in modules:
         for name, value in vars(module).items():
             is_kept = value.__class__ in _KEPT and name not in _OWN

@@ -116,7 +116,8 @@ def module():
         def configure_model(self):
             if not hasattr(self, "net"):
                 torch.manual_seed(0)
-                self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+                with torch.device("cpu"):  # Lightning's contexts differ: on the GPU for stage 2, not for stage 3
+                    self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
 
         def training_step(self, batch, index):
             loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])

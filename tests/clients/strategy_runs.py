@@ -23,6 +23,8 @@ def run_all(rank, world_size, folder):
     found["ddp manual"] = fit("ddp", f"{folder}/ddp-manual", manual=True)
     found |= resumed(folder)
     found["refused"] = refused(folder)
+    found["raised"] = raised(folder)
+    make_trainer("zero3", f"{folder}/left", keeps_model=False).fit(module(), loader())
     return found if rank == 0 else None
 
 
@@ -91,7 +93,23 @@ def refused(folder):
     return found
 
 
-def make_trainer(stage, folder, devices=2, deferred=False, **options):
+def raised(folder):
+    """How a fit ends in which the module raises on all ranks."""
+    import lightning.pytorch as pl
+
+    class Raising(pl.Callback):
+        def on_train_batch_start(self, *args):
+            raise KeyError("a bad batch")
+
+    try:
+        make_trainer("zero3", f"{folder}/raised", callbacks=[Raising()], enable_checkpointing=False).fit(
+            module(), loader()
+        )
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def make_trainer(stage, folder, devices=2, deferred=False, keeps_model=True, **options):
     import lightning.pytorch as pl
 
     from shardwise.integrations.lightning import ShardwiseStrategy
@@ -100,7 +118,7 @@ def make_trainer(stage, folder, devices=2, deferred=False, **options):
     if "callbacks" not in options:
         chosen |= {"enable_checkpointing": False}
     config = {"preset": stage, "gradients": {"order": "sharded"}}
-    strategy = "ddp" if stage == "ddp" else ShardwiseStrategy(config, deferred=deferred)
+    strategy = "ddp" if stage == "ddp" else ShardwiseStrategy(config, deferred=deferred, keeps_model=keeps_model)
     return pl.Trainer(
         accelerator="cpu",
         devices=devices,

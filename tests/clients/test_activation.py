@@ -13,10 +13,12 @@ from shardwise.errors import CompatibilityError
 from support import run_command
 
 CLI = [sys.executable, "-c", "from shardwise.cli import main; main()"]
-# As clients look for it, which takes no time: `import deepspeed` would import torch.
+# As clients look for it, which takes no time: `import deepspeed` would import torch. The line is one write: torchrun's
+# ranks are unbuffered and share an output.
 WHO = (
     "from importlib.util import find_spec; from importlib.metadata import version; found = find_spec('deepspeed'); "
-    "print(version('deepspeed') if found else 'absent', bool(found) and 'compat' in found.origin, flush=True)"
+    "name, ours = version('deepspeed') if found else 'absent', bool(found) and 'compat' in found.origin; "
+    r"print(f'{name} {ours}\n', end='', flush=True)"
 )
 NAME = f"0.16.3+shardwise.{__version__}"
 IMPORT = """
@@ -43,7 +45,8 @@ def test_a_command_and_all_that_it_starts_find_it(script):
 def test_a_script_on_several_ranks_and_the_launcher(script):
     shown = run_command([*CLI, "run", "--as-deepspeed", "-n", "2", script]).stdout
     assert shown.split() == [NAME, "True"] * 2
-    script.write_text("import sys, os; print(sys.argv[1:], os.environ['WORLD_SIZE'], flush=True)")
+    told = r"print(f'{sys.argv[1:]} {size}\n', end='', flush=True)"
+    script.write_text(f"import os, sys; size = os.environ['WORLD_SIZE']; {told}")
     shown = run_command([*CLI, "run", "--as-deepspeed", "--", "deepspeed", "--num_gpus", "2", script, "--x"]).stdout
     assert sorted(shown.splitlines()) == ["['--local_rank=0', '--x'] 2", "['--local_rank=1', '--x'] 2"]
 

@@ -1,5 +1,6 @@
 """The API that DeepSpeed's users write by hand, on two ranks."""
 
+import base64
 import contextlib
 import importlib
 import json
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from pydantic import Field
 from torch import nn
 
 from clients.devices import DEVICES, share_gpu
@@ -249,16 +251,242 @@ def test_small_calls_of_users_are_served_and_others_named(rank, world_size):
     x = torch.ones(2, 4, requires_grad=True)
     ds.checkpointing.checkpoint(nn.Linear(4, 4), x).sum().backward()
     assert x.grad is not None
-    with pytest.raises(
-        AttributeError, match="'offload_states', and neither has DeepSpeedEngine as shardwise serves it"
-    ):
-        engine.offload_states()
-    with pytest.raises(ModuleNotFoundError, match=r"deepspeed\.monitor is not in the module .* from the loop"):
-        importlib.import_module("deepspeed.monitor.monitor")
+    with pytest.raises(AttributeError, match="'eigenvalues', and neither has DeepSpeedEngine as shardwise serves it"):
+        engine.eigenvalues()
+    with pytest.raises(ModuleNotFoundError, match=r"deepspeed\.profiling is not in the module .* torch\.profiler"):
+        importlib.import_module("deepspeed.profiling.flops_profiler")
     with pytest.raises(ModuleNotFoundError, match="without a conversion"):
         importlib.import_module("deepspeed.checkpoint.reshape_utils")
     with pytest.raises(CompatibilityError, match="shardwise plan MODEL"):
         ds.runtime.zero.stage3.estimate_zero3_model_states_mem_needs_all_live(net, num_gpus_per_node=8)
+
+
+@ranks(2)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_states_move_to_the_host_between_steps(rank, world_size, stage):
+    ds, net = deepspeed(), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+    kinds = ds.runtime.zero.offload_config.OffloadStateTypeEnum
+    engine, *_ = ds.initialize(model=net, config=settings(stage, gradient_accumulation_steps=1, bf16={"enabled": True}))
+
+    def on_device():
+        return engine.shardwise_engine.report().tier_bytes.get("device", 0)
+
+    def train():
+        engine.backward(engine(torch.ones(2, 8, dtype=torch.bfloat16)).square().mean())
+        engine.step()
+
+    train()
+    whole, expected = on_device(), ds.utils.safe_get_full_fp32_param(net[0].weight).clone()
+    engine.offload_states(include=[kinds.optim_states, kinds.hp_params, kinds.contiguous_grad_buffer])
+    engine.offload_states(device="cpu", pin_memory=False, non_blocking=True)
+    assert 0 < on_device() < whole if stage == 1 else on_device() == 0  # replicated weights stay
+    with pytest.raises(RuntimeError, match="leave its `with` block first"):
+        train()
+    engine.zero_grad()
+    for _ in range(2):
+        engine.reload_states(non_blocking=True)
+    assert on_device() == whole
+    assert torch.equal(ds.utils.safe_get_full_fp32_param(net[0].weight), expected)
+    train()
+    with pytest.raises(CompatibilityError, match="states move to 'cpu' alone"):
+        engine.offload_states(device="nvme")
+    engine.offload_states()
+    engine.destroy()
+
+
+@ranks(2)
+def test_parameters_of_an_engine_are_opened_and_closed_one_by_one(rank, world_size):
+    ds, net = deepspeed(), nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    dist.broadcast(net[0].weight.data, 0)
+    built, params = net[0].weight.detach().clone(), list(net.parameters())
+    config = settings(3, gradient_accumulation_steps=1, scheduler=None)
+
+    def train(engine):
+        engine.backward(engine(torch.ones(2, 64)).square().mean())
+        engine.step()
+
+    engine, *_ = ds.initialize(model=net, model_parameters=params, config=config)
+    params[0].all_gather_coalesced(params).wait()
+    assert torch.equal(params[0], built)
+    train(engine)
+    assert all(torch.equal(param, ds.utils.safe_get_full_fp32_param(param)) for param in params)
+    params[0].partition(param_list=params)
+    assert {param.ds_status.name for param in params} == {"NOT_AVAILABLE"}
+    params[0].all_gather()
+    params[0].all_gather()
+    assert not torch.equal(params[0], built)
+    engine.destroy()
+    engine, *_ = ds.initialize(model=net, model_parameters=params, config=config)
+    train(engine)
+    params[0].all_gather()
+    assert not params[0].isnan().any()
+
+
+@ranks(2)
+def test_what_is_written_between_all_gather_and_partition_is_kept_on_request(rank, world_size):
+    ds = deepspeed()
+    with ds.zero.Init():
+        net = nn.Linear(8, 8, bias=False)
+
+    def write(value, is_kept):
+        net.weight.all_gather()
+        net.weight.data.fill_(value)
+        net.weight.partition(has_been_updated=is_kept)
+
+    write(3.0, is_kept=True)
+    write(-1.0, is_kept=False)
+    with ds.zero.GatheredParameters(net.weight):
+        assert torch.all(net.weight == 3.0)
+    config = settings(3, bf16={"enabled": True})
+    _engine, *_ = ds.initialize(model=net, model_parameters=net.parameters(), config=config)
+    write(5.0, is_kept=True)
+    assert torch.all(ds.utils.safe_get_full_fp32_param(net.weight) == 5.0)
+
+
+@ranks(2)
+def test_tensors_of_a_state_dict_stand_for_the_parameters_that_no_file_had(rank, world_size):
+    """As transformers 4.57 fills them: it passes all, without its mark on those that it has loaded."""
+    ds = deepspeed()
+    with ds.zero.Init():
+        net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for loaded in net[0].parameters():
+        loaded._is_hf_initialized = True
+    with ds.zero.GatheredParameters(list(net.state_dict().values()), modifier_rank=0):
+        assert net[0].weight.numel() == 0
+        nn.init.constant_(net[1].weight, rank + 3.0)
+    with ds.zero.GatheredParameters(net[1].weight):
+        assert torch.equal(net[1].weight, torch.full((4, 4), 3.0))
+
+
+@ranks(2)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_values_of_another_size_are_refused(rank, world_size, stage):
+    ds, net = deepspeed(), nn.Linear(8, 8)
+    engine, *_ = ds.initialize(model=net, model_parameters=net.parameters(), config=settings(stage))
+    steps(engine, 1)
+    engine.backward(engine(torch.ones(2, 8)).mean())
+    utils, before = ds.utils, ds.utils.safe_get_full_fp32_param(net.weight)
+    for setter, further in (
+        (utils.safe_set_full_fp32_param, ()),
+        (utils.safe_set_full_grad, ()),
+        (utils.safe_set_full_optimizer_state, ("exp_avg",)),
+        (utils.safe_set_local_fp32_param, ()),
+        (utils.safe_set_local_grad, ()),
+        (utils.safe_set_local_optimizer_state, ("exp_avg",)),
+    ):
+        with pytest.raises(AssertionError, match="Number of elements do not match: 65 are given"):
+            setter(net.weight, torch.ones(65), *further)
+    assert torch.equal(utils.safe_get_full_fp32_param(net.weight), before)
+
+
+@ranks(2)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_values_that_are_not_there_are_not_set(rank, world_size, stage):
+    ds, net = deepspeed(), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    net[0].weight.requires_grad_(False)
+    engine, *_ = ds.initialize(model=net, model_parameters=net.parameters(), config=settings(stage))
+    utils, trained, frozen, ones = ds.utils, net[1].weight, net[0].weight, torch.ones(8, 8)
+    for name in ("safe_set_full_grad", "safe_set_local_grad"):
+        with pytest.raises(ValueError, match=r"'1.weight' has no reduced gradient now: set it after the last backward"):
+            getattr(utils, name)(trained, ones)
+        with pytest.raises(ValueError, match=r"'0.weight' is frozen, and has no gradient to set"):
+            getattr(utils, name)(frozen, ones)
+        with pytest.raises(ValueError, match="under no engine"):
+            getattr(utils, name)(nn.Parameter(ones), ones)
+    own = utils.safe_get_local_fp32_param(trained)
+    for when in ("none before its first step", "'exp_avg', 'exp_avg_sq'"):
+        for setter, values in (("safe_set_full_optimizer_state", ones), ("safe_set_local_optimizer_state", own)):
+            with pytest.raises(ValueError, match=f"no state 'momentum': it has {when}"):
+                getattr(utils, setter)(trained, values, "momentum")
+        steps(engine, 2)
+    with pytest.raises(ValueError, match=r"'0.weight' is frozen, and has no state to set"):
+        utils.safe_set_full_optimizer_state(frozen, ones, "exp_avg")
+    utils.safe_set_full_optimizer_state(trained, ones, "exp_avg")
+    assert torch.equal(utils.safe_get_full_optimizer_state(trained, "exp_avg"), ones)
+
+
+@ranks(2)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_is_no_loss_or_no_model_is_named(rank, world_size, stage):
+    ds, net = deepspeed(), nn.Linear(8, 8)
+    with pytest.raises(AssertionError, match=r"requires a model, a torch.nn.Module: model is a function"):
+        ds.initialize(model=lambda inputs: inputs, config=settings(stage))
+    engine, *_ = ds.initialize(model=net, model_parameters=net.parameters(), config=settings(stage))
+    outputs = engine(torch.ones(2, 8))
+    for loss, message in (
+        (3.0, "not a float: pass the model's loss"),
+        (outputs, r"not one of shape \(2, 8\): reduce it by"),
+        (outputs.mean().detach(), "this one was detached, or made under no_grad"),
+    ):
+        with pytest.raises(AssertionError, match=message):
+            engine.backward(loss)
+
+
+@ranks(2)
+def test_collectives_take_deepspeeds_words_about_logging(rank, world_size):
+    comm, values = deepspeed().comm, torch.ones(2) + rank
+    comm.all_reduce(values, op=comm.ReduceOp.MAX, prof=True, log_name="sum", debug="here")
+    assert values.tolist() == [2.0, 2.0]
+    comm.broadcast(tensor=values.mul_(rank + 1), src=1, prof=False)
+    assert values.tolist() == [4.0, 4.0]
+    parts = [torch.empty(2) for _ in range(2)]
+    comm.all_gather(parts, values + rank, log_name="parts")
+    assert [part[0].item() for part in parts] == [4.0, 5.0]
+    assert comm.inference_all_reduce(values, log_name="inference") is values
+    assert values.tolist() == [8.0, 8.0]
+
+
+@ranks(1)
+def test_trl_sees_the_hooks_that_it_removes_and_puts_back(rank, world_size):
+    ds, net = deepspeed(), nn.Linear(8, 8)
+    engine, optimizer, *_ = ds.initialize(model=net, model_parameters=net.parameters(), config=settings(3))
+    offload = optimizer.parameter_offload
+    with ds.runtime.zero.unwrap_model_for_generation(engine):
+        assert not offload.forward_hooks
+    assert offload.forward_hooks
+    for add in ("_register_deepspeed_module", "_register_hooks_recursively"):  # from DeepSpeed 0.16.4 on, and before
+        for hook in offload.forward_hooks + offload.backward_hooks:
+            hook.remove()
+        offload.forward_hooks, offload.backward_hooks = [], []
+        getattr(offload, add)(offload.module)
+        assert offload.forward_hooks
+    steps(engine, 2)
+
+
+@ranks(1)
+def test_rates_after_a_step_are_those_of_the_next_one(rank, world_size):
+    ds, rates = deepspeed(), []
+    for half in ({}, {"fp16": {"enabled": True, "initial_scale_power": 4}}):
+        net = nn.Linear(8, 8)
+        config = settings(1, gradient_accumulation_steps=1, **half)
+        engine, _, _, schedule = ds.initialize(model=net, model_parameters=net.parameters(), config=config)
+        rates.append([])
+        for _ in range(3):
+            steps(engine, 1)
+            rates[-1].append((schedule.get_last_lr(), engine.get_lr()))
+    assert rates[0] == rates[1]
+
+
+@ranks(1)
+def test_init_reads_a_configuration_from_a_file(rank, world_size, tmp_path):
+    ds, path = deepspeed(), tmp_path / "zero3.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 3, "enable_sanity_checks": True}}))
+    with ds.zero.Init(config_dict_or_path=str(path)):
+        net = nn.Linear(4, 4)
+    with pytest.raises(RuntimeError, match="in-place modification"), ds.zero.GatheredParameters(net.weight):
+        nn.init.ones_(net.weight)
+    with ds.zero.Init(config_dict_or_path="not-there.json", enabled=False):
+        assert not hasattr(nn.Linear(4, 4).weight, "ds_id")
+
+
+@ranks(1)
+def test_folders_for_states_on_disk_are_made(rank, world_size, tmp_path):
+    config = settings(3)
+    for name in ("param", "optimizer"):
+        config["zero_optimization"][f"offload_{name}"] = {"device": "nvme", "nvme_path": str(tmp_path / "new" / name)}
+    engine, *_ = deepspeed().initialize(model=(net := model()), model_parameters=net.parameters(), config=config)
+    steps(engine, 2)
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["optimizer", "param"]
 
 
 @ranks(2)
@@ -280,6 +508,7 @@ def test_the_size_of_a_step_is_changed_between_steps(rank, world_size, stage):
     assert engine.get_batch_info() == (4, 1, 2)
     with pytest.raises(ValueError, match="pass a multiple of 2"):
         engine.set_train_batch_size(3)
+    assert engine.global_samples == 3 * 8  # counted with the size that each step had
     engine.backward(engine(torch.ones(2, 8)).mean())
     with pytest.raises(CompatibilityError, match=r"change it after step\(\)"):
         engine.set_train_batch_size(8)
@@ -304,7 +533,7 @@ def test_engines_answer_what_scripts_read_and_refuse_what_would_be_ignored(rank,
     assert engine.param_names[net[2].bias] == "2.bias"
     assert (engine.mpu, engine.monitor.enabled, engine.dist_backend) == (None, False, "gloo")
     assert sorted(engine.module_state_dict(exclude_frozen_parameters=True)) == ["0.weight", "2.bias", "2.weight"]
-    assert len(engine.deepspeed_io(list(range(5)), 2, "eval")) == 3
+    assert [row.tolist() for row in engine.deepspeed_io(list(range(5)), 2, "eval")] == [[0, 1], [2, 3], [4]]
     with pytest.raises(AssertionError, match=r"backward\(\) takes a scalar tensor"):
         engine.backward(engine(torch.ones(2, 8)))
     engine.zero_grad()
@@ -446,6 +675,8 @@ def test_what_deepspeed_refuses_of_an_optimizer_is_refused(rank, world_size):
     own = type("Own", (torch.optim.SGD,), {"__module__": "script"})(net.parameters())
     with pytest.raises(AssertionError, match="zero_allow_untested_optimizer is false"):
         ds.initialize(model=net, optimizer=own, config=plain | {"zero_allow_untested_optimizer": False})
+    with pytest.raises(AssertionError, match="optimizer is a list"):
+        ds.initialize(model=net, optimizer=[own], config=settings(2))
     engine, *_ = ds.initialize(model=net, config=plain)
     for call in (lambda: engine.backward(engine(torch.ones(2, 8)).mean()), engine.step):
         with pytest.raises(AssertionError, match="must provide optimizer"):
@@ -456,12 +687,48 @@ def test_what_deepspeed_refuses_of_an_optimizer_is_refused(rank, world_size):
     assert isinstance(optimizer, ds.runtime.base_optimizer.ZeROOptimizer)
     assert optimizer.needs_scaler()
     assert (optimizer.dynamic_loss_scale, optimizer.loss_scaler.loss_scale) == (False, 138.0)
+    assert (optimizer.loss_scaler.cur_iter, optimizer.loss_scaler.scale_window, optimizer.min_loss_scale) == (
+        0,
+        1000,
+        1,
+    )
     with pytest.raises(RuntimeError, match="Loss scaling is required"):
         engine(torch.ones(2, 8)).mean().backward()
     with pytest.raises(AssertionError, match="scalar tensor"):
         engine.scale(engine(torch.ones(2, 8)))
     engine.scale(engine(torch.ones(2, 8)).mean()).backward()
     assert ds.utils.safe_get_full_grad(net.weight) is not None
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"train_batch_size": 7, "train_micro_batch_size_per_gpu": 3}, "no multiple of"),
+        ({"train_batch_size": 5, "train_micro_batch_size_per_gpu": 2}, "does not multiply|no multiple of"),
+        ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "switch one of the two off"),
+        ({"optimizer": {"type": "Foo"}}, "nor a name of torch.optim"),
+        ({"zero_optimization": {"stage": 4}}, "a stage from 0 to 3"),
+    ],
+)
+def test_an_invalid_configuration_is_what_scripts_catch(rank, world_size, change, message):
+    ds, net = deepspeed(), nn.Linear(8, 8)
+    config = {key: value for key, value in settings(1).items() if key != "gradient_accumulation_steps"}
+    for kind in (AssertionError, ValueError, ds.DeepSpeedConfigError):
+        with pytest.raises(kind, match=message):
+            ds.initialize(model=net, model_parameters=net.parameters(), config=config | change)
+    arguments = Namespace(deepspeed_config=config)
+    with pytest.raises(AssertionError, match="both given"):
+        ds.initialize(arguments, net, config=config)
+
+
+@ranks(2)
+def test_loaders_for_evaluation_give_each_rank_its_part_in_order(rank, world_size):
+    ds, net = deepspeed(), nn.Linear(8, 8)
+    engine, *_ = ds.initialize(model=net, model_parameters=net.parameters(), config=settings(1))
+    for route in ("eval", "predict"):
+        rows = [row.tolist() for row in engine.deepspeed_io(list(range(8)), 2, route)]
+        assert rows == [[rank, rank + 2], [rank + 4, rank + 6]]
 
 
 def test_configurations_are_read_as_objects(served):
@@ -482,6 +749,61 @@ def test_configurations_are_read_as_objects(served):
         config.DeepSpeedConfig({"train_batch_size": 33, "gradient_accumulation_steps": 2})
     with pytest.raises(ValueError, match="reduce_bucket_size"):
         zero.DeepSpeedZeroConfig(reduce_bucket_size=0)
+    with pytest.raises(ValueError, match="finite"):
+        served("deepspeed.runtime.precision_config").DeepSpeedFP16Config(loss_scale=float("inf"))
+    given = base64.urlsafe_b64encode(b'{"train_batch_size": 6, "zero_optimization": {"stage": 2}}').decode()
+    assert config.DeepSpeedConfig(given).zero_optimization_stage == 2
+    with pytest.raises(ValueError, match="no such file"):
+        config.DeepSpeedConfig("c29tZXRoaW5n")
+
+
+def test_the_accelerator_of_the_cpu_answers_what_scripts_ask(served, monkeypatch):
+    made = served("deepspeed.accelerator").DeepSpeedAccelerator("cpu")
+    assert made.on_accelerator(torch.ones(1))
+    assert not made.on_accelerator(torch.ones(1, device="meta"))
+    made.reset_peak_memory_stats()
+    assert 0 < made.memory_allocated() <= made.max_memory_allocated() <= made.total_memory()
+    assert 0 < made.available_memory() <= made.total_memory()
+    assert made.FloatTensor([1.0]).dtype == torch.float32
+    assert (made.is_pinned(torch.ones(1)), made.is_triton_supported(), made.random()) == (False, False, torch.random)
+    assert made.amp() is torch.cpu.amp
+    made.range_push("forward")
+    made.range_pop()
+    with pytest.raises(AttributeError, match="nothing"):
+        made.nothing  # noqa: B018  # the attribute is looked up
+    asked = []
+    monkeypatch.setattr(torch.cuda, "get_rng_state", asked.append)
+    other = served("deepspeed.accelerator").DeepSpeedAccelerator("cuda")
+    for device in (None, 0, 1):
+        other.get_rng_state(device)
+    assert asked == ["cuda", 0, 1]
+
+
+def test_messages_of_scripts_are_shown(served, capsys):
+    utils = served("deepspeed.utils")
+    utils.logger.info("the loss is %s", 1.5)
+    utils.log_dist("begins", ranks=[0])  # there is no process group
+    utils.logger.debug("hidden")
+    shown = capsys.readouterr().out
+    assert "[INFO]" in shown
+    assert shown.count("the loss is 1.5\n") == shown.count("[Rank -1] begins\n") == 1
+    assert "hidden" not in shown
+
+
+def test_sections_that_users_derive_are_strict_and_follow_new_names(served):
+    base = served("deepspeed.runtime.config_utils").DeepSpeedConfigModel
+
+    class Section(base):
+        size: int = Field(1, alias="own_size")
+        old: str | None = Field(None, json_schema_extra={"deprecated": True, "new_param": "new", "new_param_fn": list})
+        new: list[str] | None = None
+
+    assert (Section(size=2).size, Section(own_size=3).size, Section(size="auto").size) == (2, 3, 1)
+    assert Section(old="ab").new == ["a", "b"]
+    with pytest.raises(AssertionError, match="old is the deprecated name of new"):
+        Section(old="ab", new=["a"])
+    with pytest.raises(ValueError, match="sise"):
+        Section(sise=2)
 
 
 def test_the_launcher_reads_hostfiles_and_filters(tmp_path, monkeypatch, served):
@@ -499,6 +821,13 @@ def test_the_launcher_reads_hostfiles_and_filters(tmp_path, monkeypatch, served)
     for wrong in ("worker-2", "worker-1:2"):
         with pytest.raises(ValueError, match=r"not found|No slot"):
             runner.parse_inclusion_exclusion(pool, wrong, "")
+    numa = served("deepspeed.utils.numa")
+    assert numa.parse_range_list("0,2-4,6") == [0, 2, 3, 4, 6]
+    for wrong in ("0,2-6,5-9", "8,2-6", "1,6-2"):
+        with pytest.raises(ValueError, match="have to rise"):
+            numa.parse_range_list(wrong)
+    with pytest.raises(CompatibilityError, match="under numactl"):
+        numa.get_numactl_cmd("0-7", 2, 0)
     with pytest.raises(ValueError, match="leave out --num_gpus"):
         runner.main(["--num_gpus", "1", "-i", "localhost", "script.py"])
     started = []
@@ -507,6 +836,10 @@ def test_the_launcher_reads_hostfiles_and_filters(tmp_path, monkeypatch, served)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     runner.main(["--hostfile", str(tmp_path / "hosts"), "-e", "localhost:1", "script.py"])
     assert (started, os.environ["CUDA_VISIBLE_DEVICES"]) == ([2], "0,2")
+    runner.main(["--num_accelerators", "2", "--bind_cores_to_rank", "script.py", "--steps", "3"])
+    assert started == [2, 2]
+    with pytest.raises(CompatibilityError, match="torchrun with --no-python"):
+        runner.main(["--no_python", "program"])
 
 
 @ranks(1)
@@ -547,6 +880,10 @@ def test_parts_of_a_checkpoint_are_loaded(rank, world_size, tmp_path):
     (foreign / "mp_rank_00_model_states.pt").touch()
     with pytest.raises(CheckpointError, match="was written by DeepSpeed: convert it with `shardwise import-deepspeed"):
         engine.load_checkpoint(foreign.parent, tag="global_step7")
+    theirs = [str(foreign / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt") for rank in range(12)]
+    for path in theirs:
+        Path(path).touch()
+    assert ds.utils.zero_to_fp32.get_optim_files(foreign) == theirs
     read = ds.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint
     assert set(read(tmp_path)) == {"0.weight", "0.bias", "2.weight", "2.bias"}
     assert set(read(tmp_path, exclude_frozen_parameters=True)) == {"2.weight", "2.bias"}

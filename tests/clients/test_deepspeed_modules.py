@@ -22,13 +22,14 @@ deepspeed.runtime.zero.stage3: DeepSpeedZeroOptimizer_Stage3
 deepspeed.runtime.zero.config: DeepSpeedZeroConfig ZeroStageEnum
 deepspeed.runtime.zero.offload_config: OffloadDeviceEnum
 deepspeed.runtime.zero.utils: ZeRORuntimeException
-deepspeed.runtime.engine: DeepSpeedEngine
+deepspeed.runtime.engine: DeepSpeedEngine DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable
 deepspeed.runtime.config: DeepSpeedConfig
 deepspeed.runtime.base_optimizer: DeepSpeedOptimizer
 deepspeed.runtime.utils: see_memory_usage clip_grad_norm_
 deepspeed.runtime.activation_checkpointing.checkpointing: checkpoint configure
 deepspeed.utils: logger log_dist set_z3_leaf_modules safe_get_full_grad groups is_initialized safe_set_full_fp32_param
 deepspeed.utils.logging: logger
+deepspeed.utils.z3_leaf_module: set_z3_leaf_modules
 deepspeed.utils.groups: _get_sequence_parallel_group _get_sequence_parallel_world_size _get_sequence_parallel_rank
 deepspeed.utils.zero_to_fp32: get_fp32_state_dict_from_zero_checkpoint get_model_state_file get_optim_files
 deepspeed.ops.adam: DeepSpeedCPUAdam FusedAdam
@@ -39,6 +40,11 @@ deepspeed.checkpointing: configure checkpoint
 deepspeed.launcher.runner: DEEPSPEED_ENVIRONMENT_NAME
 deepspeed.accelerator: get_accelerator
 deepspeed.git_version_info: version
+deepspeed.utils.timer: SynchronizedWallClockTimer ThroughputTimer
+deepspeed.compression.helper: recursive_getattr recursive_setattr
+deepspeed.monitor.monitor: MonitorMaster TensorBoardMonitor WandbMonitor csvMonitor
+deepspeed.monitor.config: DeepSpeedMonitorConfig get_monitor_config
+deepspeed.runtime.constants: ROUTE_TRAIN ROUTE_EVAL TRAIN_BATCH_SIZE
 """
 ROWS = [line.split(": ") for line in CLIENTS.strip().splitlines()]
 USED = [(module, name) for module, names in ROWS for name in names.split()]
@@ -103,6 +109,7 @@ def test_what_is_not_served_says_what_to_use_instead(served):
         ("deepspeed.pipe", "shard the data alone"),
         ("deepspeed.moe.layer", "models with experts train as they are"),
         ("deepspeed.ops.transformer", "torch's own operators"),
+        ("deepspeed.utils.comms_logging", "counts the bytes on the wire"),
         ("deepspeed.utils.nothing", "docs/from-deepspeed.md"),
     ]:
         with pytest.raises(ModuleNotFoundError, match=remedy):

@@ -63,3 +63,8 @@ def test_what_cannot_be_done_is_refused_by_name(runs):
     assert len(runs["refused"]) == 2
     assert "DoublePrecision (64-true)" in runs["refused"][0]
     assert "gradient_clip_algorithm is" in runs["refused"][1]
+
+
+def test_a_fit_that_fails_ends_with_the_modules_own_error(runs):
+    """The engine is destroyed then, as with `keeps_model=False`, and Lightning leaves the empty model where it is."""
+    assert runs["raised"] == "KeyError: 'a bad batch'"

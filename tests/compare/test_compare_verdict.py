@@ -3,8 +3,8 @@
 import pytest
 from rich.console import Console
 
-from shardwise.compare import Comparison, Run, Settings, table
-from shardwise.compare.plot import plot
+from shardwise.compare import Comparison, Run, Settings, report
+from shardwise.compare.report import draw
 from shardwise.compare.result import interval, mark_wrong, ratio, verdicts
 from shardwise.compare.session import rotated, turns
 
@@ -81,10 +81,10 @@ def test_tables_fit_100_columns_with_long_names_and_failed_rows(tmp_path):
     wide = run("zero3", "deepspeed", peak=98_765_432_109, sent=10**11, expected=10**11, rounds=(12.3, 12.4))
     comparison = Comparison(Settings("gpt-26m"), [run("zero0"), wide, failed], alone_step_s_rounds=[0.1, 0.1])
     console = Console(width=100, record=True, file=(tmp_path / "out").open("w"))
-    table.show(comparison, console)
+    report.show(comparison, console)
     text = console.export_text()
     assert max(map(len, text.splitlines())) <= 100
     assert "98765" in text
     assert "RuntimeError:" in text
-    plot(comparison, tmp_path / "x.png")
+    draw(comparison, tmp_path / "x.png")
     assert (tmp_path / "x.png").stat().st_size > 10_000

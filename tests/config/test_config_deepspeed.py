@@ -125,6 +125,8 @@ def test_deepspeeds_adam_is_adamw_without_decay_unless_told_otherwise():
     assert optimizer(lr="1e-3", torch_adam=False).params == {"lr": 1e-3, "weight_decay": 0.0}
     assert optimizer(adam_w_mode=False, weight_decay=0.1).name == "Adam"
     assert optimizer(lr="auto", betas=[0.8, 0.99]).params == {"betas": (0.8, 0.99), "weight_decay": 0.0}
+    assert load(optimizer={"type": "Lion", "params": {}}).optimizer.params == {"lr": 1e-3, "betas": (0.9, 0.999)}
+    assert load(optimizer={"type": "Lion", "params": {"lr": 1e-4}}).optimizer.params["lr"] == 1e-4
 
 
 def test_scheduler_names_and_left_open_values():
@@ -157,6 +159,7 @@ def test_scheduler_names_and_left_open_values():
         ({"gradient_clipping": 1, "gradient_accumulation_steps ": 4}, "did you mean 'gradient_accumulation_steps'"),
         ({"tensorboard": {"enabled": True}, "bf16": {"enabled": True}}, "tensorboard: no effect"),
         ({"checkpoint": {"use_node_local_storage": True}}, "use_node_local_storage: no effect"),
+        ({"bf16": {"enabled": True}, "sparse_gradients": True}, "sparse_gradients: no effect"),
     ],
 )
 def test_warnings_name_the_key(config, words):
@@ -232,6 +235,12 @@ def test_a_usual_file_warns_of_nothing():
         ),
         ({"aio": {"block_sise": 1}}, r"aio\.block_sise = 1: unknown key; did you mean 'block_size'"),
         ({"sparse_attention": {"mode": "fixed", "block": 16}}, r"sparse_attention = .*asks for sparse attention"),
+        (
+            {"bf16": {"enabled": True, "check_grad_overflow": True}},
+            r"check_grad_overflow = true: asks for skipping steps",
+        ),
+        ({"gradient_allreduce_op": "sum"}, r"gradient_allreduce_op = 'sum': .* averaged .* multiply the loss"),
+        ({"managed_gradient_accumulation": False}, r"managed_gradient_accumulation = false: .*set_boundary"),
         ({"activation_checkpointing": {"partition": 1}}, r"activation_checkpointing\.partition = 1: unknown key"),
     ],
 )
@@ -253,6 +262,15 @@ def test_bad_input_names_key_value_and_remedy(config, message):
         {"sequence_parallel_size": 1},
         {"elasticity": {"enabled": False, "max_train_batch_size": 2000}},
         {"compile": {"disable": False, "backend": "inductor"}},
+        {"gradient_allreduce_op": "mean", "managed_gradient_accumulation": True},
+        {
+            "zero_optimization": {
+                "stage": 3,
+                "stage3_adaptive_prefetch_bucket_size": True,
+                "partition_stream_chunk_size": 8,
+            }
+        },
+        {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu", "convert_grad_on_cpu": False}}},
         {"zero_optimization": {"zero_quantized_weights": False, "zero_hpz_partition_size": 1, "mics_shard_size": -1}},
     ],
 )

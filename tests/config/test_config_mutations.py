@@ -95,7 +95,7 @@ def outcome(config):
             return str(error)
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=400, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(mutated())
 def test_a_mutated_configuration_loads_or_is_a_config_error(config):
     result = outcome(config)
@@ -107,7 +107,7 @@ def test_a_mutated_configuration_loads_or_is_a_config_error(config):
         assert result.startswith("config")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.sampled_from(SEEDS[:6]), st.data())
 def test_a_damaged_file_loads_or_is_a_config_error(tmp_path_factory, seed, data):
     text = json.dumps(seed, indent=1)
@@ -131,7 +131,7 @@ def test_the_seeds_load():
 
 
 @pytest.mark.full
-@settings(max_examples=20_000, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20_000, suppress_health_check=list(HealthCheck))
 @given(mutated())
 def test_many_mutated_configurations(config):
     outcome(config)

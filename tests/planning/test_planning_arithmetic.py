@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from shardwise import ConfigError
 from shardwise.config import Config
 from shardwise.config.costs import resting, resting_bytes, sent, wire_times
-from shardwise.config.presets import PRESETS
+from shardwise.config.presets import PRESETS, STAGE_PRESETS
 from shardwise.estimate.arithmetic import (
     ACCOUNTINGS,
-    STAGES,
     accounting,
     saving,
     sent_by_axis,
@@ -37,7 +36,7 @@ B = 10**9
     ],
 )
 def test_gigabytes_to_the_digit(name, parameters, ranks, expected):
-    seen = [total_bytes(preset, parameters, ranks, ACCOUNTINGS[name]) for preset in STAGES]
+    seen = [total_bytes(preset, parameters, ranks, ACCOUNTINGS[name]) for preset in STAGE_PRESETS]
     assert [round(float(size) / B, 1) for size in seen] == list(expected)
 
 
@@ -50,20 +49,20 @@ def test_half_a_billion_and_130_billion():
 
 def test_savings_tend_to_4_8_and_w():
     each = ACCOUNTINGS["full"]
-    limits = {preset: float(saving(preset, 10**9, each)) for preset in STAGES}
+    limits = {preset: float(saving(preset, 10**9, each)) for preset in STAGE_PRESETS}
     assert limits["zero1"] == pytest.approx(4)
     assert limits["zero2"] == pytest.approx(8)
     assert limits["zero3"] == 10**9
-    assert [round(float(saving(p, 3, ACCOUNTINGS["no-master"])), 2) for p in STAGES] == [1, 1.8, 2.25, 3]
+    assert [round(float(saving(p, 3, ACCOUNTINGS["no-master"])), 2) for p in STAGE_PRESETS] == [1, 1.8, 2.25, 3]
 
 
 @given(st.integers(1, 10**12), st.integers(1, 4096), st.sampled_from(sorted(ACCOUNTINGS)))
 def test_a_higher_stage_never_holds_more(parameters, ranks, name):
-    sizes = [total_bytes(preset, parameters, ranks, ACCOUNTINGS[name]) for preset in STAGES]
+    sizes = [total_bytes(preset, parameters, ranks, ACCOUNTINGS[name]) for preset in STAGE_PRESETS]
     assert sizes == sorted(sizes, reverse=True)
 
 
-@pytest.mark.parametrize(("preset", "ranks"), list(itertools.product(STAGES, (1, 2, 5))))
+@pytest.mark.parametrize(("preset", "ranks"), list(itertools.product(STAGE_PRESETS, (1, 2, 5))))
 def test_the_engine_rests_on_the_same_but_for_weights_cast_at_gather(preset, ranks):
     own = resting_bytes(resting(Config.load({"preset": preset, "precision": {"compute": "bf16"}})), 10**6, ranks)
     cast = 2 * 10**6 / ranks if preset == "zero3" else 0
@@ -76,9 +75,9 @@ def wire_elements(preset, trainable, frozen, ranks, accumulation):
 
 
 def test_bytes_on_the_wire():
-    found = {(p, k): wire_elements(p, 1000, 0, 2, k) for p in STAGES for k in (1, 4)}
-    assert [found[p, 1] for p in STAGES] == [1000, 1000, 1000, 1500]
-    assert [found[p, 4] for p in STAGES] == [1000, 1000, 2500, 6000]
+    found = {(p, k): wire_elements(p, 1000, 0, 2, k) for p in STAGE_PRESETS for k in (1, 4)}
+    assert [found[p, 1] for p in STAGE_PRESETS] == [1000, 1000, 1000, 1500]
+    assert [found[p, 4] for p in STAGE_PRESETS] == [1000, 1000, 2500, 6000]
     assert wire_elements("zero3", 0, 1000, 2, 1) == 1000
     assert wire_elements("zero3", 1000, 1000, 1, 1) == 0
 

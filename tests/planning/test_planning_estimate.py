@@ -1,6 +1,5 @@
 """Arithmetic is close to the dry run, for models of which only the dimensions are known."""
 
-import itertools
 import random
 
 import pytest
@@ -33,19 +32,18 @@ CASES = [
 @pytest.mark.parametrize(("of", "preset", "workload"), CASES)
 def test_arithmetic_is_near_the_dry_run(of, preset, workload):
     model = from_dimensions(of, workload.lora)
-    nodes = 2 if preset == "zero3_hybrid" else 1
-    foreseen = foresee_workload(model, workload, preset, world_size=4, nodes=nodes)
-    assert not isinstance(foreseen, str), foreseen
+    shape = NodeShape(2, 2) if preset == "zero3_hybrid" else NodeShape(1, 4)
+    foreseen = foresee_workload(model, workload, preset, shape)
     assert foreseen.parameters == model.parameters
     assert foreseen.trainable == model.trainable
     model = model.part(workload.tp)
-    estimated = estimate(model, workload, workload.config(preset), NodeShape(nodes, 4 // nodes))
+    estimated = estimate(model, workload, workload.config(preset), shape)
     assert tp_bytes(model, workload) == foreseen.sent_bytes.get("tp", 0)
     within = 0.15 if "offload" in preset else 0.03
     assert estimated.peak_bytes == pytest.approx(foreseen.peak_bytes, rel=within), (estimated, foreseen)
     if preset == "zero3_hybrid":  # what rests over a node is among them
         assert foreseen.categories["weights"] >= 2 * model.parameters // 2
-    sent = sent_by_axis(preset, model, workload, NodeShape(nodes, 4 // nodes))
+    sent = sent_by_axis(preset, model, workload, shape)
     for axis, size in foreseen.axis_bytes.items():
         # At most; less the units that the backward finds gathered, of which this model has few.
         assert 0.7 * sent[axis] <= size <= 1.01 * sent[axis], axis
@@ -54,8 +52,7 @@ def test_arithmetic_is_near_the_dry_run(of, preset, workload):
 def test_frozen_weights_off_the_device_are_counted_as_in_the_dry_run():
     workload = Workload(sequence=512, lora=(8, ("q_proj", "v_proj")))
     model = from_dimensions(DENSE, workload.lora)
-    foreseen = foresee_workload(model, workload, "zero3_offload", world_size=4)
-    assert not isinstance(foreseen, str), foreseen
+    foreseen = foresee_workload(model, workload, "zero3_offload", 4)
     estimated = estimate(model, workload, workload.config("zero3_offload").for_world_size(4), 4)
     assert estimated.tiers == foreseen.tiers
 
@@ -99,13 +96,23 @@ def estimated_peaks(of, step, ranks, presets=RESIDENT):
 
 @pytest.mark.parametrize("seed", range(60))
 def test_presets_are_in_order(seed):
-    """With one rank and several micro-batches only to 6 %: sharded gradients arrive beside the sum, replicated ones are
-    added in place."""
     of, step, ranks = drawn(seed)
     peaks = estimated_peaks(of, step, ranks)
-    is_known = ranks == 1 and step.accumulation > 1
-    for low, high in itertools.pairwise(peaks):
-        assert high <= low * (1.06 if is_known else 1), (of, step, ranks)
+    assert peaks == sorted(peaks, reverse=True), (of, step, ranks)
+
+
+@pytest.mark.parametrize(
+    ("seed", "presets"),
+    [
+        (1, ("zero1_offload", "zero2_offload", "zero3_offload")),  # the pool is a large part of the device's memory
+        (12, ("zero2_offload", "zero3_offload")),
+        (43, ("zero1", "zero2", "zero3")),  # one rank, fp32, several micro-batches
+    ],
+)
+def test_dry_runs_of_presets_are_in_order(seed, presets):
+    of, step, ranks = drawn(seed)
+    peaks = [foresee_workload(from_dimensions(of, step.lora), step, preset, ranks).peak_bytes for preset in presets]
+    assert peaks == sorted(peaks, reverse=True), (of, step, ranks)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -115,7 +122,6 @@ def test_arithmetic_is_near_the_dry_run_for_unusual_shapes(seed):
     model = from_dimensions(of, step.lora)
     for preset, peak in zip(("zero1", "zero3"), estimated_peaks(of, step, ranks, ("zero1", "zero3")), strict=True):
         foreseen = foresee_workload(model, step, preset, ranks)
-        assert not isinstance(foreseen, str), foreseen
         assert peak == pytest.approx(foreseen.peak_bytes, rel=0.05), (preset, of, step, ranks)
 
 

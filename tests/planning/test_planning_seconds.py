@@ -11,17 +11,16 @@ import shardwise
 from shardwise.config.shape import NodeShape
 from shardwise.dry_run.dry_run import foresee_workload
 from shardwise.estimate.hardware import Rates
-from shardwise.estimate.seconds import device_for, fitted, recorded, sketch_units, sketched
-from shardwise.estimate.sketch import Sketch
+from shardwise.estimate.seconds import device_times, fitted, recorded, sketched
+from shardwise.estimate.sketch import Sketch, sketch_units
 from shardwise.models.catalog import find
 from shardwise.models.dimensions import Dimensions
 from shardwise.models.workload import from_dimensions
 from shardwise.planning import Hardware, Workload
 from shardwise.planning.scaling import gpu_counts, scale
 from shardwise.timing.calibrate import measure_forms
-from shardwise.timing.device import DeviceTimes, Link, Product, published
+from shardwise.timing.device import DeviceTimes, Link, Product, keep_calibration, load_calibration, published
 from shardwise.timing.forms import FRESH, Forms
-from shardwise.timing.kept import keep_calibration, load_calibration
 from shardwise.timing.timeline import Operation, run
 
 FEW_LAYERS = Dimensions("few layers", 4096, 4, 32, 32000, 14336, kv_heads=8)
@@ -83,7 +82,7 @@ def test_faster_links_are_never_slower():
     ]
     for preset in ("zero1", "zero2", "zero3", "zero3_hybrid", "zero3_offload"):
         config = workload.config(preset)
-        times = [sketched(model, workload, config, each.shape, device_for(each)).step_s for each in on]
+        times = [sketched(model, workload, config, each.shape, device_times(each)).step_s for each in on]
         assert times == sorted(times, reverse=True), preset
         assert times[0] > 2 * times[-1], preset
 

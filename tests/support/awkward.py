@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.func import functional_call
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
@@ -495,3 +496,20 @@ class CheckpointedAgain(Checkpointed):
 
 
 CASES["Checkpointed"] = dataclasses.replace(CASES["CheckpointedAgain"], build=Checkpointed)
+
+
+@case(
+    "weights used inside a re-entrant checkpoint and outside of it",
+    "the backward of a checkpoint does not know of the other use, so the unit is reduced at the end",
+)
+class CheckpointedAndBorrowed(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = linear()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.linear(x, self.layers[0][0].weight)
+        x = x + functional_call(self.last, dict(self.spare.named_parameters()), (x,))
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=True)
+        return self.last(x)

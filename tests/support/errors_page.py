@@ -147,8 +147,8 @@ def cell(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
 
 
-def table(section: str) -> list[str]:
-    rows = sorted((one for one in messages() if section_of(one.kind) == section), key=lambda one: one.cause.lower())
+def table(section: str, found: list[Message]) -> list[str]:
+    rows = sorted((one for one in found if section_of(one.kind) == section), key=lambda one: one.cause.lower())
     head = [f"## {SECTIONS[section]}: `{section}`", "", *general(section)]
     shown = [f"| {cell(one.first_words)} | {cell(one.cause)} | {cell(one.remedy) or 'see above'} |" for one in rows]
     return [*head, "| it begins with | what was found | what to do |", "|---|---|---|", *shown, ""]
@@ -156,7 +156,8 @@ def table(section: str) -> list[str]:
 
 def current(page: str) -> str:
     """The page with all sections generated anew."""
-    return page.partition(MARK)[0] + MARK + "\n" + "\n".join(line for name in SECTIONS for line in table(name))
+    found = messages()
+    return page.partition(MARK)[0] + MARK + "\n" + "\n".join(line for name in SECTIONS for line in table(name, found))
 
 
 def write() -> None:

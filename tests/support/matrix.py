@@ -14,6 +14,7 @@ import pytest
 
 Row = dict[str, Any]
 _is_collecting = True
+_wants_full = True
 
 
 def covering(
@@ -51,23 +52,45 @@ def only_import() -> None:
     _is_collecting = False
 
 
+def leave_out_full() -> None:
+    """For runs that deselect what is marked `full`: there are four times as many such cases as others."""
+    global _wants_full
+    _wants_full = False
+
+
 def matrix(
     parameters: Mapping[str, Sequence[Any]],
     strength: int = 2,
     constraint: Callable[[Row], bool] | None = None,
     seed: int = 0,
+    ordinary: Callable[[Row], bool] | None = None,
 ) -> pytest.MarkDecorator:
     """Parametrise a test over a covering array; the rest of the product is marked `full` (`make test-full`).
 
-    World sizes go in as `world_size`, with a bare `@ranks()` on the test.
+    The array is chosen among the rows for which `ordinary` holds. World sizes go in as `world_size`, with a bare
+    `@ranks()` on the test.
     """
     if not _is_collecting:
         return pytest.mark.parametrize(tuple(parameters), [])
-    ordinary = covering(parameters, strength, constraint, seed)
-    rest = [as_row(parameters, indices) for indices in valid_rows(parameters, constraint)]
-    marked = [(row, ()) for row in ordinary] + [(row, pytest.mark.full) for row in rest if row not in ordinary]
-    cases = [pytest.param(*row.values(), marks=marks, id=name(row)) for row, marks in marked]
-    return pytest.mark.parametrize(tuple(parameters), cases)
+    return pytest.mark.parametrize(
+        tuple(parameters), cases(parameters, strength, constraint, seed, ordinary, full=_wants_full)
+    )
+
+
+def cases(
+    parameters: Mapping[str, Sequence[Any]],
+    strength: int = 2,
+    constraint: Callable[[Row], bool] | None = None,
+    seed: int = 0,
+    ordinary: Callable[[Row], bool] | None = None,
+    full: bool = True,
+) -> list[Any]:
+    """The rows of a matrix for pytest; without `full`, those of the covering array alone."""
+    limits = [limit for limit in (constraint, ordinary) if limit is not None]
+    chosen = covering(parameters, strength, lambda row: all(limit(row) for limit in limits), seed)
+    rest = [as_row(parameters, indices) for indices in valid_rows(parameters, constraint)] if full else []
+    marked = [(row, ()) for row in chosen] + [(row, pytest.mark.full) for row in rest if row not in chosen]
+    return [pytest.param(*row.values(), marks=marks, id=name(row)) for row, marks in marked]
 
 
 def valid_rows(

@@ -22,7 +22,7 @@ from typing import Any
 import torch.distributed as dist
 
 from support.fork_server import Forked, fork_server
-from support.protocol import Job, Ready, Reply, Setup, receive, send
+from support.protocol import Finished, Job, Ready, Reply, Setup, receive, send
 
 START_LIMIT_S = 50.0
 TORCHRUN_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -170,6 +170,10 @@ class Pool:
         skips = sum(reply.skipped is not None for reply in replies.values())
         failed = len(replies) < self.world_size or any(reply.error for reply in replies.values())
         self.spent = failed or skips not in (0, self.world_size)
+        if not self.spent:
+            for worker in self.workers:
+                with contextlib.suppress(OSError):
+                    send(worker.connection, Finished())
         return self._outcomes(replies)
 
     def _collect(self, timeout_s: float, grace_s: float) -> dict[int, Any]:

@@ -33,6 +33,11 @@ class Job:
 
 
 @dataclass(frozen=True)
+class Finished:
+    """All ranks have replied: what the call left behind can go. There is no reply to this."""
+
+
+@dataclass(frozen=True)
 class Reply:
     """How a call ended on one rank: a pickled value, a traceback, or the reason of a skip."""
 

@@ -10,7 +10,7 @@ from torch import nn
 import shardwise
 from shardwise.engine.report import Report
 from shardwise.models.built_in import GPT, MLP
-from shardwise.optim.states import MASTER, extras_of, state_views
+from shardwise.optim.states import PARAM, extras_of, state_views
 from shardwise.unit.unit import Unit
 
 PRECISIONS: dict[str, dict[str, Any]] = {
@@ -171,7 +171,7 @@ def whole_values(engine: shardwise.Engine) -> dict[str, dict[str, torch.Tensor]]
     values: dict[str, dict[str, torch.Tensor]] = {name: {} for unit in engine.units for name in unit.names}
     for key, dtype in sorted({key: dtype for kinds, _ in everyone for key, dtype in kinds.items()}.items()):
         for unit in engine.units:
-            if key == MASTER or unit.is_trainable:
+            if key == PARAM or unit.is_trainable:
                 empty = torch.zeros(unit.weights.owned.numel, dtype=dtype, device=unit.weights.master.device)
                 flat = unit.weights.whole(mine[unit.name].get(key, empty))
                 for name in unit.names:

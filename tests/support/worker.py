@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from _pytest.config import get_config
 
+from support.groups import destroy_extra_groups
 from support.matrix import only_import
 from support.protocol import Job, Ready, Reply, Setup, receive, send
 
@@ -53,9 +54,13 @@ def main() -> None:
     send(connection, Ready(time.monotonic() - started))
     with contextlib.suppress(EOFError, BrokenPipeError):
         while True:
-            reply = run(receive(connection), setup)
-            gc.collect()
-            send(connection, reply)
+            message = receive(connection)
+            if isinstance(message, Job):
+                reply = run(message, setup)
+                gc.collect()
+                send(connection, reply)
+            else:
+                destroy_extra_groups()
     # No orderly shutdown: peers may be gone, and pytest has all it wants.
     os._exit(0)
 
@@ -111,7 +116,6 @@ def load(job: Job) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 @contextlib.contextmanager
 def clean_state() -> Iterator[None]:
     """Every test starts from the same seeds, modes and environment, and leaves them so."""
-    destroy_extra_groups()
     reset_torch()
     environ, folder = dict(os.environ), os.getcwd()
     try:
@@ -135,17 +139,6 @@ def reset_torch() -> None:
     torch.use_deterministic_algorithms(False)
     torch.set_num_threads(1)
     torch.set_autocast_enabled("cpu", False)
-
-
-def destroy_extra_groups() -> None:
-    """Free the groups that the last test made: each holds threads and sockets.
-
-    At the start of a test and not at the end of the last, because only now have all ranks finished with them.
-    """
-    if dist.is_initialized():
-        world = dist.distributed_c10d._world
-        for group in [g for g in world.pg_map if g is not dist.group.WORLD]:
-            dist.destroy_process_group(group)
 
 
 def format_error(error: BaseException) -> str:

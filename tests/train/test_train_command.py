@@ -76,6 +76,7 @@ def read_until(process, pattern):
     pytest.fail(f"no {pattern!r} in {lines}\n{process.stderr.read()}")
 
 
+@pytest.mark.programs
 @pytest.mark.timeout(4 * LIMIT_S)
 def test_stopped_by_a_signal_then_continued_by_torchrun_it_is_the_same_run(text, tmp_path, cli, monkeypatch):
     command = [*CLI, text, *SMALL, "--steps", "12", "--out"]
@@ -133,7 +134,7 @@ def test_a_rank_that_is_killed_is_named_once_and_no_process_is_left(text, tmp_pa
 
 
 @pytest.mark.timeout(2 * LIMIT_S)
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGHUP, marks=pytest.mark.programs)])
 def test_ranks_save_and_exit_when_their_parent_is_killed_or_the_terminal_closes(text, tmp_path, number):
     with started([*CLI, text, *SMALL, "--steps", "100000", "--out", "run"], tmp_path) as process:
         read_until(process, r"^step +2/")
@@ -146,6 +147,7 @@ def test_ranks_save_and_exit_when_their_parent_is_killed_or_the_terminal_closes(
     assert RunFolder(tmp_path / "run").has_checkpoint
 
 
+@pytest.mark.programs
 @pytest.mark.timeout(2 * LIMIT_S)
 def test_an_error_of_one_rank_during_training_is_printed_once(tmp_path):
     tokens = np.zeros(16 * 40 + 1, dtype=np.uint16)
@@ -162,13 +164,15 @@ def test_bad_input_is_one_message_and_exit_code_2(cli):
 
 
 def ranks_of(pid):
-    """The processes that `pid` started, in order."""
-    found = []
+    """The ranks that `pid` started, in order. Numbers of processes start anew at some point, so they tell no order."""
+    found = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError), open(f"/proc/{name}/stat") as stat:
             if int(stat.read().rpartition(")")[2].split()[1]) == pid:
-                found.append(int(name))
-    return sorted(found)
+                environment = Path(f"/proc/{name}/environ").read_bytes().split(b"\0")
+                rank = next(value for value in environment if value.startswith(b"RANK="))
+                found[int(rank.removeprefix(b"RANK="))] = int(name)
+    return [found[rank] for rank in sorted(found)]
 
 
 def is_alive(pid):

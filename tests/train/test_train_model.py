@@ -7,25 +7,25 @@ import torch
 
 from shardwise.errors import ConfigError
 from shardwise.models.decoder import rotate, rotation
-from shardwise.train.job import SIZES, Shape, shape_of
-from shardwise.train.model import LanguageModel, hub_config
+from shardwise.train.job import SIZES, Shape, model_shape
+from shardwise.train.run import LanguageModel, hub_config
 
 SMALL = Shape(layers=2, hidden=32, heads=2, context=16)
 
 
 def test_parameters_are_counted_without_building():
-    for shape in (SMALL, shape_of("small", 256), Shape(layers=1, hidden=48, heads=3, context=8, vocabulary=1000)):
+    for shape in (SMALL, model_shape("small", 256), Shape(layers=1, hidden=48, heads=3, context=8, vocabulary=1000)):
         assert sum(param.numel() for param in LanguageModel(shape).parameters()) == shape.parameters
 
 
 @pytest.mark.parametrize(("size", "low", "high"), [("nano", 3e4, 6e4), ("small", 7e5, 1e6), ("10m", 9e6, 1.2e7)])
 def test_sizes_are_what_they_are_called(size, low, high):
-    assert low < shape_of(size, 256).parameters < high
+    assert low < model_shape(size, 256).parameters < high
 
 
 def test_large_sizes_are_what_they_are_called():
-    assert [round(shape_of(size, 32000).parameters / 1e9, 1) for size in ("100m", "1b", "7b")] == [0.1, 1.3, 6.7]
-    assert all(shape_of(size, 256) for size in SIZES)
+    assert [round(model_shape(size, 32000).parameters / 1e9, 1) for size in ("100m", "1b", "7b")] == [0.1, 1.3, 6.7]
+    assert all(model_shape(size, 256) for size in SIZES)
 
 
 def test_the_first_loss_is_that_of_a_guess():
@@ -75,4 +75,4 @@ def test_hugging_face_reads_the_exported_names():
 )
 def test_bad_shapes(given, message):
     with pytest.raises(ConfigError, match=message):
-        shape_of(**{"size": "small", "vocabulary": 256} | given)
+        model_shape(**{"size": "small", "vocabulary": 256} | given)

@@ -13,11 +13,10 @@ from shardwise.engine.report import Report
 from shardwise.errors import ConfigError
 from shardwise.observe.analyzer import MemoryPoint
 from shardwise.train import folder
-from shardwise.train.finish import _report
+from shardwise.train.finish import _report, draw
 from shardwise.train.folder import MetricsFiles, StepMetrics, read
-from shardwise.train.plot import draw
+from shardwise.train.loop import MemoryTrace, complete_kinds
 from shardwise.train.screen import LiveScreen, PlainScreen, Screen, make_screen
-from shardwise.train.step_watch import MemoryTrace, complete_kinds
 
 
 def row(step, val_loss=None):

@@ -1,16 +1,12 @@
 """How a rank reports its failure: to its parent or, under torchrun, by the first rank that fails."""
 
 import pytest
-import torch
 from torch._C._distributed_c10d import HashStore
 
 from shardwise.errors import ConfigError
 from shardwise.machine.local_ranks import FOLDER, FailureReport
 from shardwise.train import worker
 from shardwise.train.options import options_of
-from support import run_command
-
-GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 
 def fail(store, options, rank, error):
@@ -55,26 +51,3 @@ def test_the_parent_gets_reports_and_lost_connections_come_last(options, tmp_pat
 def test_debug_shows_the_traceback(options, capsys):
     fail(None, options.model_copy(update={"debug": True}), 0, ZeroDivisionError("oh"))
     assert "Traceback (most recent call last)" in capsys.readouterr().err
-
-
-@pytest.mark.gpu
-@GPU
-@pytest.mark.parametrize(
-    "arguments", [["--nproc", "1", "--precision", "bf16"], ["--nproc", "2", "--precision", "fp16"]]
-)
-def test_on_a_gpu(tmp_path, arguments):
-    """One rank over NCCL, and two that share the GPU over Gloo; stopped by --steps, then continued."""
-    import sys
-
-    from shardwise.train.folder import read
-
-    (tmp_path / "text.py").write_text("def f(x):\n    return x + 1\n\n\n" * 200)
-    command = [sys.executable, "-m", "shardwise", "train", "text.py", "--size", "nano", "--context", "16"]
-    command += ["--device", "cuda", "--sample", "5", "--out", "run", *arguments]
-    shown = run_command([*command, "--steps", "10"], cwd=tmp_path, timeout=180).stdout
-    assert "(GPU)" in shown
-    run_command([*command, "--steps", "14"], cwd=tmp_path, timeout=180)
-    rows = read(tmp_path / "run/metrics.jsonl")
-    assert [row.step for row in rows] == list(range(1, 15))
-    assert rows[-1].loss < rows[0].loss
-    assert 0 < rows[-1].memory_bytes <= rows[-1].peak_bytes < 2**30

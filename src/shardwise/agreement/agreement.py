@@ -6,12 +6,12 @@ channels, because they run side by side.
 
 - Where the backend has tags (Gloo on the CPU), number and description make the tag of an operation's messages. An
   operation that another rank does not issue finds no partner: no data is mixed, and its ranks wait.
-- Where it has none (NCCL), an operation that the ranks do not expect after those before it (see `turns`) is issued only
+- Where it has none (NCCL), an operation that the ranks do not expect after those before it (see `log`) is issued only
   once all of them have met over it in the store.
 
 Ranks that repeat what they did before send nothing for the check.
 
-A thread beside the training polls about twice a second. A rank that waits posts what it issued last and what it waits
+A thread polls about twice a second during training. A rank that waits posts what it issued last and what it waits
 for. From the posts of all ranks `judge` decides, on evidence alone: two operations with one number, an operation that a
 rank that is gone will never issue, or a standstill of all ranks. A rank that is only slow gives no such
 evidence, and the others wait for it. The first rank to decide writes the verdict; every rank stops with its text.
@@ -27,14 +27,13 @@ import atexit
 import contextlib
 import logging
 import os
-import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch._C._distributed_c10d import Store
@@ -42,14 +41,14 @@ from torch._C._distributed_c10d import Store
 from shardwise.agreement import judge as words
 from shardwise.agreement import jury
 from shardwise.agreement.board import Board, Pace
-from shardwise.agreement.log import Log, Outstanding, Ticket
+from shardwise.agreement.log import Log, Outstanding, Ticket, Turns
 from shardwise.agreement.posts import FAILED, Post, RankState
 from shardwise.agreement.sight import RankHost, describe_holder, describe_hosts, outside_call
 from shardwise.agreement.store_link import STORE_S, StoreSilentError
-from shardwise.agreement.turns import Turns
 from shardwise.errors import DisagreementError
-from shardwise.machine.process import start_thread
+from shardwise.machine.process import ending_error, start_thread
 
+T = TypeVar("T")
 POLL_S = 0.5
 POLL_VARIABLE = "SHARDWISE_AGREEMENT_POLL_S"
 """The environment variable that replaces `POLL_S`."""
@@ -177,19 +176,25 @@ class Agreement:
         """Watch an operation that only the device waits for."""
         self._outstanding.add(ticket, work)
 
-    @contextlib.contextmanager
-    def issuing(self, ticket: Ticket) -> Iterator[None]:
-        """Around the call that issues an operation. It may wait for other ranks, to create a communicator; an error of
-        the backend is raised as its reason: which rank is gone, and what the others wait for."""
+    def call_backend(self, ticket: Ticket, call: Callable[..., T], *args: Any, **options: Any) -> T:
+        """What `call` returns, which issues an operation. It may wait for other ranks, to create a communicator; an
+        error of the backend is raised as its reason: which rank is gone, and what the others wait for."""
         self._waits_for = ticket
         try:
-            yield
+            return call(*args, **options)
         except RuntimeError as error:
             if not isinstance(error, torch.OutOfMemoryError):
                 self.explain(ticket, error)
             raise
         finally:
             self._waits_for = None
+
+    def check(self) -> None:
+        """Raise the reason if operations have been broken off, on this rank or by the device's watchdog."""
+        self._raise_failure()
+        error = self._wire.error()
+        if error is not None:
+            self.explain(None, RuntimeError(error))
 
     @property
     def is_idle(self) -> bool:
@@ -211,7 +216,7 @@ class Agreement:
 
     def leave(self) -> None:
         """Close when the interpreter ends, and tell the exception that ended the process."""
-        error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+        error = ending_error()
         self.close(f"{FAILED} {type(error).__name__}: {error}" if error is not None else "its process ended")
 
     # Called by the polling thread
@@ -250,7 +255,7 @@ class Agreement:
         return verdict
 
     def _is_due(self, waits: bool, is_judge: bool) -> bool:
-        """Whether to ask the store in this poll. A rank that begins to wait says so soon."""
+        """Whether to ask the store in this poll. A rank that begins to wait posts that soon."""
         begins = waits and self._state is RankState.RUNS
         return self._polled - self._asked > (0.45 if begins or is_judge else 0.9) * self._pace.ask_s
 

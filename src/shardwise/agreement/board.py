@@ -229,13 +229,13 @@ class Board:
 
 
 def _place(text: bytes) -> Place | None:
-    """For which operation a call asks."""
+    """The operation that a roll call asks about."""
     asked = json.loads(text)
     return tuple(asked) if asked else None
 
 
 def _present(store: Any, keys: list[str]) -> list[str]:
-    """Those of `keys` that the store has, found in few questions if nearly all or nearly none are there."""
+    """The keys that the store has, found in few questions if nearly all or nearly none are there."""
     if not keys or store.check(keys):
         return keys
     half = len(keys) // 2

@@ -10,8 +10,8 @@ from shardwise.agreement.posts import FAILED, Answer, Place, Post, RankState, de
 _STUCK = (RankState.WAITS, RankState.OUTSIDE, RankState.GONE, RankState.LOST)
 _ADVICE = (
     "All ranks must run the same forwards, backwards and steps, and call collectives together (state_dict and gathered "
-    "under sharded weights, full_param, save): look for a loop that ends early on one of them, an extra forward, an "
-    "exception that was caught, or a call behind `if rank == 0`."
+    "under sharded weights, full_param, save): look for a loop that ends early on one of them, an extra forward, a "
+    "batch that is skipped, an exception that was caught, or a call behind `if rank == 0`."
 )
 _RESTART = "then restart all ranks from the last checkpoint."
 _READ_ERROR = f"Read the error of that rank first, {_RESTART}"
@@ -27,7 +27,7 @@ _RAISE_TIMEOUT = (
     "The rank lives. If it is to take that long, pass a longer timeout to torch.distributed.init_process_group; "
     "otherwise find out what it waits for (a mount, a download, a lock)."
 )
-_UNTOLD = "an operation that it has not described"
+_UNKNOWN = "an operation that it has not described"
 _FIND_STORE = f"End the ranks that are left, find out why that process ended or stands still, {_RESTART}"
 
 _Answers = Sequence[Answer | None]
@@ -48,14 +48,14 @@ def judge(posts: Sequence[Post], answers: _Answers = ()) -> Finding | None:
     differing = _first_difference(posts)
     if differing is not None:
         text = _disagreement("the ranks disagree on the next operation", posts, differing, answers)
-        return Finding(text, True, differing, _untold(posts, differing, answers))
+        return Finding(text, True, differing, _undescribed(posts, differing, answers))
     for at in dict.fromkeys(post.at for post in posts if post.state in (RankState.WAITS, RankState.LOST)):
         gone = [rank for rank in _missing(posts, at) if posts[rank].state is RankState.GONE] if at else []
         if at and gone:
             has_failed = any(posts[rank].detail.startswith(FAILED) for rank in gone)
             advice = _READ_ERROR if has_failed else _ADVICE
             text = _absence(f"{name_ranks(gone)} left", posts, at, {}, advice, answers)
-            return Finding(text, True, at, _untold(posts, at, answers))
+            return Finding(text, True, at, _undescribed(posts, at, answers))
     return _standstill(posts, answers)
 
 
@@ -114,13 +114,13 @@ def _first_difference(posts: Sequence[Post]) -> Place | None:
     return None
 
 
-def _untold(posts: Sequence[Post], at: Place, answers: _Answers) -> list[int]:
+def _undescribed(posts: Sequence[Post], at: Place, answers: _Answers) -> list[int]:
     """The living ranks that issued the operation `at`, whose description no rank has given."""
-    told = descriptions(posts, answers)
+    known = descriptions(posts, answers)
     return [
         rank
         for rank, post in enumerate(posts)
-        if post.state is not RankState.GONE and (each := post.digest(*at)) is not None and each not in told
+        if post.state is not RankState.GONE and (each := post.digest(*at)) is not None and each not in known
     ]
 
 
@@ -139,7 +139,7 @@ def _standstill(posts: Sequence[Post], answers: _Answers) -> Finding | None:
         return None
     at = min(waited, key=lambda at: at[1])
     text = _disagreement("every rank waits for another one", posts, at, answers)
-    return Finding(text, False, at, _untold(posts, at, answers))
+    return Finding(text, False, at, _undescribed(posts, at, answers))
 
 
 def _awaited(posts: Sequence[Post]) -> Place | None:
@@ -160,26 +160,26 @@ def _disagreement(what: str, posts: Sequence[Post], at: Place, answers: _Answers
 def _absence(
     what: str, posts: Sequence[Post], at: Place | None, words: Mapping[int, str], advice: str, answers: _Answers
 ) -> str:
-    told = descriptions(posts, answers)
+    known = descriptions(posts, answers)
     issued = [post.digest(*at) for post in posts] if at else []
-    operation = next((told.get(each, _UNTOLD) for each in issued if each is not None), "the next operation")
+    operation = next((known.get(each, _UNKNOWN) for each in issued if each is not None), "the next operation")
     table = _table(posts, at, words, answers)
     return f"{what} while others wait for {operation}, so none of them can continue:\n{table}\n{advice}"
 
 
 def _table(posts: Sequence[Post], at: Place | None, words: Mapping[int, str], answers: _Answers) -> str:
-    told, lines = descriptions(posts, answers), dict[str, list[int]]()
+    known, lines = descriptions(posts, answers), dict[str, list[int]]()
     for rank, post in enumerate(posts):
-        lines.setdefault(words.get(rank) or _situation(post, at, told), []).append(rank)
+        lines.setdefault(words.get(rank) or _situation(post, at, known), []).append(rank)
     return "\n".join(f"  {name_ranks(ranks)}: {line}" for line, ranks in lines.items())
 
 
-def _situation(post: Post, at: Place | None, told: Mapping[str, str]) -> str:
+def _situation(post: Post, at: Place | None, known: Mapping[str, str]) -> str:
     if post.state is RankState.GONE:
         return f"gone: {post.detail}"
     issued = post.digest(*at) if at else None
     if issued is not None:
-        return told.get(issued, _UNTOLD)
+        return known.get(issued, _UNKNOWN)
     if post.state is RankState.OUTSIDE:
         return f"waits outside the engine, in torch.distributed.{post.detail}"
     if post.at is not None:

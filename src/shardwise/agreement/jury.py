@@ -122,7 +122,7 @@ class Inquiry:
 
 
 class _Question(NamedTuple):
-    """For which operation all ranks were asked, in which poll of this rank, when, and by which roll call."""
+    """The operation that all ranks were asked about, this rank's poll and time then, and the roll call's number."""
 
     at: Place
     polls: int

@@ -97,8 +97,8 @@ class Answer(NamedTuple):
 
 def descriptions(posts: Iterable[Post], answers: Iterable[Answer | None] = ()) -> Mapping[str, str]:
     """The descriptions of operations that ranks have posted or answered, by digest."""
-    told = [post.waits_for for post in posts] + [answer.text for answer in answers if answer is not None]
-    return {digest(text): text for text in told if text}
+    texts = [post.waits_for for post in posts] + [answer.text for answer in answers if answer is not None]
+    return {digest(text): text for text in texts if text}
 
 
 class Silence:

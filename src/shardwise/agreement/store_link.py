@@ -19,6 +19,9 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed import distributed_c10d as c10d
+
 from shardwise.machine.process import leave_behind, start_thread
 
 T = TypeVar("T")
@@ -46,6 +49,13 @@ def own_connection(store: Any) -> Any:
         connection = store.clone()
         _connections[store] = (os.getpid(), connection)
     return connection
+
+
+def numbered_store(name: str, rank: int) -> PrefixStore:
+    """A part of the world's store for the next user of this name. Ranks number them in the same order, in that store:
+    one process may have been in another world before."""
+    named = PrefixStore(f"shardwise/{name}", own_connection(c10d._get_default_store()))
+    return PrefixStore(str(named.add(f"of/{rank}", 1)), named)
 
 
 class _Request:

@@ -9,12 +9,10 @@ contents                 what one rank writes of it
 saving, loading          between an engine and a folder; one save may be under way
 files, manifest, plain   tensors in checksummed files, where they lie, other values without pickle
 folder                   commit, retention
-storage, object_store,
-locations                where files live: a file system, or an object store
+storage, object_store    where files live: a file system, or an object store
 training_state           counters, groups and schedules, checked before an engine takes them over
-export, hub_folder       a folder as Hugging Face reads it
+export, hub_folder       a folder as Hugging Face reads it; PEFT's adapters in it
 inspect                  a description in words
-adapters                 PEFT's adapters in an export
 deepspeed                conversion from DeepSpeed's checkpoints
 """
 

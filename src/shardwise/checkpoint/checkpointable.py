@@ -17,6 +17,7 @@ from shardwise.comm import Comm
 from shardwise.comm.model_group import Everyone
 from shardwise.errors import CheckpointError, DamagedError
 from shardwise.partition.layout import Slot, Span
+from shardwise.partition.stored import stored_tensors
 from shardwise.unit.unit import Unit
 
 T = TypeVar("T")
@@ -130,6 +131,26 @@ def overlaps(unit: Unit, span: Span) -> Iterator[tuple[Slot, Span]]:
         part = slot.span.intersect(span)
         if part:
             yield slot, part
+
+
+def slots_of(engine: Checkpointable) -> dict[int, tuple[Unit, Slot]]:
+    """The unit and the slot of each parameter, by its id, in the model's order.
+
+    A slot has the name that the parameter had when the engine was made; a wrapper that was put around a module later
+    has changed that in the model.
+    """
+    known = {
+        id(param): (unit, slot)
+        for unit in engine.units
+        for slot, param in zip(unit.layout.slots, unit.params, strict=True)
+    }
+    params = stored_tensors(engine.module)
+    if added := [name for name, param in params.items() if id(param) not in known]:
+        raise CheckpointError(
+            f"parameter {added[0]!r} was added to the model after shardwise.initialize, and the engine has no place "
+            "for it: add it before, or take it out of the model"
+        )
+    return {id(param): known[id(param)] for param in params.values()}
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -16,15 +16,16 @@ from typing import Any
 import torch
 
 from shardwise._version import __version__
-from shardwise.checkpoint.checkpointable import Checkpointable, ModelParts, overlaps
+from shardwise.checkpoint.checkpointable import Checkpointable, ModelParts, overlaps, slots_of
 from shardwise.checkpoint.files import TensorSlice, as_bytes, joined
 from shardwise.checkpoint.hub_folder import config_text
 from shardwise.checkpoint.manifest import version_of
-from shardwise.checkpoint.plain import dtype_name, rng_states, to_plain
-from shardwise.optim.optimizers import members
+from shardwise.checkpoint.plain import rng_states, to_plain
+from shardwise.optim.optimizers import single
 from shardwise.optim.states import extras_of, state_views
 from shardwise.partition.layout import Slot, Span
 from shardwise.partition.stored import stored_tensors
+from shardwise.tensors import dtype_name
 from shardwise.unit.state_view import StateView
 from shardwise.unit.unit import Unit
 
@@ -155,19 +156,18 @@ def _head(model: ModelParts, state: Any, tensors: dict[str, torch.Tensor]) -> di
 
 def _params(engine: Checkpointable, tied: Mapping[str, str], frozen: bool) -> dict[str, dict[str, Any] | None]:
     """Shape, dtype, group and other names of every parameter, in the model's order."""
-    slots = {slot.spec.name: (unit, slot) for unit in engine.units for slot in unit.layout.slots}
+    slots, seen = slots_of(engine), set[int]()
     others: dict[str, list[str]] = defaultdict(list)
     for other, name in tied.items():
         others[name].append(other)
-    names: dict[int, str] = {}
     for name, param in stored_tensors(engine.module, remove_duplicate=False).items():
-        first = names.setdefault(id(param), name)
-        if first != name:
-            others[first].append(name)
+        if id(param) in seen:
+            others[slots[id(param)][1].spec.name].append(name)
+        seen.add(id(param))
     return {
-        name: _facts(*slots[name], others[name]) if frozen or slots[name][0].is_trainable else None
-        for name in names.values()
-        if name not in tied
+        slot.spec.name: _facts(unit, slot, others[slot.spec.name]) if frozen or unit.is_trainable else None
+        for unit, slot in slots.values()
+        if slot.spec.name not in tied
     }
 
 
@@ -197,5 +197,4 @@ def group_options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def optimizer_name(optimizer: torch.optim.Optimizer) -> str:
     """The class of an optimizer; all classes, where several optimizers share the parameters."""
-    everyone = members(optimizer)
-    return " + ".join(type(each).__name__ for each in (everyone[1:] or everyone))
+    return " + ".join(type(each).__name__ for each in single(optimizer))

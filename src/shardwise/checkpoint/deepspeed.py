@@ -24,15 +24,16 @@ import torch
 from shardwise.checkpoint.contents import RankContents, group_options
 from shardwise.checkpoint.files import TensorSlice, joined, spread
 from shardwise.checkpoint.folder import CheckpointDraft, writing
-from shardwise.checkpoint.plain import dtype_name, to_plain
+from shardwise.checkpoint.plain import to_plain
 from shardwise.checkpoint.saving import CheckpointWrite, save
 from shardwise.checkpoint.storage import Location
 from shardwise.checkpoint.training_state import TrainingState
 from shardwise.errors import CheckpointError, ShardwiseError
-from shardwise.optim.states import MASTER
+from shardwise.optim.states import PARAM
 from shardwise.partition.layout import Span
+from shardwise.tensors import dtype_name
 
-# The keys that DeepSpeed itself stores beside those of the user's `client_state`.
+# The keys that DeepSpeed itself stores, in addition to those of the user's `client_state`.
 _OWN_KEYS = {
     *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"),
     *("shared_params", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names", "skipped_steps"),
@@ -173,7 +174,7 @@ def _read_trained(
     paddings = optim[0].get("param_alignment_paddings")
     params = {}
     for name, shape, index, parts in _fragments(shapes, flats) if is_cut else _runs(shapes, flats, paddings):
-        values = {MASTER: [flats[rank][vector][part.slice] for rank, vector, part in parts]}
+        values = {PARAM: [flats[rank][vector][part.slice] for rank, vector, part in parts]}
         state = base[0]["state"].get(numbers[index], {})
         # The last rank's states may be padded where its values are not: rank 0 shows which have a value per element.
         for key in (key for key, value in state.items() if getattr(value, "shape", None) == flats[0][index].shape):
@@ -224,13 +225,13 @@ def _read_frozen(models: Sequence[Mapping[str, Any]]) -> dict[str, DeepSpeedPara
             flats = [each["frozen_param_fragments"][name].reshape(-1) for each in models]
             places = spread([len(flat) for flat in flats], 0, torch.Size(shape).numel())
             parts = [flats[rank][part.slice] for rank, part in places]
-            params[name] = DeepSpeedParam(tuple(shape), flats[0].dtype, {MASTER: parts})
+            params[name] = DeepSpeedParam(tuple(shape), flats[0].dtype, {PARAM: parts})
         return params
     trained = {name for group in model["param_shapes"] for name in group}
     others = trained | set(model["buffer_names"]) | set(_aliases(model))
     for name, value in model["module"].items():
         if name not in others:
-            params[name] = DeepSpeedParam(tuple(value.shape), value.dtype, {MASTER: [value.reshape(-1)]})
+            params[name] = DeepSpeedParam(tuple(value.shape), value.dtype, {PARAM: [value.reshape(-1)]})
     return params
 
 

@@ -1,7 +1,7 @@
 """Export of the weights in Hugging Face's layout: safetensors with an index.
 
 The position of every tensor follows from the shapes, so each rank writes the elements that it owns straight into place,
-cast on the way. Nothing is gathered, and a rank needs a few MB beside its shard
+cast on the way. Nothing is gathered, and a rank needs a few MB besides its shard
 (test_load_and_export_need_little_beside_what_is_there).
 """
 
@@ -18,42 +18,40 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.checkpoint.adapters import (
-    PREFIX,
-    adapted_layers,
-    adapter_names,
-    base_of,
-    check_merge,
-    has_adapters,
-    merged_tensors,
-    save_adapters,
-    unloaded,
-)
-from shardwise.checkpoint.checkpointable import ModelParts, on_all_ranks, on_rank_0
+from shardwise.checkpoint.checkpointable import ModelParts, on_all_ranks, on_rank_0, slots_of
 from shardwise.checkpoint.contents import owned_slices
 from shardwise.checkpoint.files import CheckpointReader, TensorSlice, as_bytes
 from shardwise.checkpoint.folder import LATEST, candidates, writing
 from shardwise.checkpoint.hub_folder import (
     CONFIG,
+    PREFIX,
     TOKENIZER,
     ExportLayout,
+    adapted_layers,
+    adapter_names,
+    base_of,
+    check_merge,
     companions,
     companions_in,
+    has_adapters,
+    merged_tensors,
+    save_adapters,
     underlying,
     underlying_names,
+    unloaded,
 )
-from shardwise.checkpoint.locations import locate
 from shardwise.checkpoint.manifest import read_manifest
+from shardwise.checkpoint.object_store import locate
 from shardwise.checkpoint.plain import REMEDY, dtype_named
 from shardwise.checkpoint.storage import Location, sync_folder
 from shardwise.checks import check_range
 from shardwise.comm.model_group import Everyone
 from shardwise.errors import CheckpointError, ConfigError, DamagedError
 from shardwise.files import parse_json, validated
-from shardwise.optim.states import MASTER
+from shardwise.optim.states import PARAM
 from shardwise.partition.layout import Span
 from shardwise.partition.policy import DTYPES
-from shardwise.partition.stored import is_quantized, stored_tensors
+from shardwise.partition.stored import is_quantized
 from shardwise.sizes import format_bytes, parse_bytes
 from shardwise.unit.unit import Unit
 
@@ -72,23 +70,16 @@ class ExportSource:
 
     def __init__(self, model: ModelParts, dtype: torch.dtype | None, merges: bool) -> None:
         self._model = model
-        self._units = {
-            id(param): (unit, name)
-            for engine in model.engines
-            for unit in engine.units
-            for name, param in _params(unit)
-        }
+        slots = {key: slot for engine in model.engines for key, slot in slots_of(engine).items()}
+        self._units = {key: (unit, slot.spec.name) for key, (unit, slot) in slots.items()}
         self._whole: tuple[Unit, torch.Tensor] | None = None
         self.layers: dict[str, nn.Module] = {}
         self.kinds: dict[str, torch.Tensor] = {}
-        keys: dict[int, str] = {}
-        for engine in model.engines:
-            for name, param in stored_tensors(engine.module).items():
-                unit, _ = self._units[id(param)]
-                keys[id(param)] = f"{MASTER}/{name}"
-                shape, default = unit.layout.slot(name).spec.whole_shape, unit.weights.policy.weight_dtype
-                if name not in model.tied:
-                    self.kinds[f"{MASTER}/{name}"] = _exported(default, shape, dtype)
+        keys = {key: f"{PARAM}/{name}" for key, (_, name) in self._units.items()}
+        for unit, slot in slots.values():
+            if slot.spec.name not in model.tied:
+                default = unit.weights.policy.weight_dtype
+                self.kinds[f"{PARAM}/{slot.spec.name}"] = _exported(default, slot.spec.whole_shape, dtype)
         for name, buffer in model.buffers.items():
             keys[id(buffer)] = f"buffer/{name}"
             self.kinds[f"buffer/{name}"] = _exported(buffer.dtype, tuple(buffer.shape), None)
@@ -242,7 +233,7 @@ def export_checkpoint(
     """
     folder, path = _local(folder), candidates(locate(source), tag, fallback=False)[0]
     manifest = read_manifest(path)
-    computes = {f"{MASTER}/{name}": dtype_named(param.compute) for name, param in manifest.params.items()}
+    computes = {f"{PARAM}/{name}": dtype_named(param.compute) for name, param in manifest.params.items()}
     stored = {key: manifest.tensors[key] for key in computes}
     stored |= {key: tensor for key, tensor in manifest.tensors.items() if key.startswith("buffer/")}
     inside = underlying_names([_name(key) for key in stored])
@@ -353,10 +344,6 @@ def _local(folder: str | Path) -> Path:
     if not isinstance(found, Path):
         raise CheckpointError(f"{found} is in an object store: export into a folder, and copy it there")
     return found
-
-
-def _params(unit: Unit) -> Iterator[tuple[str, torch.Tensor]]:
-    return zip(unit.names, unit.params, strict=True)
 
 
 def _name(key: str) -> str:

@@ -19,8 +19,8 @@ from typing import Any, Self
 import torch
 from pydantic import BaseModel
 
-from shardwise.checkpoint.locations import storage_of
 from shardwise.checkpoint.manifest import BLOCK_BYTES, Manifest, StoredTensor, pieces_over
+from shardwise.checkpoint.object_store import storage_of
 from shardwise.checkpoint.plain import REMEDY
 from shardwise.checkpoint.storage import Location
 from shardwise.errors import CheckpointError, DamagedError
@@ -71,11 +71,11 @@ class TensorSlice:
 
     def parts(self) -> Iterator[tuple[Span, torch.Tensor]]:
         """The elements, counted from the tensor's start, in parts of a few MB."""
-        for part in _chunks(Span(0, self.elements.numel), self.dtype.itemsize):
+        for part in Span(0, self.elements.numel).split(CHUNK_BYTES // self.dtype.itemsize):
             yield part.shift(self.elements.start), self.read(part)
 
     def parts_in_order(self) -> Iterator[tuple[Span, torch.Tensor]]:
-        """As `parts`, with elements counted in the tensor's own order."""
+        """Like `parts`, with elements counted in the tensor's own order."""
         for elements, values in self.parts():
             if self.tp is None:
                 yield elements, values
@@ -154,13 +154,6 @@ def header_of(
     return header, [start + len(header) for start in starts]
 
 
-def _chunks(span: Span, itemsize: int) -> Iterator[Span]:
-    """A span in parts of a few MB."""
-    step = CHUNK_BYTES // itemsize
-    for start in range(span.start, span.stop, step):
-        yield Span(start, min(start + step, span.stop))
-
-
 def as_bytes(values: torch.Tensor) -> memoryview:
     """A tensor's bytes; a copy only of a tensor outside host memory or not contiguous."""
     flat = values.detach().cpu().contiguous().reshape(-1)
@@ -188,7 +181,7 @@ class CheckpointReader(contextlib.ExitStack):
             yield from self._parts_by_rows(stored, wanted, tp)
 
     def _parts_by_rows(self, stored: StoredTensor, wanted: Span, tp: TensorPart) -> Iterator[tuple[Span, torch.Tensor]]:
-        """As `parts`, where the file has the tensor cut in another way."""
+        """`parts` of a file that has the tensor cut in another way."""
         row = math.prod(tp.local_shape[1:])
         block = max(1, CHUNK_BYTES // (math.prod(stored.shape[1:]) * stored.torch_dtype.itemsize))
         end, above = -(-wanted.stop // row), tp.offset if tp.dim == 0 else 0
@@ -213,7 +206,7 @@ class CheckpointReader(contextlib.ExitStack):
         """The elements `wanted`, counted as they are stored."""
         dtype = stored.torch_dtype
         for piece in pieces_over(stored.pieces, dtype.itemsize, wanted):
-            for part in _chunks(Span(piece.start, piece.stop), dtype.itemsize):
+            for part in Span(piece.start, piece.stop).split(CHUNK_BYTES // dtype.itemsize):
                 values = torch.empty(part.numel, dtype=dtype)
                 offset = piece.offset + (part.start - piece.start) * dtype.itemsize
                 self._file(piece.file).read_into(as_bytes(values), offset)
@@ -267,7 +260,6 @@ class BlockWriter:
         self._file = storage_of(path).create(path)
 
     def write(self, data: memoryview) -> None:
-        """Append bytes."""
         position = 0
         while position < len(data):
             room = self._block_bytes - self.size_bytes % self._block_bytes

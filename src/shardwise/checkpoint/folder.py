@@ -18,16 +18,14 @@ from dataclasses import dataclass
 
 from shardwise import files
 from shardwise.checkpoint.files import BlockReader, CheckpointReader
-from shardwise.checkpoint.locations import storage_of
-from shardwise.checkpoint.manifest import FILE_NAME, TAG, Manifest, head_of, read_body, read_manifest
-from shardwise.checkpoint.storage import Location
+from shardwise.checkpoint.manifest import TAG, Manifest, head_of, read_body, read_manifest
+from shardwise.checkpoint.object_store import storage_of
+from shardwise.checkpoint.storage import DRAFT, MANIFEST, REMOVED, Location
 from shardwise.errors import CheckpointError, DamagedError
 
 LATEST = "latest"
 _LOG = logging.getLogger("shardwise")
-_TEMPORARY = ".tmp-"
-_REMOVED = f"{_TEMPORARY}removed-"
-_OWNER = re.compile(r"\.tmp-([0-9a-f]{12})-([0-9]+)-")
+_OWNER = re.compile(rf"{re.escape(DRAFT)}([0-9a-f]{{12}})-([0-9]+)-")
 _RANK_FILE = re.compile(r"rank-.*\.safetensors")
 _ABANDONED_S = 86_400.0
 """A draft of another machine, whose processes are not visible here, is abandoned after this long without a write."""
@@ -71,7 +69,7 @@ class CheckpointDraft:
                 if _is_abandoned(draft, last_write):
                     storage.drop(root, draft)
             serial = 1 + max((entry.serial for entry in list_checkpoints(root)), default=0)
-            name = f"{_TEMPORARY}{_host()}-{os.getpid()}-{tag}-{serial}-{os.urandom(4).hex()}"
+            name = f"{DRAFT}{_host()}-{os.getpid()}-{tag}-{serial}-{os.urandom(4).hex()}"
             # The old checkpoint of the same tag keeps its name: `commit` removes it after the new one exists
             # (test_the_same_tag_again_replaces_the_old_one_after_the_new_one_is_there).
             taken = {path.name for path in storage.folders(root)} | storage.unfinished(root)
@@ -98,7 +96,7 @@ class CheckpointDraft:
                     "all ranks must write to one file system that rank 0 sees"
                 )
         text = manifest.to_text().encode()
-        with writing(self.path / FILE_NAME, len(text)):
+        with writing(self.path / MANIFEST, len(text)):
             storage.publish(self.root, self.name, self.target, text)
         # Another process may have removed files of the draft. Older checkpoints are removed only after this check:
         # test_an_old_checkpoint_stays_if_the_new_one_is_not_whole.
@@ -141,7 +139,7 @@ def list_checkpoints(root: Location) -> list[CheckpointEntry]:
         names = storage.names(path) if not path.name.startswith(".") else set()
         # A folder with a rank's file but no manifest is a damaged checkpoint, unless it is still being written.
         is_damaged = path.name not in drafts and any(_RANK_FILE.fullmatch(name) for name in names)
-        if FILE_NAME in names or is_damaged:
+        if MANIFEST in names or is_damaged:
             entries.append(_entry(path))
     return sorted(entries, key=lambda entry: -entry.serial)
 
@@ -153,7 +151,7 @@ def candidates(root: Location, tag: str, fallback: bool, missing_ok: bool = Fals
     `fallback`, all other checkpoints follow, newest first: in place of one that is damaged, never of one that is not
     there or that a newer version wrote.
     """
-    if FILE_NAME in storage_of(root).names(root):
+    if MANIFEST in storage_of(root).names(root):
         if tag not in (LATEST, root.name, _entry(root).tag):
             raise CheckpointError(f"{root} is a checkpoint, and not {tag!r}: give the folder that contains {tag!r}")
         return [root]
@@ -196,7 +194,7 @@ def missing_files(path: Location) -> list[str]:
     try:
         stored = read_manifest(path).files
     except CheckpointError:
-        return [FILE_NAME]
+        return [MANIFEST]
     sizes = storage_of(path).sizes(path)
     return [file.name for file in stored if sizes.get(file.name) != file.size_bytes]
 
@@ -214,7 +212,7 @@ def verify(path: Location) -> Manifest:
 
 def remove(path: Location) -> None:
     """Delete a checkpoint. What a kill leaves of it, the next save removes."""
-    storage_of(path).remove(path, f"{_REMOVED}{path.name}-{os.urandom(4).hex()}")
+    storage_of(path).remove(path, f"{REMOVED}{path.name}-{os.urandom(4).hex()}")
 
 
 def _entry(path: Location) -> CheckpointEntry:
@@ -238,7 +236,7 @@ def _is_abandoned(draft: str, last_write: float) -> bool:
     """Whether the process that wrote this draft is gone."""
     # Other processes may save into the same folder at this moment, and their drafts must stay:
     # test_leftovers_are_removed_and_never_taken_for_checkpoints.
-    if draft.startswith(_REMOVED):
+    if draft.startswith(REMOVED):
         return True
     owner = _OWNER.match(draft)
     if owner is None:

@@ -6,17 +6,17 @@ from collections import Counter
 from typing import Any
 
 from shardwise.checkpoint.folder import list_checkpoints, missing_files, verify
-from shardwise.checkpoint.locations import storage_of
-from shardwise.checkpoint.manifest import FILE_NAME, Manifest, read_manifest
-from shardwise.checkpoint.storage import Location
+from shardwise.checkpoint.manifest import Manifest, read_manifest
+from shardwise.checkpoint.object_store import storage_of
+from shardwise.checkpoint.storage import MANIFEST, Location
 from shardwise.errors import CheckpointError
-from shardwise.optim.states import MASTER
+from shardwise.optim.states import PARAM
 from shardwise.sizes import format_bytes, format_count
 
 
 def describe(path: Location, verified: bool = False) -> str:
     """One checkpoint in detail, or a line for each checkpoint in a folder; `verified` reads every byte."""
-    if FILE_NAME in storage_of(path).names(path):
+    if MANIFEST in storage_of(path).names(path):
         return _details(path, verified)
     entries = list_checkpoints(path)
     if not entries:
@@ -36,7 +36,7 @@ def summary(path: Location) -> dict[str, Any]:
         bytes_by_kind[kind] += stored.numel * stored.torch_dtype.itemsize
     return {
         **manifest.model_dump(include={"tag", "serial", "steps", "world_size", "written_by", "optimizer"}),
-        "parameters": sum(manifest.tensors[f"{MASTER}/{name}"].numel for name in manifest.params),
+        "parameters": sum(manifest.tensors[f"{PARAM}/{name}"].numel for name in manifest.params),
         "bytes": manifest.size_bytes,
         "bytes_by_kind": dict(bytes_by_kind),
         "files": [file.name for file in manifest.files],

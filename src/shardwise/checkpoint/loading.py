@@ -14,10 +14,11 @@ from shardwise.checkpoint.checkpointable import Checkpointable, ModelParts, on_a
 from shardwise.checkpoint.contents import optimizer_name
 from shardwise.checkpoint.files import CheckpointReader
 from shardwise.checkpoint.folder import candidates, missing_files
-from shardwise.checkpoint.locations import locate
-from shardwise.checkpoint.manifest import FILE_NAME, Manifest, read_manifest
+from shardwise.checkpoint.hub_folder import underlying_names
+from shardwise.checkpoint.manifest import Manifest, read_manifest
+from shardwise.checkpoint.object_store import locate
 from shardwise.checkpoint.plain import REMEDY, from_plain, set_rng_states
-from shardwise.checkpoint.storage import Location
+from shardwise.checkpoint.storage import MANIFEST, Location
 from shardwise.checkpoint.training_state import (
     TrainingState,
     check_extra,
@@ -28,7 +29,7 @@ from shardwise.checkpoint.training_state import (
 )
 from shardwise.errors import CheckpointError, DamagedError
 from shardwise.files import validated
-from shardwise.optim.states import MASTER, piece_spans, prepare, set_extra, state_views
+from shardwise.optim.states import PARAM, piece_spans, prepare, set_extra, state_views
 from shardwise.partition.layout import Span
 from shardwise.unit.unit import Unit
 
@@ -86,8 +87,10 @@ def _check_files(path: Location) -> None:
 
 def _read_fitting(model: ModelParts, path: Location) -> CheckpointContents:
     """The contents; a CheckpointError names the first parameter, buffer or option that does not fit the engines."""
-    manifest, tied = read_manifest(path), model.tied
-    units = [unit for engine in model.engines for unit in engine.units]
+    tied, units = model.tied, [unit for engine in model.engines for unit in engine.units]
+    manifest = _in_the_same_wrappers(
+        read_manifest(path), [*model.names, *(name for unit in units for name in unit.names), *model.buffers]
+    )
     frozen = {name for unit in units if not unit.is_trainable for name in unit.names}
     kept = {name for name in frozen if tied.get(name, name) in manifest.left_out}  # the model's own values
     shapes = {slot.spec.name: slot.spec.whole_shape for unit in units for slot in unit.layout.slots}
@@ -97,7 +100,7 @@ def _read_fitting(model: ModelParts, path: Location) -> CheckpointContents:
     _check_names("parameter", [tied.get(name, name) for name in shapes], manifest.params, model.names, path)
     _check_names("buffer", buffers, stored, model.names, path)
     manifest = manifest.with_tied(tied)
-    wanted = {f"{MASTER}/{name}": shape for name, shape in shapes.items()}
+    wanted = {f"{PARAM}/{name}": shape for name, shape in shapes.items()}
     wanted |= {f"buffer/{name}": shape for name, shape in buffers.items()}
     for key, shape in wanted.items():
         seen = manifest.tensors[key].shape
@@ -113,6 +116,14 @@ def _read_fitting(model: ModelParts, path: Location) -> CheckpointContents:
     return contents
 
 
+def _in_the_same_wrappers(manifest: Manifest, here: Collection[str]) -> Manifest:
+    """The same with this model's names, if only one of them has a wrapper around a module, such as `torch.compile`."""
+    inside = {short: name for name, short in underlying_names(here).items()}
+    stored = [*manifest.params, *(key.removeprefix("buffer/") for key in manifest.tensors if key.startswith("buffer/"))]
+    there = underlying_names([*stored, *manifest.left_out])
+    return manifest.renamed({name: inside[short] for name, short in there.items() if inside.get(short, name) != name})
+
+
 def _check_extras(unit: Unit, reader: CheckpointReader) -> None:
     for span in piece_spans(unit) if unit.is_trainable else ():
         for key, value in _extras_of(unit, span, reader).items():
@@ -120,7 +131,7 @@ def _check_extras(unit: Unit, reader: CheckpointReader) -> None:
 
 
 def _decode(model: ModelParts, reader: CheckpointReader) -> CheckpointContents:
-    manifest, source = reader.manifest, str(reader.folder / FILE_NAME)
+    manifest, source = reader.manifest, str(reader.folder / MANIFEST)
     training = from_plain(manifest.training, reader.whole)
     checked = validated(TrainingState, training, f"{source} (training)", DamagedError, REMEDY)
     if checked.steps != manifest.steps:

@@ -29,24 +29,23 @@ from pydantic import (
     model_validator,
 )
 
-from shardwise.checkpoint.locations import storage_of
+from shardwise.checkpoint.object_store import storage_of
 from shardwise.checkpoint.plain import REMEDY, dtype_named
 from shardwise.checkpoint.storage import MANIFEST, Location
 from shardwise.errors import CheckpointError, DamagedError
 from shardwise.files import parse_json, validated
-from shardwise.optim.states import MASTER
+from shardwise.optim.states import PARAM
 from shardwise.partition.layout import Span
 from shardwise.partition.part import TensorPart
 
 FORMAT = "shardwise-checkpoint"
 VERSION = 3
 """The newest version of the format. Checkpoints are written in the oldest that can hold them: see `version_of`."""
-FILE_NAME = MANIFEST
 BLOCK_BYTES = 1 << 20
 """The bytes of a file that one checksum covers."""
 TAG = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}"
 _WHOLE_TAG = rf"\A{TAG}\z"
-_OTHER_KINDS = (MASTER, "buffer", "training", "state", "extra")
+_OTHER_KINDS = (PARAM, "buffer", "training", "state", "extra")
 """Kinds of tensors that need not have a parameter's shape; those of one rank's generators are others."""
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _TEXT = re.compile(r'\{"sha256": "(.{64})", "manifest": (.*)\}\n', re.DOTALL)
@@ -239,11 +238,11 @@ class Manifest(_ManifestModel):
         self._check_params()
 
     def _check_params(self) -> None:
-        stored_names = {key.partition("/")[2] for key in self.tensors if key.startswith(f"{MASTER}/")}
+        stored_names = {key.partition("/")[2] for key in self.tensors if key.startswith(f"{PARAM}/")}
         for name in stored_names ^ set(self.params):
             raise CheckpointError(f"parameter {name} has no stored values, or is not listed")
         for name, param in self.params.items():
-            stored = self.tensors[f"{MASTER}/{name}"]
+            stored = self.tensors[f"{PARAM}/{name}"]
             if param.group is not None and dtype_named(param.compute).itemsize > stored.torch_dtype.itemsize:
                 raise CheckpointError(f"parameter {name} computes in {param.compute}, and {stored.dtype} is stored")
         for key, stored in self.tensors.items():
@@ -257,21 +256,35 @@ class Manifest(_ManifestModel):
         """The tensor whose shape the one at `key` must have."""
         kind, _, name = key.partition("/")
         if kind == "optim":
-            return f"{MASTER}/{name.partition('/')[2]}"
+            return f"{PARAM}/{name.partition('/')[2]}"
         if kind.startswith("rank-") and name.startswith("buffer/"):
             return name
-        return f"{MASTER}/{name}" if kind not in _OTHER_KINDS and name in self.params else None
+        return f"{PARAM}/{name}" if kind not in _OTHER_KINDS and name in self.params else None
 
     def with_tied(self, tied: Mapping[str, str]) -> Self:
         """The same, with what is stored of a parameter also under another name of it."""
         params = {other: self.params[name] for other, name in tied.items() if name in self.params}
-        masters = {f"{MASTER}/{name}": other for other, name in tied.items()}
+        masters = {f"{PARAM}/{name}": other for other, name in tied.items()}
         tensors = {
             key.removesuffix(tied[other]) + other: stored
             for key, stored in self.tensors.items()
             if (other := masters.get(key if key in masters else self._model_of(key) or "")) is not None
         }
         return self.model_copy(update={"params": {**self.params, **params}, "tensors": {**self.tensors, **tensors}})
+
+    def renamed(self, names: Mapping[str, str]) -> Self:
+        """The same, with other names of some parameters and buffers."""
+
+        def key_of(key: str) -> str:
+            kind, _, name = (self._model_of(key) or key).partition("/")
+            return key.removesuffix(name) + names.get(name, name) if kind in (PARAM, "buffer") else key
+
+        changes = {
+            "params": {names.get(name, name): param for name, param in self.params.items()},
+            "tensors": {key_of(key): stored for key, stored in self.tensors.items()},
+            "left_out": tuple(names.get(name, name) for name in self.left_out),
+        }
+        return self.model_copy(update=changes) if names else self
 
     @property
     def layout(self) -> tuple[int, int, int]:
@@ -292,7 +305,7 @@ class ManifestHead(BaseModel):
 
 def read_manifest(folder: Location) -> Manifest:
     """The verified manifest of a checkpoint; a CheckpointError says what is wrong with it."""
-    path, body = folder / FILE_NAME, read_body(folder)
+    path, body = folder / MANIFEST, read_body(folder)
     head_of(folder, body)
     manifest = validated(Manifest, body, str(path), DamagedError, REMEDY)
     try:
@@ -304,7 +317,7 @@ def read_manifest(folder: Location) -> Manifest:
 
 def head_of(folder: Location, body: Mapping[str, Any]) -> ManifestHead:
     """The head of a manifest; a CheckpointError if this version cannot read the rest."""
-    path, version = folder / FILE_NAME, body.get("version")
+    path, version = folder / MANIFEST, body.get("version")
     if body.get("format") != FORMAT or not isinstance(version, int) or version < 1:
         raise DamagedError(
             f"{path} has format {body.get('format')!r} version {version!r}, which shardwise does not write: {REMEDY}"
@@ -319,7 +332,7 @@ def head_of(folder: Location, body: Mapping[str, Any]) -> ManifestHead:
 
 def read_body(folder: Location) -> dict[str, Any]:
     """The content of a manifest; verifies the digest, not the content."""
-    path = folder / FILE_NAME
+    path = folder / MANIFEST
     try:
         text = storage_of(path).read([path])[0].decode()
     except OSError as error:

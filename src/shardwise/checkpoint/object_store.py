@@ -15,14 +15,16 @@ import contextlib
 import posixpath
 from collections.abc import Iterator, Sequence
 from datetime import datetime
+from pathlib import Path
 from typing import IO, Any
 
-from shardwise.checkpoint.storage import MANIFEST, NewFile, RemotePath, Storage
+from shardwise.checkpoint.storage import DRAFT, MANIFEST, REMOVED, FileSystem, Location, NewFile, RemotePath, Storage
 from shardwise.errors import CheckpointError
 
 _READ_AHEAD_BYTES = 8 << 20
 _PART_BYTES = 16 << 20  # S3 takes at most 10,000 parts of an object
 _LOCAL = ("file://", "local://")
+_FILE_SYSTEM = FileSystem()
 
 
 class ObjectStore(Storage):
@@ -85,14 +87,14 @@ class ObjectStore(Storage):
         self.delete([root / draft])
 
     def drafts(self, root: RemotePath) -> dict[str, float]:
-        listed = {name: entry for entry in self._list(root) if (name := _name(entry)).startswith(".tmp-")}
+        listed = {name: entry for entry in self._list(root) if (name := _name(entry)).startswith(DRAFT)}
         return {name: _written(entry) for name, entry in listed.items() if entry["type"] == "file"}
 
     def drop(self, root: RemotePath, draft: str) -> None:
         with contextlib.suppress(OSError):
             [name] = self.read([root / draft])
             target = root / name.decode()
-            if draft.startswith(".tmp-removed-") or MANIFEST not in self.sizes(target):
+            if draft.startswith(REMOVED) or MANIFEST not in self.sizes(target):
                 self._clear(target)
             self.delete([root / draft])
 
@@ -173,3 +175,15 @@ def _written(entry: dict[str, Any]) -> float:
     if isinstance(when, str):
         when = datetime.fromisoformat(when)
     return when.timestamp() if isinstance(when, datetime) else float(when or 0.0)
+
+
+def storage_of(path: Location) -> Storage:
+    """The medium that a location is on."""
+    return ObjectStore(str(path)) if isinstance(path, RemotePath) else _FILE_SYSTEM
+
+
+def locate(path: str | Location) -> Location:
+    """Where a path or an address such as `s3://bucket/folder` leads."""
+    if isinstance(path, RemotePath):
+        return path
+    return RemotePath(path) if isinstance(path, str) and "://" in path else Path(path)

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from shardwise.errors import CheckpointError, DamagedError
+from shardwise.tensors import dtype_name
 
 REMEDY = "load another checkpoint, with its tag or with fallback=True"
 """What to do about a checkpoint that is damaged."""
@@ -99,11 +100,6 @@ def dtype_named(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise CheckpointError(f"this version of torch has no dtype {name!r}: use one that has it, or load another one")
     return dtype
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype in checkpoints, such as `float32`."""
-    return str(dtype).removeprefix("torch.")
 
 
 def rng_states(device: torch.device) -> dict[str, Any]:

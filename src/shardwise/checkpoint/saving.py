@@ -21,14 +21,14 @@ from shardwise.checkpoint.checkpointable import ModelParts, on_all_ranks, on_ran
 from shardwise.checkpoint.contents import RankContents, contents_of, group_options, own_buffers
 from shardwise.checkpoint.files import write_tensors
 from shardwise.checkpoint.folder import CheckpointDraft, check_tag, keep_newest, writing
-from shardwise.checkpoint.locations import locate, storage_of
 from shardwise.checkpoint.manifest import Manifest, StoredRange
-from shardwise.checkpoint.plain import dtype_name
+from shardwise.checkpoint.object_store import locate, storage_of
 from shardwise.checkpoint.storage import Location, Storage
 from shardwise.comm.model_group import Everyone
 from shardwise.errors import CheckpointError
 from shardwise.files import parse_json
-from shardwise.optim.states import MASTER
+from shardwise.optim.states import PARAM
+from shardwise.tensors import dtype_name
 
 LAST_WAIT_S = 60.0
 FAILED_WAIT_S = 5.0
@@ -247,7 +247,7 @@ def compose(draft: CheckpointDraft, head: Mapping[str, Any], tables: Sequence[Ma
     left_out = [name for name, param in ordered if param is None]
     # A parameter without elements is in no table, but is listed too.
     tensors: dict[str, dict[str, Any]] = {
-        f"{MASTER}/{name}": {"dtype": param.pop("dtype"), "shape": param.pop("shape"), "pieces": []}
+        f"{PARAM}/{name}": {"dtype": param.pop("dtype"), "shape": param.pop("shape"), "pieces": []}
         for name, param in params.items()
     }
     for number, table in enumerate(tables):

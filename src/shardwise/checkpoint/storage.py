@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import IO, Any, Protocol, TypeAlias
 
 MANIFEST = "manifest.json"
+DRAFT, REMOVED = ".tmp-", ".tmp-removed-"
+"""How the names of drafts begin, and those of checkpoints that are being removed."""
 
 
 class RemotePath:
@@ -193,7 +195,7 @@ class FileSystem(Storage):
         sync_folder(root)
 
     def drafts(self, root: Path) -> dict[str, float]:
-        return {path.name: _last_write(path) for path in root.glob(".tmp-*")}
+        return {path.name: _last_write(path) for path in root.glob(f"{DRAFT}*")}
 
     def drop(self, root: Path, draft: str) -> None:
         shutil.rmtree(root / draft, ignore_errors=True)

@@ -21,30 +21,30 @@ import atexit
 import contextlib
 import os
 import pickle
-import sys
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
-from torch.distributed import distributed_c10d as c10d
 
 from shardwise.agreement.agreement import Agreement, Wire, poll_interval_s
 from shardwise.agreement.log import Ticket
 from shardwise.agreement.sight import this_host
-from shardwise.agreement.store_link import own_connection
+from shardwise.agreement.store_link import numbered_store
 from shardwise.comm import groups as process_groups
-from shardwise.comm.channel_groups import ChannelGroups, Ways
+from shardwise.comm.groups import ChannelGroups, Ways
 from shardwise.comm.interface import CHANNELS, DONE, EVERYWHERE, GATHER, REDUCE, Comm, Handle, Hop
 from shardwise.comm.relay import Relay, RelayedGather, Sends, Works
 from shardwise.comm.world_watch import WorldWatch
 from shardwise.config.shape import Axis, NodeShape
 from shardwise.errors import DisagreementError
+from shardwise.machine.process import ending_error
+
+T = TypeVar("T")
 
 # Renamed in torch 2.13, where the old name warns.
 _ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
@@ -103,7 +103,7 @@ class ProcessGroupComm(Comm):
             self._channels[REDUCE] = GATHER
         self._agreement: Agreement | None = None
         if self.world_size > 1 and "fake" not in groups.backend:
-            store = _store(groups.of(GATHER).up, self.rank)
+            store = numbered_store(f"group {groups.whole[GATHER].up.group_name}", self.rank)
             wire = Wire(groups.break_off, groups.device_error, groups.timeout.total_seconds())
             self._agreement = Agreement(store, self.rank, self.world_size, groups.is_world, wire, poll_interval_s())
             self._agreement.hosts = self.share_object(this_host(store), "host")
@@ -112,8 +112,8 @@ class ProcessGroupComm(Comm):
             atexit.register(self._on_exit)
 
     def take_shape(self, shape: NodeShape) -> None:
-        """Have all operations go over the axes of `shape`, the same on all ranks, from now on. Before any of them has a
-        unit's elements: shards lie in another order."""
+        """Route all operations over the axes of `shape`, the same on all ranks, from now on. Call it before any of them
+        carries a unit's elements: shards lie in another order."""
         self.shape = shape
         if not shape.is_flat:
             self._groups.add_axes(shape)
@@ -122,43 +122,34 @@ class ProcessGroupComm(Comm):
         hops, parts = self.hops(axes), full
         if not hops or not full.numel():
             return DONE
-        steps: list[tuple[Hop, torch.Tensor]] = []
+        ticket = self._issue(GATHER, "gather" if kind == "gather" else f"gather ({kind})", full.numel(), unit)
+        steps: list[tuple[Ways, Hop, torch.Tensor]] = []
         for hop in hops:
             parts = parts.view(hop.size, -1)
             self._count(kind, parts.nbytes, hop)
-            steps.insert(0, (hop, parts))
+            steps.insert(0, (self._groups.along[ticket.channel, hop.axis], hop, _on_wire(parts)))
             parts = parts[hop.place]
-        ticket = self._issue(GATHER, "gather" if kind == "gather" else f"gather ({kind})", full.numel(), unit)
-        ways = [self._groups.along(ticket.channel, hop.axis) for hop, _ in steps]
-        return self._gather(ticket, [(way, hop, parts) for way, (hop, parts) in zip(ways, steps, strict=True)])
+        return self._gather(ticket, steps)
 
     def _gather(self, ticket: Ticket, steps: Sequence[tuple[Ways, Hop, torch.Tensor]]) -> Handle:
         """Over Gloo every rank sends its part to each other rank, into place. Gloo's own all-gather copies through a
         second buffer of the full size, which the ledger cannot see, and takes twice as long."""
-        steps = [(ways, hop, _on_wire(parts)) for ways, hop, parts in steps]
         if self._sends_directly:
-            issues = [partial(self._spread, ticket, *step) for step in steps]
-            with self._issuing(ticket):
-                first = issues[0]()
-            if len(issues) == 1:
+            first = self._issued(ticket, _spread, ticket.tag, *steps[0])
+            if len(steps) == 1:
                 return self._checked(ticket, *first)
-            gather = RelayedGather(first, issues[1:])
+            gather = RelayedGather(first, [partial(_spread, ticket.tag, *step) for step in steps[1:]])
             self._relay.add(gather)
             return self._checked(ticket, [gather], [Sends(gather)])
         works: list[Any] = []
-        with contextlib.ExitStack() as beside:
+        with contextlib.ExitStack() as following:
             for ways, hop, parts in steps:
                 if works:  # the next hop sends what this one brings
-                    beside.enter_context(self.following(works[-1], ticket.channel))
-                with self._issuing(ticket):
-                    gather_all = getattr(dist, _ALL_GATHER)
-                    works.append(gather_all(parts.view(-1), parts[hop.place], group=ways.up, async_op=True))
+                    following.enter_context(self.following(works[-1], ticket.channel))
+                call, mine = getattr(dist, _ALL_GATHER), parts[hop.place]
+                works.append(self._issued(ticket, call, parts.view(-1), mine, group=ways.up, async_op=True))
                 handle = self._tracked(ticket, works[-1])
         return handle
-
-    def _spread(self, ticket: Ticket, ways: Ways, hop: Hop, parts: torch.Tensor) -> Works:
-        mine = dict.fromkeys(range(hop.size), parts[hop.place])
-        return _send_directly(mine, dict(enumerate(parts)), ways, hop, ticket.tag)
 
     def rows_received(self, hop: Hop) -> int:
         return 1 if self._reduces_natively else hop.size - self._sends_directly
@@ -169,16 +160,16 @@ class ProcessGroupComm(Comm):
         self._count(kind, sent.nbytes, hop)
         over = "" if self.shape.is_flat else f" {_OVER[hop.axis]}"
         ticket = self._issue(REDUCE, kind, sent.numel(), f"{unit}{over}", has_tags=not self._reduces_natively)
-        ways = self._groups.along(REDUCE, hop.axis)
+        ways = self._groups.along[REDUCE, hop.axis]
         if self._reduces_natively:
             return self._reduce_natively(ticket, received, sent, ways.up, hop), list(received)
         if not self._sends_directly:
-            with self._issuing(ticket):
-                work = dist.all_to_all_single(received.view(-1), sent.view(-1), group=ways.up, async_op=True)
+            flat = received.view(-1), sent.view(-1)
+            work = self._issued(ticket, dist.all_to_all_single, *flat, group=ways.up, async_op=True)
             return self._tracked(ticket, work), list(received)
-        rows = [*received[: hop.place], sent[hop.place], *received[hop.place :]]
-        with self._issuing(ticket):
-            works = _send_directly(dict(enumerate(sent)), dict(enumerate(rows)), ways, hop, ticket.tag)
+        parts = sent.unbind()
+        rows = [*received[: hop.place], parts[hop.place], *received[hop.place :]]
+        works = self._issued(ticket, _send_directly, parts, rows, ways, hop, ticket.tag)
         return self._checked(ticket, *works), rows
 
     def _reduce_natively(
@@ -189,10 +180,8 @@ class ProcessGroupComm(Comm):
         if divides:
             sent.div_(hop.size)
         operation = dist.ReduceOp.SUM if divides else dist.ReduceOp.AVG
-        with self._issuing(ticket):
-            reduce = getattr(dist, _REDUCE_SCATTER)
-            work = reduce(received.view(-1), sent.view(-1), op=operation, group=group, async_op=True)
-        return self._tracked(ticket, work)
+        call, flat = getattr(dist, _REDUCE_SCATTER), (received.view(-1), sent.view(-1))
+        return self._tracked(ticket, self._issued(ticket, call, *flat, op=operation, group=group, async_op=True))
 
     @contextlib.contextmanager
     def following(self, handle: Handle, channel: str = REDUCE) -> Iterator[None]:
@@ -211,7 +200,8 @@ class ProcessGroupComm(Comm):
             yield
 
     def blocks(self, tensor: torch.Tensor, block_numel: int) -> Sequence[torch.Tensor]:
-        return tensor.split(block_numel) if tensor.numel() else ()
+        numel = tensor.numel()
+        return tensor.split(block_numel) if numel > block_numel else (tensor,) if numel else ()
 
     def share(self, values: torch.Tensor, name: str = "norm", channel: str = REDUCE) -> torch.Tensor:
         if self.world_size == 1:
@@ -225,21 +215,39 @@ class ProcessGroupComm(Comm):
     def _gather_rows(self, ticket: Ticket, rows: torch.Tensor) -> Handle:
         """A row of every rank, in rank order."""
         all_ranks = Hop("inner", self.world_size, self.rank)
-        return self._gather(ticket, [(self._groups.of(ticket.channel), all_ranks, rows.view(self.world_size, -1))])
+        parts = _on_wire(rows.view(self.world_size, -1))
+        return self._gather(ticket, [(self._groups.whole[ticket.channel], all_ranks, parts)])
+
+    def read(self, shared: torch.Tensor) -> torch.Tensor:
+        try:
+            values = shared.cpu()
+        except RuntimeError as error:  # the device may report the broken operation here
+            if self._agreement is None:
+                raise
+            self._agreement.explain(None, error)
+        if self._agreement is not None:
+            self._agreement.check()
+        return values
+
+    def confirm(self) -> None:
+        if self._agreement is not None and self._waits_on_device:
+            self.read(torch.zeros(1, device=self.device))  # comes after what the compute stream has been given
+            torch.cuda.synchronize(self.device)
+            self._agreement.check()
 
     def share_object(self, value: Any, name: str = "object") -> list[Any]:
         if self.world_size == 1:
             return [value]
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self.device)
         try:
-            sizes = self.share(torch.tensor([mine.numel()], device=self.device), f"{name} (size)").flatten().tolist()
+            own_size = torch.tensor([mine.numel()], device=self.device)
+            sizes = self.read(self.share(own_size, f"{name} (size)")).flatten().tolist()
             padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self.device)
             padded[: mine.numel()] = mine
             with self.announced():
-                rows = self.share(padded, name).cpu()
+                rows = self.read(self.share(padded, name))
             return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
-        except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
-            # An operation that a death broke off on the device ends like any other, with zeros instead of values.
+        except Exception as error:  # pickle raises whatever bytes make it raise
             if self._agreement is None or isinstance(error, DisagreementError):
                 raise
             self._agreement.explain(None, error)
@@ -257,8 +265,8 @@ class ProcessGroupComm(Comm):
             ticket = self._issue(GATHER, "broadcast", tensor.numel(), unit)
         if tensor.ndim:
             tensor = _on_wire(tensor)
-        with self._issuing(ticket):
-            work = dist.broadcast(tensor, group=self._groups.of(GATHER).up, group_src=source, async_op=True)
+        group = self._groups.whole[GATHER].up
+        work = self._issued(ticket, dist.broadcast, tensor, group=group, group_src=source, async_op=True)
         # A wait of the engine's, not one of the user's outside of it: every rank has issued this operation
         # (test_agreement.test_a_slow_broadcast_is_no_standstill).
         self._tracked(ticket, work).wait()
@@ -334,10 +342,10 @@ class ProcessGroupComm(Comm):
             return Ticket(channel, 0, text, 0)
         return self._agreement.issue(channel, text, self._sends_directly and has_tags, unit, self._is_announced)
 
-    def _checked(self, ticket: Ticket, works: list[Any], sends: Sequence[Any] = ()) -> Handle:
+    def _checked(self, ticket: Ticket, works: list[Any], sends: list[Any] | None = None) -> Handle:
         if self._agreement is None:
             return works[0] if works else DONE
-        return _Checked(self._agreement, ticket, _present(works), _present(sends))
+        return _Checked(self._agreement, ticket, works, sends or [])
 
     def _tracked(self, ticket: Ticket, work: Any) -> Handle:
         """An operation of the device's, or of a backend without tags."""
@@ -345,12 +353,21 @@ class ProcessGroupComm(Comm):
             self._agreement.track(ticket, work)
         return self._checked(ticket, [work])
 
-    def _issuing(self, ticket: Ticket) -> contextlib.AbstractContextManager[None]:
-        return self._agreement.issuing(ticket) if self._agreement is not None else contextlib.nullcontext()
+    def _issued(self, ticket: Ticket, call: Callable[..., T], *args: Any, **options: Any) -> T:
+        """What the call returns that issues an operation."""
+        if self._agreement is None:
+            return call(*args, **options)
+        return self._agreement.call_backend(ticket, call, *args, **options)
+
+
+def _spread(tag: int, ways: Ways, hop: Hop, parts: torch.Tensor) -> Works:
+    """Send this rank's part to each other rank of an axis, and receive theirs into place."""
+    rows = parts.unbind()
+    return _send_directly([rows[hop.place]] * hop.size, rows, ways, hop, tag)
 
 
 def _send_directly(
-    sent: Mapping[int, torch.Tensor], received: Mapping[int, torch.Tensor], ways: Ways, hop: Hop, tag: int
+    sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], ways: Ways, hop: Hop, tag: int
 ) -> Works:
     """Send `sent[w]` to each other rank w of an axis and receive `received[w]` from it, with the tag of the
     operation."""
@@ -367,21 +384,9 @@ def _send_directly(
 def _end_at_exit(reference: weakref.ref[ProcessGroupComm], owner: int) -> None:
     comm = reference()
     if comm is not None and os.getpid() == owner:
-        comm.end(has_raised=getattr(sys, "last_value", None) is not None)
+        comm.end(has_raised=ending_error() is not None)
 
 
 def _on_wire(tensor: torch.Tensor) -> torch.Tensor:
     """What is only copied, in a dtype that every backend knows."""
     return tensor if tensor.dtype in _AS_THEY_ARE else tensor.view(torch.uint8)
-
-
-def _present(works: Sequence[Any]) -> list[Any]:
-    """torch returns None for an operation in which this rank has no part."""
-    return [work for work in works if work is not None]
-
-
-def _store(group: Any, rank: int) -> PrefixStore:
-    """The part of the store for one engine of a group. Engines are numbered in the world's own store: ranks create them
-    in the same order, but one process may have been in another world before."""
-    of_group = PrefixStore(f"shardwise/{group.group_name}", own_connection(c10d._get_default_store()))
-    return PrefixStore(str(of_group.add(f"engines/{rank}", 1)), of_group)

@@ -100,7 +100,7 @@ class Comm(ABC):
     @contextlib.contextmanager
     def following(self, handle: Handle, channel: str = REDUCE) -> Iterator[None]:
         """What is issued inside, in `channel`, runs after the operation of `handle` and after all that this thread has
-        issued so far; where `runs_ahead`, it runs beside what the thread computes next."""
+        issued so far; where `runs_ahead`, it overlaps what the thread computes next."""
         handle.wait()
         yield
 
@@ -131,6 +131,15 @@ class Comm(ABC):
     def share(self, values: torch.Tensor, name: str = "norm", channel: str = REDUCE) -> torch.Tensor:
         """A few values of every rank, on every rank: shape [W, *values.shape]. A control message, ordered among the
         operations of one channel."""
+
+    def read(self, shared: torch.Tensor) -> torch.Tensor:
+        """Values that ranks have shared, on the host. An operation that a rank's death broke off raises the reason: on
+        a device it ends like any other, with anything in place of the values."""
+        return shared.cpu()
+
+    def confirm(self) -> None:
+        """Before values leave the engine: wait for the device, and raise the reason if it ended operations that were
+        broken off, whose values may be anything."""
 
     @abstractmethod
     def share_object(self, value: Any, name: str = "object") -> list[Any]:

@@ -50,6 +50,7 @@ class RankMesh:
     @classmethod
     def parse(cls, mesh: Any) -> RankMesh:
         """A mesh of the user's: with names, the whole mesh; of one dimension, also a part of a larger one."""
+        check_is_mesh(mesh)
         names = tuple(_ALIASES.get(name, name) for name in mesh.mesh_dim_names or ())
         _check_names(mesh, names)
         is_world = mesh.mesh.numel() == dist.get_world_size()
@@ -169,6 +170,15 @@ def mesh_beside(tp: DeviceMesh) -> DeviceMesh:
             "data-parallel axis of your mesh, shardwise.initialize(..., mesh=mesh['dp'])"
         )
     return init_device_mesh(tp.device_type, (world_size // size, size), mesh_dim_names=("dp", "tp"))
+
+
+def check_is_mesh(mesh: Any) -> None:
+    """Refuse what is no DeviceMesh."""
+    if not hasattr(mesh, "mesh_dim_names"):
+        raise ConfigError(
+            f"mesh is {mesh!r}: pass a DeviceMesh, such as init_device_mesh(device, (2, 4), mesh_dim_names=('dp', "
+            "'tp'))"
+        )
 
 
 def _check_names(mesh: Any, names: tuple[str, ...]) -> None:

@@ -1,4 +1,4 @@
-"""The ranks that hold one copy of the model together: the tp axis of a mesh, beside ZeRO's data-parallel group.
+"""The ranks that hold one copy of the model together: the tp axis of a mesh, next to ZeRO's data-parallel group.
 
 These ranks see the same batch, and each holds a part of some tensors (see `partition.dtensors`). ZeRO's gathers and
 reductions never go over this group. What has to be known over both axes does: the gradient norm, and so clipping and
@@ -29,10 +29,10 @@ class DataGroup(Protocol):
 
 
 class ModelGroup:
-    """The group of one axis; this rank alone without one. `rank` and `size` are those in it."""
+    """The `group` of one axis, torch's, or None for this rank alone. `rank` and `size` are those in it."""
 
     def __init__(self, group: dist.ProcessGroup | None = None, rank: int = 0, size: int = 1) -> None:
-        self._group = group
+        self.group: Any = group
         self.rank = rank
         self.size = size
 
@@ -41,30 +41,25 @@ class ModelGroup:
         """The group of a one-dimensional mesh, or of this rank alone for None."""
         return cls() if mesh is None else cls(mesh.get_group(), mesh.get_local_rank(), mesh.size())
 
-    @property
-    def process_group(self) -> Any:
-        """torch's group; None for this rank alone."""
-        return self._group
-
     def share(self, values: torch.Tensor) -> torch.Tensor:
         """A few values of every rank, on every rank: shape [size, *values.shape]."""
         if self.size == 1:
             return values[None]
         everyone = [torch.empty_like(values) for _ in range(self.size)]
-        dist.all_gather(everyone, values.contiguous(), group=self._group)
+        dist.all_gather(everyone, values.contiguous(), group=self.group)
         return torch.stack(everyone)
 
     def share_object(self, value: Any) -> list[Any]:
         """A small picklable value of every rank, on every rank."""
         everyone = [value] * self.size
         if self.size > 1:
-            dist.all_gather_object(everyone, value, group=self._group)
+            dist.all_gather_object(everyone, value, group=self.group)
         return everyone
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Copy the first rank's values to every rank."""
         if self.size > 1 and tensor.numel():
-            dist.broadcast(tensor, group=self._group, group_src=0)
+            dist.broadcast(tensor, group=self.group, group_src=0)
 
 
 class Everyone:

@@ -20,24 +20,20 @@ import contextlib
 import json
 import logging
 import os
-import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from functools import partial
 from typing import Any, ClassVar
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
-from torch.distributed import distributed_c10d as c10d
 
 from shardwise.agreement.sight import see_process
-from shardwise.agreement.store_link import STORE_S, StoreLink, own_connection
+from shardwise.agreement.store_link import STORE_S, StoreLink, numbered_store
 from shardwise.comm import groups as process_groups
 from shardwise.errors import DisagreementError
-from shardwise.machine.process import Condition, Identity, start_thread
+from shardwise.machine.process import Condition, Identity, ending_error, start_thread
 
 ANSWER_S = 4.0
 """How long a rank whose connections broke waits for a verdict that says why."""
@@ -55,11 +51,8 @@ class WorldWatch:
     _of_process: ClassVar[weakref.WeakSet[WorldWatch]] = weakref.WeakSet()
 
     def __init__(self, groups: Sequence[Any], end: Callable[[str], None], poll_s: float) -> None:
-        store = PrefixStore("shardwise/watch", own_connection(c10d._get_default_store()))
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        number = store.add(f"of/{self._rank}", 1)
-        own: Any = PrefixStore(str(number), store)
-        self._link = StoreLink(own, STORE_S)
+        self._link = StoreLink(numbered_store("watch", self._rank), STORE_S)
         self.failure: str | None = None
         self.steps = 0
         """The steps of a pipeline that this rank has begun."""
@@ -73,7 +66,7 @@ class WorldWatch:
             self._link.run(lambda store: store.set(f"identity/{self._rank}", identity))
         self._is_closed = threading.Event()
         self._process = os.getpid()
-        self._on_exit = atexit.register(partial(_leave_at_exit, self))
+        self._on_exit = atexit.register(self.end)
         self._of_process.add(self)
         self._thread = start_thread(_poll, self, self._is_closed, poll_s, name="shardwise-watch")
 
@@ -197,7 +190,7 @@ class WorldWatch:
 
     def end(self) -> None:
         """When the interpreter ends."""
-        error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+        error = ending_error()
         if error is not None and self.failure is None:
             self._decide(self._reason(error))
         self._close("its process ended")
@@ -223,7 +216,3 @@ def _poll(watch: WorldWatch, is_closed: threading.Event, poll_s: float) -> None:
             watch.poll()
         except Exception:  # the store may be out of reach; if it stays so, the agreement reports it
             _LOG.debug("the ranks of other axes could not be watched in this poll", exc_info=True)
-
-
-def _leave_at_exit(watch: WorldWatch) -> None:
-    watch.end()

@@ -10,11 +10,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from shardwise.checks import check_output_file
-from shardwise.compare import table
+from shardwise.compare import report
 from shardwise.compare.job import Settings, parse_rows
-from shardwise.compare.plot import plot as draw
 from shardwise.compare.session import compare
 from shardwise.plotting import check_path
+from shardwise.tables import console_of
 
 
 def run(settings: Settings, presets: str, peers: str, json: Path | None, plot: Path | None) -> None:
@@ -40,9 +40,8 @@ def run(settings: Settings, presets: str, peers: str, json: Path | None, plot: P
         comparison = compare(settings, rows, show)
     if json is not None:
         comparison.save(json)
-    console = Console()
-    table.show(comparison, console if console.is_terminal else Console(width=100))
+    report.show(comparison, console_of(report.WIDTH))
     if all(run.error is not None for run in comparison.runs):
         raise SystemExit(1)
     if plot is not None:
-        draw(comparison, plot)
+        report.draw(comparison, plot)

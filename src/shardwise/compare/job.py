@@ -25,7 +25,6 @@ from shardwise.partition.policy import DTYPES
 LEARNING_RATE = 1e-3
 WEIGHT_DECAY = 0.01
 SEED = 17
-DEFAULT_PRESETS = ("zero0", "zero1", "zero2", "zero3")
 PEERS: dict[str, tuple[str, ...]] = {"ddp": ("zero0",), "fsdp2": ("zero3",), "deepspeed": ("zero1", "zero2", "zero3")}
 """The peers, each with the presets it corresponds to."""
 

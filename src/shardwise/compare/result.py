@@ -15,20 +15,21 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from shardwise.compare.job import ALONE, DEFAULT_PRESETS, CompareRow, Settings
-from shardwise.config.presets import PRESETS
+from shardwise.compare.job import ALONE, CompareRow, Settings
+from shardwise.config.presets import PRESETS, STAGE_PRESETS
 from shardwise.errors import ConfigError, DiskError
 from shardwise.files import read_json, validated, writing
 from shardwise.sizes import format_bytes
 
 SCHEMA = 1
 RESAMPLES = 2000
+CONFIDENCE = 0.95
 LOSS_TOLERANCE = {"fp32": 1e-3, "bf16": 3e-2, "fp16": 3e-2}
 """How far a peer's loss may differ from ours, as a part of the first loss: peers add and cast in another order."""
 WIRE_SLACK = 0.001
 
 
-def interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float]:
+def interval(values: Sequence[float]) -> tuple[float, float]:
     """The bootstrapped confidence interval of the median of `values`.
 
     >>> interval([1.0, 1.0, 1.0])
@@ -36,7 +37,7 @@ def interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float
     """
     chance = random.Random(len(values))
     medians = sorted(median(chance.choices(values, k=len(values))) for _ in range(RESAMPLES))
-    low = int((1 - level) / 2 * RESAMPLES)
+    low = int((1 - CONFIDENCE) / 2 * RESAMPLES)
     return medians[low], medians[RESAMPLES - 1 - low]
 
 
@@ -135,7 +136,7 @@ class Comparison:
     def save(self, path: str | Path) -> None:
         text = json.dumps(self.to_dict(), indent=1) + "\n"
         with writing(Path(path), DiskError, len(text)):
-            Path(path).write_text(text)
+            Path(path).write_text(text, encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> Comparison:
@@ -166,12 +167,18 @@ def verdicts(comparison: Comparison) -> list[Verdict]:
 def mark_wrong(comparison: Comparison) -> None:
     """Mark the peers whose losses differ from ours: their times and bytes belong to another computation."""
     ours = next((run for run in _ours(comparison) if run.losses), None)
+    if ours is None:
+        return
+    allowed = LOSS_TOLERANCE[comparison.settings.precision] * abs(ours.losses[0])
     for run in comparison.runs:
-        if ours is not None and run.peer not in (None, ALONE.peer):
-            allowed = LOSS_TOLERANCE[comparison.settings.precision] * abs(ours.losses[0])
-            for step, (loss, expected) in enumerate(zip(run.losses, ours.losses, strict=False)):
-                if run.wrong is None and not abs(loss - expected) <= allowed:  # written so that NaN disagrees
-                    run.wrong = f"loss {loss:.6g} at step {step}, where {ours.name} has {expected:.6g}"
+        if run.peer not in (None, ALONE.peer):
+            run.wrong = next(_differences(run, ours, allowed), None)
+
+
+def _differences(run: Run, ours: Run, allowed: float) -> Iterator[str]:
+    for step, (loss, expected) in enumerate(zip(run.losses, ours.losses, strict=False)):
+        if not abs(loss - expected) <= allowed:  # written so that NaN disagrees
+            yield f"loss {loss:.6g} at step {step}, where {ours.name} has {expected:.6g}"
 
 
 def _bits(comparison: Comparison) -> Iterator[Verdict]:
@@ -193,7 +200,7 @@ def _bits(comparison: Comparison) -> Iterator[Verdict]:
 
 def _inversions(comparison: Comparison) -> Iterator[Verdict]:
     peaks = {run.preset: run.peak for run in _ours(comparison) if run.peak is not None}
-    stages = [name for name in DEFAULT_PRESETS if name in peaks]
+    stages = [name for name in STAGE_PRESETS if name in peaks]
     worse = [
         f"{higher} needs {format_bytes(peaks[higher] - peaks[lower])} more than {lower}"
         for lower, higher in pairwise(stages)

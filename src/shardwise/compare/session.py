@@ -9,23 +9,30 @@ Between turns the processes wait if the memory of all rows fits at once. Otherwi
 from __future__ import annotations
 
 import contextlib
+import os
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from shardwise.compare.job import ALONE, CompareRow, Settings, config_for, interpreter
+from shardwise.compare.job import ALONE, CompareJob, CompareRow, Settings, config_for, interpreter
 from shardwise.compare.result import Comparison, Run, mark_wrong, ratio
-from shardwise.compare.row_ranks import RowFailed, RowRanks
 from shardwise.config import Config
 from shardwise.errors import ConfigError
 from shardwise.machine import env, launch
+from shardwise.machine.local_ranks import LocalRanks
 from shardwise.machine.memory import host_bytes
 from shardwise.models import loading
 from shardwise.partition.policy import DTYPES
 
+TIMEOUT_S = 600.0
+GRACE_S = 2.0
+"""How long after a rank's failure the others may still report theirs, and how long a rank may take to exit."""
 if TYPE_CHECKING:
     from shardwise.dry_run.dry_run import Foreseen
 
@@ -39,6 +46,88 @@ MEMORY_PART = 0.8
 
 Progress = Callable[[str, int, int], object]
 """Receives what is being done, and how much of the whole is done."""
+
+
+class RowFailed(Exception):
+    """A row cannot continue. The message is what its line of the table shows."""
+
+
+class RowRanks:
+    """The ranks of one row in fresh processes, which run until `close`."""
+
+    def __init__(self, settings: Settings, row: CompareRow) -> None:
+        self._ranks = LocalRanks("compare", GRACE_S)
+        self._connections: list[Connection] = []
+        threads = launch.threads_per_rank(settings.world_size)
+        try:
+            for rank in range(settings.world_size):
+                self._start(CompareJob(settings, row, rank, str(self._ranks.folder / "store"), threads))
+        except BaseException:
+            self.close()
+            raise
+
+    def ask(self, verb: str, *arguments: Any) -> list[dict[str, Any]]:
+        """Every rank's answer, in rank order. The first failure ends all ranks and raises `RowFailed`."""
+        answers: dict[int, dict[str, Any]] = {}
+        waiting: dict[Any, int] = {connection: rank for rank, connection in enumerate(self._connections)}
+        deadline = time.monotonic() + TIMEOUT_S
+        with contextlib.suppress(OSError):  # a rank that has exited is noticed when its answer is read
+            for connection in self._connections:
+                connection.send((verb, arguments))
+        while waiting and (left_s := deadline - time.monotonic()) > 0:
+            for ready in wait(list(waiting), left_s):
+                rank = waiting.pop(ready)
+                answers[rank] = self._answer(rank)
+            if any("error" in answer for answer in answers.values()):
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+        errors = [answers[rank] for rank in sorted(answers) if "error" in answers[rank]]
+        if errors or waiting:
+            self.close()
+        if errors:
+            # An exception says more than the death of a rank that lost its connections because of it.
+            first = min(errors, key=lambda answer: answer.get("is_death", False))
+            raise (loading.WorkloadError if first["is_input"] else RowFailed)(first["error"])
+        if waiting:
+            raise RowFailed(f"no answer to {verb!r} after {TIMEOUT_S:g} s")
+        return [answers[rank]["value"] for rank in sorted(answers)]
+
+    def close(self) -> None:
+        """Close the pipes, on which the ranks exit, and kill what still runs after a moment."""
+        for connection in self._connections:
+            connection.close()
+        self._ranks.close()
+
+    def _start(self, job: CompareJob) -> None:
+        ours, theirs = Pipe()
+        self._connections.append(ours)
+        ours.send(job)
+        command = [interpreter(job.row), "-m", "shardwise.compare.worker", str(theirs.fileno())]
+        self._ranks.start(command, _environment(job), pass_fds=[theirs.fileno()])
+        theirs.close()
+
+    def _answer(self, rank: int) -> dict[str, Any]:
+        try:
+            return cast(dict[str, Any], self._connections[rank].recv())
+        except (EOFError, OSError):
+            return {"error": self._ranks.describe_exit(rank, GRACE_S), "is_input": False, "is_death": True}
+
+
+def _environment(job: CompareJob) -> dict[str, str]:
+    settings = job.settings
+    added = {
+        "LOCAL_RANK": str(job.device.index or 0) if settings.device == "cuda" else str(job.rank),
+        "WORLD_SIZE": str(settings.world_size),
+        "LOCAL_WORLD_SIZE": str(settings.world_size),
+        "MASTER_ADDR": "127.0.0.1",  # read by DeepSpeed; the ranks meet through the store
+        "MASTER_PORT": "29500",
+        "OMP_NUM_THREADS": str(job.threads),
+        "DS_ACCELERATOR": settings.device,
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    }
+    if settings.device == "cpu":
+        added |= launch.heap_environment()  # for every row, peers included
+        added |= launch.matmul_environment() if settings.precision != "fp32" else {}
+    return {**os.environ, **added}
 
 
 def compare(settings: Settings, rows: Sequence[CompareRow], progress: Progress = lambda *_: None) -> Comparison:
@@ -119,15 +208,19 @@ class CompareSession:
         with contextlib.ExitStack() as stack:
             for each in timed:
                 stack.callback(each.end)
-            for number, steps in enumerate(self._turns):
-                for each in rotated(timed, number):
-                    if each.error is None:
-                        self._report(f"{each.row.name}: round {number + 1} of {len(self._turns)}")
-                        each.turn(steps, is_last=number == len(self._turns) - 1)
+            for number in range(len(self._turns)):
+                self._time_round(timed, number)
         alone = self.comparison.alone_step_s_rounds = next((each.rounds for each in timed if each.row == ALONE), [])
         for each in timed:
             if each.row in self._runs:
                 each.store(self._runs[each.row], alone)
+
+    def _time_round(self, timed: Sequence[TimedRow], number: int) -> None:
+        count = len(self._turns)
+        for each in rotated(timed, number):
+            if each.error is None:
+                self._report(f"{each.row.name}: round {number + 1} of {count}")
+                each.turn(self._turns[number], is_last=number == count - 1)
 
     def _fits_in_memory(self) -> bool:
         if self._host_bytes > MEMORY_PART * host_bytes("MemAvailable"):
@@ -202,11 +295,11 @@ def foresee_settings(settings: Settings, preset: str) -> Foreseen:
     """A dry run of one preset. Raises `Untraceable`, or a ConfigError as the comparison itself would."""
     # Here, because every rank loads this package, and ranks foresee nothing.
     from shardwise.dry_run.dry_run import Scenario, dry_run
-    from shardwise.dry_run.kernels import CPU, cuda
+    from shardwise.dry_run.kernels import kernels_for
 
-    config = Config.load(config_for(settings, preset)).for_world_size(settings.world_size)
-    kernels = CPU if settings.device == "cpu" else cuda()
-    return dry_run(Scenario(partial(loading.load, settings.model, "cpu"), config, settings.world_size, kernels))
+    config = Config.load(config_for(settings, preset))
+    build = partial(loading.load, settings.model, "cpu")
+    return dry_run(Scenario(build, config, settings.world_size, kernels_for(settings.device)))
 
 
 def turns(steps: int) -> list[int]:
@@ -227,7 +320,7 @@ def rotated(rows: Sequence[Any], number: int) -> list[Any]:
 def five_ways(model: str = "mlp-33m", world_size: int = 2, precision: str = "fp32", device: str = "cpu") -> Comparison:
     """Compare plain training, zero1, zero2, zero3 and CPU offload.
 
-    `shardwise.compare.table.show` prints the result as `shardwise compare` does.
+    `shardwise.compare.report.show` prints the result as `shardwise compare` does.
     """
     rows = [ALONE, CompareRow("zero1"), CompareRow("zero2"), CompareRow("zero3"), CompareRow("zero2_offload")]
     return compare(Settings(model, world_size, precision, device, steps=8), rows)

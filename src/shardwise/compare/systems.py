@@ -22,6 +22,7 @@ from shardwise.compare.job import ALONE, LEARNING_RATE, WEIGHT_DECAY, CompareJob
 from shardwise.config.costs import sent, wire_times
 from shardwise.config.presets import PRESETS
 from shardwise.models.loading import loss_of
+from shardwise.observe.analyzer import watch_grads
 from shardwise.partition.units import divide
 from shardwise.tensors import map_tensors
 
@@ -114,8 +115,7 @@ class Shardwise(EngineSystem):
         return self.job.dtype != torch.float32
 
     def on_grads(self, hook: Callable[[str, torch.Tensor], None]) -> None:
-        if self.wrapped.config.placement.grads.tier == "device":  # the hook would fetch others
-            self.wrapped.register_grad_hook(hook)
+        watch_grads(self.wrapped, hook)
 
     def weights(self) -> Iterator[torch.Tensor]:
         for unit in self.wrapped.units:

@@ -17,6 +17,7 @@ import time
 import traceback
 from collections import Counter
 from datetime import timedelta
+from functools import partial
 from itertools import pairwise
 from multiprocessing.connection import Connection
 from typing import Any, cast
@@ -65,10 +66,7 @@ class Worker:
             before = memory.current_bytes
             system = self._make()
             system.watch_wire()
-            labelling.attach(memory, system.model, system.optimizer, master=system.has_master)
-            system.on_grads(lambda name, shard: labelling.label(memory, "grads", name, shard))
-            for shard in system.shards():
-                labelling.label(memory, "weights", "shard", shard)
+            label_system(labelling, memory, system)
             for step in range(WARM_STEPS):
                 self._train_step(system, step)
             startup_peak_bytes = memory.peak_bytes - before
@@ -92,7 +90,6 @@ class Worker:
             }
 
     def build(self) -> dict[str, Any]:
-        """Build the system."""
         self.system = self._make()
         return {}
 
@@ -142,6 +139,14 @@ class Worker:
     def _batch(self, number: int) -> dict[str, Any]:
         batch = loading.arguments(self._make_batch, self.job.rank, number)
         return cast(dict[str, Any], map_tensors(batch, lambda tensor: tensor.to(self.job.device)))
+
+
+def label_system(labelling: Labelling, memory: StorageObserver, system: System) -> None:
+    """Label what the system holds from now on."""
+    labelling.attach(memory, system.model, system.optimizer, master=system.has_master)
+    system.on_grads(partial(labelling.label, "grads"))
+    for shard in system.shards():
+        labelling.label("weights", "shard", shard)
 
 
 def is_control(record: WireRecord) -> bool:

@@ -11,11 +11,13 @@ checkpoints        `save_checkpoint`, `load_checkpoint`, `zero_to_fp32`, `ds_to_
 
 standalone/        what works without an engine
   comm, accelerator  what DeepSpeed puts around torch.distributed and torch.cuda
+  sections           the base classes of sections of a configuration
   settings           DeepSpeed's configuration classes and enumerations
   schedules          DeepSpeed's learning-rate schedules as classes
   recompute          `deepspeed.checkpointing`
+  monitors           `deepspeed.monitor`
   ops                DeepSpeed's optimizers and kernels by name
-  utils              constants and small functions by DeepSpeed's names
+  utils              timers, constants and small functions by DeepSpeed's names
 
 zero/              parameters as `deepspeed.zero` shows them
   zero               `zero.Init`, `zero.GatheredParameters`, leaf modules

@@ -6,8 +6,10 @@ import argparse
 import atexit
 import logging
 import os
+import re
 import shutil
 import tempfile
+from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -134,14 +136,14 @@ def _read(folder: str, tag: str | None) -> Content:
     from shardwise.checkpoint.folder import LATEST, candidates
     from shardwise.checkpoint.manifest import read_manifest
     from shardwise.checkpoint.plain import from_plain
-    from shardwise.optim.states import MASTER
+    from shardwise.optim.states import PARAM
 
     path = candidates(*_place(folder, tag or LATEST), fallback=False)[0]
     manifest = read_manifest(path)
     with CheckpointReader(path, manifest) as reader:
         weights = {
             name: reader.whole(key)
-            for prefix in (f"{MASTER}/", "buffer/")
+            for prefix in (f"{PARAM}/", "buffer/")
             for key in manifest.tensors
             if (name := key.removeprefix(prefix)) != key
         }
@@ -255,7 +257,12 @@ def get_model_state_file(checkpoint_dir: str, zero_stage: int) -> str:
 
 
 def get_optim_files(checkpoint_dir: str) -> list[str]:
-    """A file that tells a client the stage, written into a temporary folder; `get_model_state_file` ignores it."""
+    """A file that tells a client the stage, written into a temporary folder; `get_model_state_file` ignores it.
+
+    Of a checkpoint that DeepSpeed wrote, its own files, in the order of the ranks.
+    """
+    if found := glob(os.path.join(checkpoint_dir, "*_optim_states.pt")):
+        return sorted(found, key=lambda path: [int(number) for number in re.findall(r"\d+", os.path.basename(path))])
     return [_written("zero_pp_rank_0_mp_rank_00_optim_states.pt", {"optimizer_state_dict": {"zero_stage": 3}})]
 
 

@@ -23,6 +23,8 @@ def main(args: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(args)
     if (options.include or options.exclude) and (options.num_nodes > 0 or options.num_gpus > 0):
         raise ValueError("--include and --exclude choose the devices: leave out --num_gpus and --num_nodes")
+    if options.no_python:
+        raise CompatibilityError("`deepspeed --no_python` is not served by shardwise: start torchrun with --no-python")
     pool = fetch_hostfile(options.hostfile) or {}
     if options.num_nodes > 1 or len(pool) > 1:
         raise CompatibilityError(
@@ -38,7 +40,9 @@ def main(args: Sequence[str] | None = None) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("deepspeed", description="Start a script on this machine's devices.")
-    parser.add_argument("--num_gpus", type=int, default=-1, help="Processes (default: one for each GPU).")
+    parser.add_argument(
+        "--num_gpus", "--num_accelerators", type=int, default=-1, help="Processes (default: one for each GPU)."
+    )
     parser.add_argument("--num_nodes", type=int, default=-1)
     parser.add_argument("-H", "--hostfile", default="/job/hostfile", help="A file of one line: this host, its slots.")
     parser.add_argument("-i", "--include", default="", help="Devices, as in localhost:0,1")
@@ -47,7 +51,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--master_port", default="")
     parser.add_argument("--module", action="store_true", help="The script is the name of a module.")
     parser.add_argument("--no_local_rank", action="store_true", help="Do not pass --local_rank to the script.")
-    parser.add_argument("--no_python", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--no_python", action="store_true", help=argparse.SUPPRESS)  # refused
+    parser.add_argument("--bind_cores_to_rank", action="store_true", help="No effect: start it under numactl.")
+    parser.add_argument("--bind_core_list", help="No effect: start it under numactl.")
     parser.add_argument("user_script")
     parser.add_argument("user_args", nargs=argparse.REMAINDER)
     return parser
@@ -96,6 +102,18 @@ def _parse_hostfile(lines: Iterable[str]) -> dict[str, int]:
     if not slots:
         raise ValueError("hostfile: it names no host, write lines of the form `HOST slots=N`")
     return slots
+
+
+def parse_range_list(range_str: str) -> list[int]:
+    """The numbers that a text such as `0,2-4,6` names; they rise."""
+    numbers: list[int] = []
+    for part in range_str.split(","):
+        first, _, last = part.partition("-")
+        named = range(int(first), int(last or first) + 1)
+        if not named or (numbers and named[0] <= numbers[-1]):
+            raise ValueError(f"the list of cores is {range_str!r}: numbers and ranges have to rise, as in 0,2-4,6")
+        numbers += named
+    return numbers
 
 
 def parse_inclusion_exclusion(pool: Mapping[str, int], inclusion: str, exclusion: str) -> dict[str, list[int]]:

@@ -25,24 +25,33 @@ _PRECISION = "DeepSpeedFP16Config DeepSpeedBF16Config get_float16_config get_bfl
 _OFFLOAD = "DeepSpeedZeroOffloadParamConfig DeepSpeedZeroOffloadOptimizerConfig"
 _ACCELERATOR = "get_accelerator is_current_accelerator_supported DeepSpeedAccelerator"
 _EXTERNAL = "register_external_parameter unregister_external_parameter"
-_RECOMPUTE = "checkpoint configure is_configured reset non_reentrant_checkpoint"
+_LEAVES = (
+    "get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name "
+    "set_z3_leaf_modules_by_suffix unset_z3_leaf_modules z3_leaf_module"
+)
+_RECOMPUTE = (
+    "checkpoint configure is_configured reset non_reentrant_checkpoint get_cuda_rng_tracker "
+    "model_parallel_cuda_manual_seed"
+)
 _ZERO = {
     "zero.zero": f"Init GatheredParameters unwrap_model_for_generation {_EXTERNAL}",
     "zero.parameters": "ZeroParamStatus ZeroParamType",
-    "modules": "TiledLinear",
+    "modules": "MiCS_Init TiledLinear",
 }
 
 SERVED: dict[str, dict[str, str]] = {
     "": {
-        "engine.initialize": "initialize add_config_arguments add_core_arguments",
+        "engine.initialize": "initialize add_config_arguments add_core_arguments DeepSpeedOptimizerCallable "
+        "DeepSpeedSchedulerCallable",
         "engine.engine": "DeepSpeedEngine",
         "engine.optimizer": "DeepSpeedOptimizer",
         "standalone.accelerator": "get_accelerator",
         "standalone.comm": "init_distributed",
-        "standalone.settings": "DeepSpeedConfig DeepSpeedConfigError",
-        "standalone.utils": "OnDevice log_dist logger",
+        "standalone.settings": "ADAM_OPTIMIZER DeepSpeedConfig DeepSpeedConfigError",
+        "standalone.utils": "OnDevice is_compile_supported log_dist logger",
         "modules": "PipelineModule PipelineEngine InferenceEngine DeepSpeedHybridEngine init_inference tp_model_init "
-        "default_inference_config",
+        "default_inference_config DeepSpeedInferenceConfig DeepSpeedTransformerConfig DeepSpeedTransformerLayer "
+        "replace_transformer_layer revert_transformer_layer",
     },
     "accelerator": {"standalone.accelerator": _ACCELERATOR},
     "accelerator.real_accelerator": {"standalone.accelerator": _ACCELERATOR},
@@ -57,11 +66,14 @@ SERVED: dict[str, dict[str, str]] = {
     "comm": {"standalone.comm": ALL},
     "comm.comm": {"standalone.comm": ALL},
     "comm.torch": {"standalone.comm": "known_world_size"},
+    "compression": {},
+    "compression.helper": {"standalone.utils": "recursive_getattr recursive_setattr"},
     "git_version_info": {
         "activation": "version git_hash git_branch installed_ops compatible_ops",
         "standalone.utils": "torch_info",
     },
     "launcher": {},
+    "launcher.multinode_runner": {"modules": "MultiNodeRunner PDSHRunner OpenMPIRunner MPICHRunner SlurmRunner"},
     "launcher.runner": {
         "launcher": "DEEPSPEED_ENVIRONMENT_NAME main fetch_hostfile _parse_hostfile parse_inclusion_exclusion "
         "parse_resource_filter"
@@ -70,12 +82,25 @@ SERVED: dict[str, dict[str, str]] = {
     "moe.utils": {
         "standalone.utils": "has_moe_layers is_moe_param split_params_into_different_moe_groups_for_optimizer"
     },
+    "monitor": {},
+    "monitor.comet": {"standalone.monitors": "CometMonitor"},
+    "monitor.config": {
+        "standalone.monitors": "CometConfig CSVConfig DeepSpeedMonitorConfig TensorBoardConfig WandbConfig "
+        "get_monitor_config"
+    },
+    "monitor.csv_monitor": {"standalone.monitors": "csvMonitor"},
+    "monitor.monitor": {
+        "standalone.monitors": "CometMonitor Monitor MonitorMaster TensorBoardMonitor WandbMonitor csvMonitor"
+    },
+    "monitor.tensorboard": {"standalone.monitors": "TensorBoardMonitor"},
+    "monitor.trackio": {"standalone.monitors": "TrackioMonitor"},
+    "monitor.wandb": {"standalone.monitors": "WandbMonitor"},
     "ops": {"standalone.ops": "__compatible_ops__"},
     "ops.adagrad": {"standalone.ops": "DeepSpeedCPUAdagrad"},
     "ops.adagrad.cpu_adagrad": {"standalone.ops": "DeepSpeedCPUAdagrad"},
     "ops.adam": {"standalone.ops": "DeepSpeedCPUAdam FusedAdam"},
     "ops.adam.cpu_adam": {"standalone.ops": "DeepSpeedCPUAdam"},
-    "ops.adam.fused_adam": {"standalone.ops": "FusedAdam"},
+    "ops.adam.fused_adam": {"standalone.ops": "FusedAdam", "modules": "multi_tensor_applier"},
     "ops.aio": {"standalone.ops": "AsyncIOBuilder"},
     "ops.lamb": {"standalone.ops": "FusedLamb"},
     "ops.lamb.fused_lamb": {"standalone.ops": "FusedLamb"},
@@ -83,8 +108,10 @@ SERVED: dict[str, dict[str, str]] = {
     "ops.lion.cpu_lion": {"standalone.ops": "DeepSpeedCPULion"},
     "ops.lion.fused_lion": {"standalone.ops": "FusedLion"},
     "ops.op_builder": {
-        "standalone.ops": "OpBuilder AsyncIOBuilder CPUAdagradBuilder CPUAdamBuilder CPULionBuilder FusedAdamBuilder "
-        "FusedLambBuilder FusedLionBuilder UtilsBuilder"
+        "standalone.ops": "OpBuilder AsyncIOBuilder CPUAdagradBuilder CPUAdamBuilder CPULionBuilder "
+        "EvoformerAttnBuilder FPQuantizerBuilder FusedAdamBuilder FusedLambBuilder FusedLionBuilder GDSBuilder "
+        "InferenceBuilder QuantizerBuilder RandomLTDBuilder SparseAttnBuilder SpatialInferenceBuilder "
+        "StochasticTransformerBuilder TransformerBuilder UtilsBuilder"
     },
     "runtime": {},
     "runtime.activation_checkpointing": {},
@@ -92,31 +119,45 @@ SERVED: dict[str, dict[str, str]] = {
     "runtime.bf16_optimizer": {"engine.optimizer": "BF16_Optimizer"},
     "runtime.base_optimizer": {"engine.optimizer": "DeepSpeedOptimizer ZeROOptimizer"},
     "runtime.compiler": {"standalone.utils": "is_compile_supported disable is_compiling"},
-    "runtime.config_utils": {"standalone.settings": "DeepSpeedConfigModel"},
+    "runtime.config_utils": {"standalone.sections": "DeepSpeedConfigModel"},
     "runtime.config": {
         "standalone.settings": "DeepSpeedConfig DeepSpeedConfigError get_bfloat16_enabled get_fp16_enabled "
         f"ADAGRAD_OPTIMIZER ADAM_OPTIMIZER ADAMW_OPTIMIZER LION_OPTIMIZER {_PRECISION}"
     },
+    "runtime.constants": {
+        "standalone.utils": "ROUTE_TRAIN ROUTE_EVAL ROUTE_PREDICT TRAIN_BATCH_SIZE TRAIN_MICRO_BATCH_SIZE_PER_GPU "
+        "GRADIENT_ACCUMULATION_STEPS"
+    },
     "runtime.dataloader": {"standalone.utils": "RepeatingLoader"},
-    "runtime.engine": {"engine.engine": "DeepSpeedEngine"},
+    "runtime.data_pipeline": {},
+    "runtime.data_pipeline.data_sampling": {},
+    "runtime.data_pipeline.data_sampling.indexed_dataset": {"modules": "MMapIndexedDataset MMapIndexedDatasetBuilder"},
+    "runtime.engine": {
+        "engine.engine": "DeepSpeedEngine",
+        "engine.initialize": "DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable",
+    },
     "runtime.fp16": {},
     "runtime.fp16.fused_optimizer": {"engine.optimizer": "FP16_Optimizer"},
     "runtime.fp16.loss_scaler": {"engine.optimizer": "LossScaler DynamicLossScaler"},
     "runtime.fp16.unfused_optimizer": {"engine.optimizer": "FP16_UnfusedOptimizer"},
     "runtime.lr_schedules": {"standalone.schedules": ALL},
     "runtime.precision_config": {"standalone.settings": _PRECISION},
+    "runtime.superoffload": {},
+    "runtime.superoffload.superoffload_stage3": {"modules": "SuperOffloadOptimizer_Stage3"},
     "runtime.swap_tensor": {"standalone.utils": "MIN_SWAPPABLE_BYTES"},
     "runtime.utils": {
         "standalone.accelerator": "empty_cache see_memory_usage",
-        "standalone.utils": "call_to_str clip_grad_norm_ set_random_seed",
+        "standalone.utils": "call_to_str clip_grad_norm_ move_to_device required_torch_version set_random_seed",
     },
     "runtime.zero": _ZERO,
     "runtime.zero.config": {"standalone.settings": f"DeepSpeedZeroConfig ZeroStageEnum {_OFFLOAD}"},
     "runtime.zero.offload_config": {"standalone.settings": f"OffloadDeviceEnum OffloadStateTypeEnum {_OFFLOAD}"},
     "runtime.zero.parameter_offload": {"engine.clients": "DeepSpeedZeRoOffload"},
     "runtime.zero.partition_parameters": {
-        "zero.zero": f"Init GatheredParameters MultipleAllGatherHandles {_EXTERNAL}",
-        "zero.parameters": "ZeroParamStatus ZeroParamType is_zero_param partitioned_param_data_shape",
+        "zero.zero": f"Init GatheredParameters {_EXTERNAL}",
+        "zero.parameters": "MultipleAllGatherHandles ZeroParamStatus ZeroParamType is_zero_param "
+        "partitioned_param_data_shape",
+        "modules": "CUDAQuantizer",
     },
     "runtime.zero.stage3": {
         "engine.optimizer": "DeepSpeedZeroOptimizer_Stage3",
@@ -124,14 +165,16 @@ SERVED: dict[str, dict[str, str]] = {
     },
     "runtime.zero.stage_1_and_2": {
         "engine.optimizer": "DeepSpeedZeroOptimizer",
-        "modules": "estimate_zero2_model_states_mem_needs_all_live estimate_zero2_model_states_mem_needs_all_cold",
+        "modules": "estimate_zero2_model_states_mem_needs_all_live estimate_zero2_model_states_mem_needs_all_cold "
+        "split_half_float_double",
     },
+    "runtime.zero.tensor_fragment": {"zero.fragments": ALL},
+    "runtime.zero.tiling": {"modules": "TiledLinear TiledLinearReturnBias"},
     "runtime.zero.utils": {"zero.zero": "ZeRORuntimeException", "zero.parameters": "is_zero_param"},
     "utils": {
         "standalone.comm": "is_initialized",
         "zero.fragments": ALL,
-        "zero.zero": "get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name "
-        "set_z3_leaf_modules_by_suffix unset_z3_leaf_modules z3_leaf_module",
+        "zero.zero": _LEAVES,
         "standalone.utils": "OnDevice RepeatingLoader instrument_w_nvtx log_dist logger set_log_level_from_string",
     },
     "utils.groups": {
@@ -147,9 +190,12 @@ SERVED: dict[str, dict[str, str]] = {
         "standalone.utils": "log_dist log_levels logger get_current_level set_log_level_from_string should_log_le "
         "warning_once"
     },
+    "utils.numa": {"launcher": "parse_range_list", "modules": "get_numactl_cmd"},
     "utils.nvtx": {"standalone.utils": "instrument_w_nvtx"},
     "utils.tensor_fragment": {"zero.fragments": ALL},
+    "utils.timer": {"standalone.utils": "SynchronizedWallClockTimer ThroughputTimer"},
     "utils.torch": {"standalone.utils": "required_torch_version"},
+    "utils.z3_leaf_module": {"zero.zero": _LEAVES},
     "utils.zero_to_fp32": {
         "checkpoints": "convert_zero_checkpoint_to_fp32_state_dict get_fp32_state_dict_from_zero_checkpoint "
         "get_model_state_file get_optim_files load_state_dict_from_zero_checkpoint"
@@ -168,6 +214,7 @@ _SCRIPTS = {
 _DATA_ALONE = "shard the data alone, with stage 3 for models that do not fit"
 _STREAM = "shardwise.stream(model) generates with models that do not fit"
 _PLAN = "`shardwise plan MODEL` predicts the memory of every stage"
+_SEVERAL_MACHINES = "start torchrun on each machine, with --nnodes, --node-rank and --rdzv-endpoint"
 _INSTEAD = {
     "pipe": _DATA_ALONE,
     "runtime.pipe": _DATA_ALONE,
@@ -186,7 +233,12 @@ _INSTEAD = {
     "nebula": "save_checkpoint writes to any folder",
     "checkpoint": "load_checkpoint takes a checkpoint of any number of ranks and any stage, without a conversion",
     "runtime.checkpoint_engine": "save_checkpoint writes to any folder",
+    "runtime.comm": "deepspeed.comm has torch's collectives",
     "runtime.data_pipeline": "sort or sample the data in the loader",
+    "runtime.progressive_layer_drop": "drop layers in the model's own forward",
+    "runtime.sparse_tensor": "gradients of embeddings are sent whole",
+    "utils.comms_logging": "engine.shardwise_engine.report() counts the bytes on the wire",
+    "utils.zero_to_torch": "`shardwise export` writes a checkpoint's weights in any dtype",
     "runtime.hybrid_engine": "engine.shardwise_engine.generate(...) keeps the weights gathered while it generates",
     "ops": "use torch's own operators and optimizers",
 }
@@ -207,9 +259,27 @@ PipelineEngine = refused("PipelineEngine", _DATA_ALONE)
 InferenceEngine = refused("InferenceEngine", _STREAM)
 DeepSpeedHybridEngine = refused("DeepSpeedHybridEngine", _INSTEAD["runtime.hybrid_engine"])
 TiledLinear = refused("zero.TiledLinear", "stage 3 gathers one layer at a time; cut a layer that does not fit by hand")
+TiledLinearReturnBias = TiledLinear
+MiCS_Init = refused("zero.MiCS_Init", "use zero.Init, and zero_hpz_partition_size for shards inside each node")
+CUDAQuantizer = refused("zero.partition_parameters.CUDAQuantizer", "weights are sent in the dtype that computes")
+SuperOffloadOptimizer_Stage3 = refused("SuperOffloadOptimizer_Stage3", "offload_optimizer updates states on the device")
+MMapIndexedDataset = refused("MMapIndexedDataset", "read the samples in a torch Dataset")
+MMapIndexedDatasetBuilder = refused("MMapIndexedDatasetBuilder", "write the samples for a torch Dataset")
+MultiNodeRunner = refused("launcher.multinode_runner", _SEVERAL_MACHINES)
+PDSHRunner = OpenMPIRunner = MPICHRunner = SlurmRunner = MultiNodeRunner
+get_numactl_cmd = refused("utils.numa.get_numactl_cmd", "start the command under numactl")
+multi_tensor_applier = refused("ops.adam.fused_adam.multi_tensor_applier", _INSTEAD["ops"])
+split_half_float_double = refused(
+    "runtime.zero.stage_1_and_2.split_half_float_double", "the engine reduces gradients of all dtypes itself"
+)
 init_inference = refused("init_inference", "pass no optimizer to deepspeed.initialize, and call engine.eval()")
 tp_model_init = refused("tp_model_init", _DATA_ALONE)
 default_inference_config = refused("default_inference_config", "see init_inference")
+DeepSpeedInferenceConfig = refused("DeepSpeedInferenceConfig", "see init_inference")
+DeepSpeedTransformerConfig = refused("DeepSpeedTransformerConfig", _INSTEAD["ops"])
+DeepSpeedTransformerLayer = refused("DeepSpeedTransformerLayer", _INSTEAD["ops"])
+replace_transformer_layer = refused("replace_transformer_layer", _INSTEAD["ops"])
+revert_transformer_layer = refused("revert_transformer_layer", "a model's layers are never replaced")
 estimate_zero2_model_states_mem_needs_all_live = refused("estimate_zero2_model_states_mem_needs_all_live", _PLAN)
 estimate_zero2_model_states_mem_needs_all_cold = refused("estimate_zero2_model_states_mem_needs_all_cold", _PLAN)
 estimate_zero3_model_states_mem_needs_all_live = refused("estimate_zero3_model_states_mem_needs_all_live", _PLAN)

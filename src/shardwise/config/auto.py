@@ -29,7 +29,7 @@ _PEAK_RATES = ("warmup_max_lr", "cycle_max_lr")  # parameters of schedules that 
 
 @dataclass(frozen=True)
 class UserObjects:
-    """What a caller passes beside the configuration.
+    """What a caller passes in addition to the configuration.
 
     optimizer      the optimizer that will train; None if the engine only evaluates
     is_own         whether the caller built it, so that the file's optimizer section has no effect

@@ -6,6 +6,7 @@ To load one, the module recognises the dialect, translates the keys into a draft
 import os
 import warnings
 from collections.abc import Collection, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +133,7 @@ class Config(ConfigSections):
         derived = self.model_copy(update=sections)
         given = self._provenance
         origins = {**given.origins, **dict.fromkeys(changed, ValueOrigin("derived", reason))}
-        derived._provenance = Provenance(given.source, origins, given.notes, given.autos)
+        derived._provenance = replace(given, origins=origins)
         return derived
 
     def with_sections(self, **sections: Section | None) -> "Config":
@@ -142,7 +143,7 @@ class Config(ConfigSections):
         code = (path for path, _, _ in leaves(changed, given=True) if path.partition(".")[0] in sections)
         origins = {**given.origins, **dict.fromkeys(code, ValueOrigin("code"))}
         autos = tuple(each for each in given.autos if each.target.partition(".")[0] not in sections)
-        changed._provenance = Provenance(given.source, origins, given.notes, autos)
+        changed._provenance = replace(given, origins=origins, autos=autos)
         return changed
 
     def for_objects(self, objects: auto.UserObjects, *, warns: bool = True) -> "Config":
@@ -154,7 +155,7 @@ class Config(ConfigSections):
         if not given.autos:
             return self
         resolved, origins, sentences = auto.resolve(self, given, objects)
-        resolved._provenance = Provenance(given.source, {**given.origins, **origins}, given.notes)
+        resolved._provenance = replace(given, origins={**given.origins, **origins}, autos=())
         for sentence in sentences if warns else ():
             warnings.warn(f"{given.source}: {sentence}", ConfigWarning, stacklevel=3)
         return resolved

@@ -40,10 +40,8 @@ def rank_share(sharding: Sharding, ranks: int | NodeShape) -> Fraction:
 
 
 def resting(config: ConfigSections) -> list[RestingKind]:
-    """What rests of trainable parameters, kind by kind. Where no optimizer is named, the moments are Adam's."""
-    section = config.optimizer
-    moments = moments_of(section.name, section.params) if section else moments_of("Adam", {})
-    return resting_kinds(config.placement, weight_bytes(config), gradient_bytes(config), moments)
+    """What rests of trainable parameters, kind by kind."""
+    return resting_kinds(config.placement, weight_bytes(config), gradient_bytes(config), moment_bytes(config))
 
 
 def resting_kinds(placement: Placement, weights: int, grads: int, moments: int) -> list[RestingKind]:
@@ -78,6 +76,12 @@ def weight_bytes(config: ConfigSections) -> int:
 def gradient_bytes(config: ConfigSections) -> int:
     """Bytes of one gradient between backward and update."""
     return DTYPE_BYTES[config.accumulate_dtype]
+
+
+def moment_bytes(config: ConfigSections) -> int:
+    """Bytes of the optimizer's moments per parameter; Adam's where no optimizer is named."""
+    section = config.optimizer
+    return moments_of(section.name, section.params) if section else moments_of("Adam", {})
 
 
 def moments_of(name: str, options: Mapping[str, Any]) -> int:

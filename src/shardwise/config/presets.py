@@ -40,7 +40,8 @@ STAGES = (
     Placement(weights=_SHARDED, grads=_SHARDED, optim=_SHARDED),
 )
 
-PRESETS: dict[str, Placement] = {f"zero{stage}": row for stage, row in enumerate(STAGES)} | {
+STAGE_PRESETS = ("zero0", "zero1", "zero2", "zero3")
+PRESETS: dict[str, Placement] = dict(zip(STAGE_PRESETS, STAGES, strict=True)) | {
     "zero3_hybrid": Placement(weights=_NODE, grads=_NODE, optim=_SHARDED),
     "zero1_offload": offloaded(STAGES[1], optim="host"),
     "zero2_offload": offloaded(STAGES[2], optim="host"),

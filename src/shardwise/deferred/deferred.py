@@ -19,7 +19,7 @@ from shardwise.deferred.recording import DeferredView, deferred_storage, random_
 from shardwise.errors import ConfigError
 from shardwise.partition.dtensors import is_dtensor, like, local, locals_of, part_of
 from shardwise.tensors import blank
-from shardwise.unit.origins import ORIGIN
+from shardwise.unit.master import ORIGIN
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,8 @@ def prepare(model: nn.Module, session: DeferredSession, comm: Comm) -> None:
             _become(param, local(param).to(comm.device))
             comm.broadcast(local(param).data)
             continue
-        _become_real(param, comm.device)
+        # Off the meta device without allocating it; optimizers that refer to it stay valid.
+        _become(param, blank(param.dtype, comm.device).expand(local(param).shape))
         setattr(param, ORIGIN, origin)
     fill_buffers(model, stored, comm.device)
 
@@ -127,11 +128,6 @@ def _share_generator_states(model: nn.Module, comm: Comm) -> None:
     comm.broadcast(joined)
     for operation, state in zip(operations, joined.cpu().split([len(state) for state in states]), strict=True):
         operation.state = state.clone()
-
-
-def _become_real(param: nn.Parameter, device: torch.device) -> None:
-    """Move a parameter off the meta device without allocating it; optimizers that refer to it stay valid."""
-    _become(param, blank(param.dtype, device).expand(local(param).shape))
 
 
 def _become(param: nn.Parameter, values: torch.Tensor) -> None:

@@ -1,9 +1,16 @@
-"""Pretrained weights in safetensors files, in Hugging Face's layout; each rank reads the rows that it needs."""
+"""Pretrained weights in safetensors files, in Hugging Face's layout; each rank reads the rows that it needs.
+
+transformers renames the tensors of some architectures when it loads them, and makes one parameter of several: files of
+Mixtral have matrices for each expert, of which the model has one tensor for all (`stored_names`). Such a parameter is
+its tensors one after the other, so that ranks still read only the rows that they need.
+"""
 
 from __future__ import annotations
 
 import difflib
 import os
+import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -15,13 +22,62 @@ from pydantic import BaseModel
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from shardwise.deferred.stored_names import stored_names
 from shardwise.errors import CheckpointError
 from shardwise.files import read_json
+from shardwise.offload.safetensors_header import DTYPES
 from shardwise.partition.layout import Span
 from shardwise.partition.part import TensorPart
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+def stored_names(model: nn.Module, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """For each name that the model may have, the `names` of the tensors that make it up, in the order of elements.
+
+    A name that files have and the model does not stands for itself.
+    """
+    if not any(base.__module__.partition(".")[0] == "transformers" for base in type(model).__mro__):
+        return {name: (name,) for name in names}
+    return _converted(model, names)
+
+
+def _converted(model: nn.Module, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """`stored_names` of a model of transformers, by its own conversions."""
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+    except ImportError:  # transformers before 5
+        return {name: (name,) for name in names}
+    own = dict((*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)))
+    prefix = getattr(model, "base_model_prefix", "") or None  # files of a model without a head lack it
+    transforms = get_model_conversion_mapping(model)
+    renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
+    joining = [each for each in transforms if isinstance(each, WeightConverter)]
+    converters = {pattern: each for each in joining for pattern in each.source_patterns}
+    found: dict[str, tuple[str, ...]] = {}
+    pieces: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for name in sorted(names, key=dot_natural_key):
+        renamed, pattern = rename_source_key(name, renamings, joining, prefix, own)
+        if name in own or renamed not in own:
+            found[name] = (name,)
+        elif pattern is None:
+            found[renamed] = (name,)
+        else:
+            pieces[renamed][pattern].append(name)
+    for renamed, by_pattern in pieces.items():
+        converter = converters[next(iter(by_pattern))]
+        lists = [by_pattern[pattern] for pattern in converter.source_patterns if pattern in by_pattern]
+        if _is_stacked(converter.operations, len(lists)) and len(set(map(len, lists))) == 1:
+            found[renamed] = tuple(name for row in zip(*lists, strict=True) for name in row)
+        else:
+            found.update({name: (name,) for names in lists for name in names})
+    return found
+
+
+def _is_stacked(operations: list[Any], lists: int) -> bool:
+    """Whether the result is the tensors one after the other: those of each list stacked, and lists joined by rows."""
+    kinds = [(type(each).__name__, getattr(each, "dim", None)) for each in operations]
+    return kinds == [("MergeModulelist", 0), ("Concatenate", 1)][: 1 + (lists > 1)]
 
 
 class PretrainedWeights:
@@ -48,6 +104,19 @@ class PretrainedWeights:
             names[id(param)] = names.get(id(param), False) or name in stored
         return all(names.values())
 
+    def unexpected(self, model: nn.Module) -> list[str]:
+        """The names in the files that neither the model has, nor transformers expects not to be there."""
+        own = dict((*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)))
+        known = [re.compile(each) for each in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+        names = [name for name in stored_names(model, self._files) if name not in own]
+        return [name for name in names if not any(each.search(name) for each in known)]
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """That of the first tensor of floating-point numbers."""
+        kinds = (str(_opened(str(file)).get_slice(name).get_dtype()) for name, file in self._files.items())
+        return next((DTYPES.get(kind) for kind in kinds if "F" in kind), None)
+
     def match(self, model: nn.Module) -> dict[str, StoredTensor]:
         """The stored tensor of each parameter and buffer of the model, by its first name."""
         tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
@@ -55,19 +124,27 @@ class PretrainedWeights:
         stored = stored_names(model, self._files)
         if self._strict and (unexpected := [name for name in stored if name not in tensors]):
             raise CheckpointError(
-                f"{self.path} has {_listing(unexpected, tensors)}, which the model does not have: give a checkpoint of "
+                f"{self.path} has {listing(unexpected, tensors)}, which the model does not have: give a checkpoint of "
                 "this model, or pass strict=False to ignore names that the model lacks"
             )
         first_names: dict[int, str] = {}
         found: dict[str, StoredTensor] = {}
         for name, tensor in tensors.items():
             first = first_names.setdefault(id(tensor), name)  # a tied parameter may be stored under any of its names
-            if first not in found and name in stored:
-                found[first] = self._tensor(stored[name], tuple(tensor.shape))
-                found[first].check(tensor.is_floating_point())
+            if name not in stored:
+                continue
+            here = self._tensor(stored[name], tuple(tensor.shape))
+            here.check(tensor.is_floating_point())
+            other = found.setdefault(first, here)
+            if other is not here and isinstance(tensor, nn.Parameter) and not torch.equal(other.whole(), here.whole()):
+                raise CheckpointError(
+                    f"{self.path} has different values for {first!r} and {name!r}, which are one parameter of the "
+                    "model: build the model without tying them (in config.json: tie_word_embeddings: false), or remove "
+                    "one of the two from the files"
+                )
         if missing := [name for name, _ in model.named_parameters() if name not in found]:
             raise CheckpointError(
-                f"{self.path} lacks {_listing(missing, self._files)}, which the model needs: give a checkpoint of this "
+                f"{self.path} lacks {listing(missing, self._files)}, which the model needs: give a checkpoint of this "
                 "model"
             )
         return found
@@ -211,7 +288,8 @@ def _indexed(index: Path) -> dict[str, Path]:
     return files
 
 
-def _listing(names: list[str], valid: Iterable[str]) -> str:
+def listing(names: list[str], valid: Iterable[str] = ()) -> str:
+    """The first of some names, how many more there are, and the nearest of the valid ones."""
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     near = difflib.get_close_matches(names[0], list(valid), n=1, cutoff=0.4)
     return f"{names[0]!r}{more}" + (f" (nearest: {near[0]!r})" if near else "")

@@ -3,7 +3,7 @@
 The allocator keeps freed memory and serves later requests from it, the smallest free block that is large enough first.
 What is left of a block may be of no use to the requests that follow. `shardwise` trains with expandable segments: each
 pool is one range of addresses, which grows by pages at its end; `torch.cuda.empty_cache()` gives back the pages that
-are free all over.
+are wholly free.
 
     pool    requests of at most 1 MiB, and larger ones, apart; pages of 2 and of 20 MiB
     block   a run of addresses: allocated, free (mapped), or unmapped
@@ -73,7 +73,7 @@ class CachingAllocator:
         pool.free(block)
 
     def empty_cache(self) -> None:
-        """Give back the pages that are free all over."""
+        """Give back the pages that are wholly free."""
         self._small.empty_cache()
         self._large.empty_cache()
 

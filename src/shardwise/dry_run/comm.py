@@ -19,7 +19,7 @@ from shardwise.errors import ConfigError
 from shardwise.timing.tape import Mark, Tape, Uses
 
 _MOST_ROWS = 8
-"""Of the rows that a reduction adds up, so many are added up in a dry run."""
+"""A dry run adds up at most this many of the rows of a reduction."""
 
 
 class DryComm(Comm):
@@ -118,7 +118,7 @@ class DryComm(Comm):
 
 
 class _OneBlock(list[torch.Tensor]):
-    """A block that stands for `times`; the tape counts what is done with it so often."""
+    """A block that represents `times` blocks: the tape counts each operation on it that many times."""
 
     def __init__(self, block: torch.Tensor, times: float, tape: Tape) -> None:
         super().__init__([block])

@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,9 +24,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from shardwise.comm.model_group import ModelGroup
 from shardwise.config import Config
 from shardwise.config.auto import UserObjects
-from shardwise.config.shape import NodeShape
+from shardwise.config.shape import NodeShape, shape_of
 from shardwise.dry_run.comm import DryComm, DryModelGroup, PipelineRank, model_axes
-from shardwise.dry_run.kernels import CPU, Kernels, cuda, replacing
+from shardwise.dry_run.kernels import CPU, Kernels, cuda, kernels_for, replacing
 from shardwise.dry_run.observer import DryObserver, LogitsLabelling
 from shardwise.engine.engine import Engine
 from shardwise.errors import ConfigError
@@ -58,25 +58,29 @@ class Untraceable(Exception):
 class Scenario:
     """What a dry run runs: `build` returns the model and its data, as for `shardwise compare`.
 
-    Each of `world_size` data-parallel ranks is `tp` ranks that hold one copy of the model, or of a stage, together.
+    Each of the data-parallel `ranks` is `tp` ranks that hold one copy of the model, or of a stage, together.
     """
 
     build: Build
     config: Config
-    world_size: int
+    ranks: int | NodeShape
     kernels: Kernels = CPU
-    shape: NodeShape | None = None  # of these ranks; None: one node
     tp: int = 1
     pipeline: PipelineRank | None = None  # which rank of a pipeline
 
     @property
+    def shape(self) -> NodeShape:
+        return shape_of(self.ranks)
+
+    @property
     def rank(self) -> int:
         """The rank that represents all: ranks from the third on do not add in place, and so hold the most."""
-        return min(2, self.world_size - 1)
+        return min(2, self.shape.world_size - 1)
 
-    def with_dtype_of(self, model: nn.Module) -> Scenario:
-        """The same with the precision that the configuration leaves to the model."""
-        return replace(self, config=self.config.for_objects(UserObjects(model), warns=False))
+    def resolved(self, model: nn.Module) -> Scenario:
+        """The same with what the configuration leaves to the ranks, and the precision that it leaves to the model."""
+        config = self.config.for_shape(self.shape).for_objects(UserObjects(model), warns=False)
+        return replace(self, config=config)
 
 
 @dataclass(frozen=True)
@@ -142,44 +146,45 @@ def foresee(
     True
     """
     count = world_size or (dist.get_world_size() if dist.is_initialized() else 1)
-    is_cuda = torch.cuda.is_available() if device is None else device.startswith("cuda")
     if count % (nodes * tp):
         raise ConfigError(
             f"{count} ranks cannot be spread evenly over {nodes} nodes with tp {tp}: give a multiple of {nodes * tp}"
         )
-    shape = NodeShape(nodes, count // nodes // tp)
-    loaded = Config.load(config).for_shape(shape)
+    scenario = Scenario(build, Config.load(config), NodeShape(nodes, count // nodes // tp), kernels_for(device), tp)
     with torch.random.fork_rng(devices=[]):
-        return dry_run(Scenario(build, loaded, count // tp, cuda() if is_cuda else CPU, shape, tp))
+        return dry_run(scenario)
 
 
-def foresee_workload(
-    model: ModelSpec, workload: Workload, preset: str, world_size: int, nodes: int = 1
-) -> Foreseen | str:
-    """One preset of a plan on CUDA, or a text that says why a dry run is not possible."""
+def foresee_workload(model: ModelSpec, workload: Workload, preset: str, ranks: int | NodeShape) -> Foreseen:
+    """One preset of a plan on CUDA. Raises `Untraceable` if a dry run is not possible."""
     # Further micro-batches hold what the second and third do.
     short = replace(workload, accumulation=min(workload.accumulation, MOST_MICRO_BATCHES))
-    shape = NodeShape(nodes, world_size // nodes)
-    config = short.config(preset).for_shape(shape)
-    build = model.build or partial(build_decoder, model, workload)
-    try:
-        return dry_run(Scenario(build, config, world_size, cuda(), shape, workload.tp))
-    except Untraceable as failure:
-        return str(failure)
+    return dry_run(Scenario(build_of(model, workload), short.config(preset), ranks, cuda(), workload.tp))
 
 
-def build_decoder(model: ModelSpec, workload: Workload) -> ModelAndData:
-    """The decoder of a model's dimensions, with adapters if the workload has them."""
+def build_of(model: ModelSpec, workload: Workload) -> Build:
+    """What builds a model: its own function, or one for the decoder of its dimensions."""
+    return model.build or partial(_build_decoder, model, workload)
+
+
+def _build_decoder(model: ModelSpec, workload: Workload) -> ModelAndData:
+    """With adapters if the workload has them."""
     assert model.dimensions is not None
     built = CausalDecoder(model.dimensions)
     if workload.lora is not None:
         adapt(built, *workload.lora)
 
-    def make_batch(rank: int, step: int) -> Batch:
-        samples = torch.zeros(workload.micro_batch, workload.sequence + 1, dtype=torch.long)
-        return {"tokens": samples[:, :-1], "targets": samples[:, 1:]}
+    return built, blank_text(workload.micro_batch, workload.sequence)
 
-    return built, make_batch
+
+def blank_text(samples: int, length: int) -> MakeBatch:
+    """Micro-batches of a decoder: texts of `length` tokens, and as targets what follows each."""
+
+    def make_batch(rank: int, step: int) -> Batch:
+        texts = torch.zeros(samples, length + 1, dtype=torch.long)
+        return {"tokens": texts[:, :-1], "targets": texts[:, 1:]}
+
+    return make_batch
 
 
 def can_dry_run(config: Config) -> bool:
@@ -202,7 +207,7 @@ def dry_run(scenario: Scenario, tape: Tape | None = None) -> Foreseen:
             if axis is not None:
                 tensor_parallel(model, axis)
                 observer.counts_tp = True
-            scenario = scenario.with_dtype_of(model)
+            scenario = scenario.resolved(model)
             batches = _batches(make_batch, mode, scenario.rank)
             subject = _Subject(model, scenario, observer, batches, pp)
             for engine in subject.engines:
@@ -218,14 +223,11 @@ def dry_run(scenario: Scenario, tape: Tape | None = None) -> Foreseen:
             startup_bytes = observer.peak_bytes
             observer.reset_peak()
             observer.tp_bytes = 0
-            for engine in subject.engines:
-                engine.comm.sent_bytes.clear()
-                engine.comm.axis_bytes.clear()
-                engine._offload.streams.moved_bytes.clear()
+            before = subject.traffic()
             tape.begin_step()
             subject.step()
             tape.end()
-        return _foreseen(observer, subject, kernels, max(startup_bytes, observer.peak_bytes))
+        return _foreseen(observer, subject, before, kernels, max(startup_bytes, observer.peak_bytes))
 
 
 class _Subject:
@@ -248,10 +250,7 @@ class _Subject:
             return
         self._count = scenario.pipeline.micro_batches
         computed = DTYPES[scenario.config.precision.weights_dtype]
-
-        def make_engine(part: nn.Module) -> Engine:
-            return _engine(part, scenario, observer)
-
+        make_engine = partial(_engine, scenario=scenario, observer=observer)
         from shardwise.dry_run.pipeline import DryPipeline  # torch's pipelining takes seconds to import
 
         self._pipeline = DryPipeline(model, scenario.pipeline, pp, make_engine, (next(batches), computed))
@@ -261,6 +260,12 @@ class _Subject:
     def pp_bytes(self) -> int:
         """What is sent to the stages before and after in a step."""
         return self._pipeline.sent_bytes if self._pipeline is not None else 0
+
+    def traffic(self) -> list[Counter[str]]:
+        """The bytes that were sent, by kind and by axis, and moved so far."""
+        reports = [engine.report() for engine in self.engines]
+        each = [(report.sent_bytes, report.axis_bytes, report.moved_bytes) for report in reports]
+        return [sum(map(Counter, counts), Counter[str]()) for counts in zip(*each, strict=True)]
 
     def step(self) -> None:
         if self._pipeline is None:
@@ -290,40 +295,38 @@ def _batches(make_batch: MakeBatch, mode: FakeTensorMode, rank: int) -> Iterator
 
 
 def _engine(model: nn.Module, scenario: Scenario, observer: DryObserver) -> Engine:
-    shape = scenario.shape or NodeShape(1, scenario.world_size)
-    config = scenario.config.for_shape(shape)
+    config = scenario.config
     params = [param for param in model.parameters() if param.requires_grad]
     optimizer = config.optimizer.build(params) if config.optimizer else torch.optim.AdamW(params, lr=1e-3)
-    comm = DryComm(scenario.rank, shape, scenario.kernels.name, observer.tape)
+    comm = DryComm(scenario.rank, scenario.shape, scenario.kernels.name, observer.tape)
     comm.model_group = DryModelGroup(size=scenario.tp)
     return Engine(model, optimizer, config, comm, observer.host)
 
 
-def _foreseen(observer: DryObserver, subject: _Subject, kernels: Kernels, startup_bytes: int) -> Foreseen:
+def _foreseen(
+    observer: DryObserver, subject: _Subject, before: list[Counter[str]], kernels: Kernels, startup_bytes: int
+) -> Foreseen:
     split = by_kind(observer.breakdown_at_peak)
     split["in flight"] += split.pop("other")
     split["overhead"] = kernels.overhead_bytes
     engines = subject.engines
     params = [param for engine in engines for param in engine.module.parameters()]
     tier_bytes = sum((Counter(engine.report().tier_peak_bytes) for engine in engines), Counter[str]())
+    sent, by_axis, moved = (dict(now - then) for now, then in zip(subject.traffic(), before, strict=True))
     axes = {"tp": observer.tp_bytes, "pp": subject.pp_bytes}
     return Foreseen(
         categories={name: split.get(name, 0) for name in CATEGORIES},
         startup_bytes=startup_bytes + kernels.overhead_bytes,
         reserved_bytes=observer.allocator.peak_bytes,
         tiers={tier: size for tier in ("host", "disk") if (size := tier_bytes.get(tier))},
-        sent_bytes=_added([engine.comm.sent_bytes for engine in engines]) | {k: v for k, v in axes.items() if v},
-        axis_bytes=_added([engine.comm.axis_bytes for engine in engines]),
-        moved_bytes=_added([engine._offload.streams.moved_bytes for engine in engines]),
+        sent_bytes=sent | {k: v for k, v in axes.items() if v},
+        axis_bytes=by_axis,
+        moved_bytes=moved,
         parameters=sum(param.numel() for param in params),
         trainable=sum(param.numel() for param in params if param.requires_grad),
         issued=observer.tape.entries,
         last_step=observer.tape.start,
     )
-
-
-def _added(counts: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    return dict(sum(map(Counter, counts), Counter[str]()))
 
 
 def _check_fake(model: nn.Module) -> None:

@@ -37,7 +37,6 @@ class Fakes:
         self._attributes: dict[str, Any] = {}
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The result of `func`."""
         if func.is_view or func is _UNSAFE_VIEW:
             return self._view(func, args, kwargs)
         if not _follows_from_form(func):

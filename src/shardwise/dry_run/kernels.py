@@ -133,3 +133,9 @@ def cuda() -> Kernels:
         replaced={"scaled_dot_product_attention": _attention, "dropout": _dropout, "rms_norm": _rms_norm},
         scratch={torch.ops.aten._scaled_dot_product_flash_attention_backward.default: _flash_backward_bytes},
     )
+
+
+def kernels_for(device: str | None) -> Kernels:
+    """The kernels of a device by name; for None, a GPU's if this process has one."""
+    is_cuda = torch.cuda.is_available() if device is None else device.startswith("cuda")
+    return cuda() if is_cuda else CPU

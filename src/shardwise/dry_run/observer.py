@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,13 +15,83 @@ from shardwise.comm import DONE
 from shardwise.dry_run.allocator import CachingAllocator
 from shardwise.dry_run.fakes import Fakes
 from shardwise.dry_run.kernels import Kernels
-from shardwise.dry_run.streams import DryHostMemory
 from shardwise.engine.engine import Engine
 from shardwise.observe import StorageObserver
+from shardwise.observe.analyzer import watch_grads
 from shardwise.observe.labels import Labelling
-from shardwise.timing.tape import Tape
+from shardwise.offload.pinned import HostMemory
+from shardwise.offload.streams import Event, Stream, Streams
+from shardwise.timing.tape import Mark, Tape, Uses
 
 _SCRATCH = -1
+
+
+class DryHostMemory(HostMemory):
+    """Host memory that says when it allocates: in a dry run host and device are both on the CPU, and the observer tells
+    them apart by it."""
+
+    def __init__(self, tape: Tape | None = None) -> None:
+        """With a `tape`, host and device are two, and it notes what passes between them."""
+        super().__init__()
+        self.is_allocating = False
+        self._tape = tape
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        self.is_allocating = True
+        try:
+            return super().zeros(numel, dtype)
+        finally:
+            self.is_allocating = False
+
+    def streams(self, device: torch.device) -> Streams:
+        return super().streams(device) if self._tape is None else DryStreams(device, self._tape)
+
+
+class DryStream(Stream):
+    """One stream of a tape."""
+
+    def __init__(self, device: torch.device, tape: Tape, name: str) -> None:
+        super().__init__(device)
+        self._tape, self._name = tape, name
+
+    def __enter__(self) -> None:
+        context = self._tape.on(self._name)
+        context.__enter__()
+        self._contexts.append(context)
+
+    def wait(self, *events: Event) -> None:
+        for event in events:
+            if isinstance(event, Mark):
+                self._tape.wait(self._name, event.number)
+
+    def mark(self) -> Event:
+        return self._tape.mark(self._name)
+
+
+class DryStreams(Streams):
+    """The streams of a tape."""
+
+    def __init__(self, device: torch.device, tape: Tape) -> None:
+        super().__init__(device)
+        self._tape = tape
+        self.h2d, self.update, self.d2h = (DryStream(device, tape, name) for name in ("h2d", "update", "d2h"))
+
+    def now(self) -> Event:
+        return self._tape.mark()
+
+    def wait(self, event: Event) -> None:
+        if isinstance(event, Mark):
+            event.wait()
+
+    def copy_to_device(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        with self._tape.paused():
+            super().copy_to_device(target, source)
+        self._tape.copy("up", source.nbytes, Uses((source,), (target,)))
+
+    def copy_to_host(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        with self._tape.paused():
+            super().copy_to_host(target, source)
+        self._tape.copy("down", source.nbytes, Uses((source,), (target,)))
 
 
 class DryObserver(StorageObserver):
@@ -125,9 +196,8 @@ class LogitsLabelling(Labelling):
         self.attach(observer, model, engine.optimizer, master=config.precision.weights_dtype != "fp32")
         for unit in engine.units:
             if (part := unit.weights.resting_part) is not None:
-                self.label(observer, "weights", unit.name, part)
-        if config.placement.grads.tier == "device":  # a hook would bring others back to the device
-            engine.register_grad_hook(lambda name, shard: self.label(observer, "grads", name, shard))
+                self.label("weights", unit.name, part)
+        watch_grads(engine, partial(self.label, "grads"))
 
     def label_new(self, tensor: torch.Tensor) -> str:
         kind = super().label_new(tensor)

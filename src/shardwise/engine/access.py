@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -16,9 +16,12 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwise.optim.states import extras_of, state_views
+from shardwise.partition.dtensors import local
 from shardwise.partition.stored import is_wrapper, stored_in
 from shardwise.schedule.hooks import ours
 from shardwise.unit import Unit
+from shardwise.unit.params import PLAINLY, is_guarded, param_behind
+from shardwise.unit.saved_tensors import storage_of
 
 # A table beside the parameters, not an attribute on them: they pickle as they are.
 _UNITS: MutableMapping[torch.Tensor, weakref.ref[Unit]] = WeakTensorKeyDictionary()
@@ -44,6 +47,8 @@ def gathered(
     8.0
     """
     units = _units_of(params)
+    if source is not None and units and source not in range(units[0].comm.world_size):
+        raise ValueError(f"source is {source!r}: it names one of the {units[0].comm.world_size} ranks, counted from 0")
     read = [unit for unit in units if not unit.weights.lock()]
     try:
         for unit in read:
@@ -76,7 +81,9 @@ def full_grad(units: Sequence[Unit], name: str) -> torch.Tensor:
             f"the gradient of {name!r} is not reduced yet: ask for it after the last backward of a step and before "
             'engine.step(); with gradients.reduce_at = "step", read the local p.grad instead'
         )
-    return unit.whole(unit.grads.full_copy(), name)
+    value = unit.whole(unit.grads.full_copy(), name)
+    unit.comm.confirm()
+    return value
 
 
 def full_state(units: Sequence[Unit], optimizer: torch.optim.Optimizer | None, name: str) -> dict[str, torch.Tensor]:
@@ -139,19 +146,20 @@ class _StateDictHook:
         self._units = units
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        names = _aliases(module)
         sharded = [unit for unit in self._units if unit.weights.policy.weights_sharded]
+        keys = _keys_of_params(state, sharded)
         for unit in sharded:
             with gathered(unit.params):
-                for name, param in zip(unit.names, unit.params, strict=True):
-                    value = param.detach().clone()
-                    aliases = names.get(name, (name,))
-                    state.update({prefix + alias: value for alias in aliases if prefix + alias in state})
-        for name, param in module.named_parameters() if any(unit.spec.inner for unit in sharded) else ():
+                for param in unit.params:
+                    if id(param) in keys:
+                        state.update(dict.fromkeys(keys[id(param)], param.detach().clone()))
+        names = _aliases(module) if any(unit.spec.inner for unit in sharded) else {}
+        for name, param in module.named_parameters() if names else ():
             if is_wrapper(param):
                 with gathered(param):
                     value = param.detach().clone()
                 state.update({prefix + alias: value for alias in names[name] if prefix + alias in state})
+        self._units[0].comm.confirm()  # replicated weights may be those of an update whose gather broke off
 
 
 class _LoadHook:
@@ -175,6 +183,25 @@ class _LoadHook:
                 unit.weights.unlock()
 
 
+def _keys_of_params(state: Mapping[str, Any], units: Sequence[Unit]) -> dict[int, list[str]]:
+    """The keys of a state_dict under which each parameter is, by its id. They need not be its names: state_dict leaves
+    out what wrappers around a module (`checkpoint_wrapper`) add to them."""
+    keys: dict[int, list[str]] = {}
+    with PLAINLY():
+        gathered_at = {_place(param): param for unit in units for param in unit.params if not is_guarded(param)}
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                param = param_behind(value) if is_guarded(value) else gathered_at.get(_place(value))
+                keys.setdefault(id(param), []).append(key)
+    return keys
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, int, torch.Size]:
+    """Which values a tensor shows: those of its storage from an offset on, in a shape."""
+    storage = storage_of(tensor)
+    return storage, int(local(tensor).storage_offset()) if storage else 0, tensor.shape
+
+
 def _aliases(module: nn.Module) -> dict[str, list[str]]:
     """All names of each parameter, by its first."""
     first: dict[int, str] = {}
@@ -185,9 +212,14 @@ def _aliases(module: nn.Module) -> dict[str, list[str]]:
 
 
 def _units_of(params: torch.Tensor | Iterable[torch.Tensor | None] | None) -> list[Unit]:
-    given = [params] if isinstance(params, torch.Tensor) or params is None else list(params)
+    given = list(params) if isinstance(params, Iterable) and not isinstance(params, torch.Tensor) else [params]
     found: dict[tuple[int, str], Unit] = {}
     for param in given:
+        if not isinstance(param, torch.Tensor | None):
+            raise TypeError(
+                f"gathered() takes parameters and was given {type(param).__name__} objects: pass model.parameters(), "
+                "not the model, its modules or model.named_parameters()"
+            )
         for _, tensor in stored_in(param) if param is not None else ():
             if (unit := unit_of(tensor)) is not None:
                 found[unit.number, unit.name] = unit
@@ -202,7 +234,9 @@ def _find(units: Sequence[Unit], name: str) -> Unit:
     parts = [part for unit in units for part in unit.names if part.startswith(f"{name}.")]
     if parts:
         raise KeyError(f"parameter {name!r} is quantised and consists of other tensors: ask for {' or '.join(parts)}")
-    raise KeyError(f"the model has no parameter {name!r}; names are those of model.named_parameters()")
+    raise KeyError(
+        f"the model has no parameter {name!r}: names are those that model.named_parameters() had at initialize"
+    )
 
 
 def _owned_state(

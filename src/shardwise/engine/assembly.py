@@ -1,4 +1,4 @@
-"""From a model and its configuration to units: how it is divided, what rests where, how much may be in flight."""
+"""Plans and builds the units of a model: how it is divided, what rests where, how much may be in flight."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from shardwise.partition.dtensors import local
 from shardwise.partition.policy import Group, policy_for
 from shardwise.partition.stored import loose_tensors, prepare_quantized, stored_tensors
 from shardwise.partition.units import UnitSpec, divide
+from shardwise.tensors import contiguous
 from shardwise.unit import Unit
 from shardwise.unit.plan import UnitPlan, layout_for
 
@@ -50,8 +51,9 @@ def build_units(
     prepare_quantized(model)
     comm.name_units([plan.name for plan in plans])
     for tensor in (*model.buffers(), *loose_tensors(model)):
-        comm.model_group.broadcast(tensor)
-        comm.broadcast(tensor)
+        with contiguous(tensor) as values:
+            comm.model_group.broadcast(values)
+            comm.broadcast(values)
     params = stored_tensors(model)
     units, left_bytes = [], 0
     for plan in plans:

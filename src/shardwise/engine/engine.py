@@ -22,25 +22,24 @@ from shardwise.engine.activations import Recompute
 from shardwise.engine.alike import OptionsCheck
 from shardwise.engine.assembly import build_units, plan_units
 from shardwise.engine.failures import PassFailures
-from shardwise.engine.generating import generate_together, keeping_gathered
-from shardwise.engine.habits import InputWatch, in_model_dtype, notice_division
-from shardwise.engine.model_watch import ModelWatch
-from shardwise.engine.module_guard import ModuleGuard
+from shardwise.engine.habits import InputWatch, SchedulerSteps, in_model_dtype, notice_division
+from shardwise.engine.module_guard import ModelWatch, ModuleGuard
+from shardwise.engine.replicas import ReplicaCheck
 from shardwise.engine.report import Report, StepAccount, log_step
-from shardwise.engine.residency import Budget, moments_each, open_offload
+from shardwise.engine.residency import Budget, moments_each, open_offload, states_on_host
 from shardwise.engine.root_call import RootCall
 from shardwise.engine.step import StepGrads, StepUpdate
 from shardwise.errors import GradientError, Notices
 from shardwise.memory import Entry, Ledger
 from shardwise.offload.pinned import HostMemory
 from shardwise.optim import Updater
-from shardwise.optim.frozen import check_none_thawed
+from shardwise.optim.frozen import check_frozen
 from shardwise.optim.loss_scale import LossScaling
-from shardwise.optim.lr_schedule import SchedulerSteps
-from shardwise.optim.optimizer_guard import OptimizerGuard
+from shardwise.optim.optimizer_guard import OptimizerGuard, ShardMark
 from shardwise.partition.policy import DTYPES
 from shardwise.profiling import Clock
 from shardwise.schedule import Prefetch, Schedule, ScheduleEvents
+from shardwise.schedule.inference import generate_together
 from shardwise.sizes import parse_bytes
 from shardwise.unit import Unit
 
@@ -78,6 +77,7 @@ class Engine(nn.Module):
         self._lr_steps = SchedulerSteps(self._notices)
         self._inputs = InputWatch(comm, self._notices)
         self._options = OptionsCheck(comm, self._inputs)
+        self._replicas = ReplicaCheck(comm, self._notices)
         self._scaling = LossScaling(config.precision, comm.device)
         self._ledger = Ledger.from_environment()
         self._expected_bytes: int | None = None
@@ -92,27 +92,16 @@ class Engine(nn.Module):
         budget.begin(self._updater)
         self._step_grads = StepGrads(trainable, config, comm, self._notices)
         self._recompute = Recompute(model, self._units, config.checkpointing, self._offload)
-        events = ScheduleEvents(
-            reduces=lambda: self._step_grads.are_reduced,
-            reduced=self._on_reduced,
-            check_plain_backward=self._scaling.check_plain_backward,
-            begins=self._on_begin_backward,
-            ended=self._step_grads.hold,
-            broken_backward=self.zero_grad,
-            last_unit=self._offload.pool.trim,
-        )
-        self._schedule = Schedule(model, self._units, Prefetch.of(config.runtime), self._clock, events)
+        self._schedule = Schedule(model, self._units, Prefetch.of(config.runtime), self._clock, self._events())
         self._failures = PassFailures(config, self._units, comm, self._ledger)
-        self._step_update: StepUpdate | None = None
-        if self._updater is not None:
-            parts = (self._updater, self._units, self._schedule, self._offload, budget, self._clock)
-            self._step_update = StepUpdate(*parts)
+        parts = (self._units, self._schedule, self._offload, budget, self._clock)
+        self._step_update = StepUpdate(self._updater, *parts) if self._updater is not None else None
         self._update_hooks: list[Callable[[], None]] = []
         self._pause: str | None = None
         self.averages: list[Average] = []
         self._access = access.Access(model, self._units)
         self._guard = ModuleGuard(model, self.zero_grad)
-        self._optimizer_guard = OptimizerGuard(optimizer, self.zero_grad) if optimizer is not None else None
+        self._optimizer_guard = self._guarded(optimizer) if optimizer is not None else None
         self._watch = ModelWatch(model, self._units)
         self._root_call = RootCall(model, config.precision, comm.device, self._schedule, self._forwarding)
 
@@ -123,10 +112,11 @@ class Engine(nn.Module):
         self._check_alive("forward")
         return self.module(*args, **kwargs)
 
-    def backward(self, loss: torch.Tensor, scale: bool = True) -> None:
+    def backward(self, loss: torch.Tensor, scale: bool = True, retain_graph: bool = False) -> None:
         """Gradients of `loss`, divided by the number of micro-batches (unless `scale` is False), and reduced.
 
-        A plain `loss.backward()` does the same without the division; not in fp16, where the loss has to be scaled.
+        With `retain_graph`, the graph of the loss serves another backward before `step()`. A plain `loss.backward()`
+        does the same without the division; not in fp16, where the loss has to be scaled.
         """
         self._check_alive("backward")
         count = self.config.batch.accumulation
@@ -139,7 +129,7 @@ class Engine(nn.Module):
         self._schedule.backward.begin()
         try:
             with self._failures.during("backward"):
-                loss.backward()
+                loss.backward(retain_graph=retain_graph)
                 self._schedule.backward.end()
         except BaseException:
             self.zero_grad()
@@ -149,7 +139,7 @@ class Engine(nn.Module):
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss as a plain `.backward()` needs it: in fp16 times the loss scale, else as it is.
 
-        For options that `backward` does not have: `engine.scale(loss).backward(retain_graph=True)`.
+        For options that `backward` does not have: `engine.scale(loss).backward(inputs=...)`.
         """
         return self._scaling.noted(self._scaling.scaled(loss))
 
@@ -260,7 +250,35 @@ class Engine(nn.Module):
         budget = parse_bytes(device_memory) if device_memory is not None else None
         with (
             self.paused("engine.inference() keeps the weights as they are: leave its `with` block first"),
-            keeping_gathered(self._schedule, self._units, self._comm, budget),
+            self._schedule.inference.keeping_gathered(self._comm, budget),
+        ):
+            yield
+
+    @contextlib.contextmanager
+    def offloaded(self) -> Iterator[None]:
+        """Within it, between steps, masters, optimizer states and sharded weights rest in host memory: another program
+        may use the device. Forwards work, as slow as the host's copies are. On all ranks.
+
+        >>> import torch, shardwise
+        >>> model = torch.nn.Linear(8, 8)
+        >>> config = {"preset": "zero3", "precision": {"compute": "bf16"}}
+        >>> engine = shardwise.initialize(model, torch.optim.AdamW(model.parameters()), config)
+        >>> with engine.offloaded():
+        ...     sorted(engine.report().tier_bytes)
+        ['host']
+        """
+        self._check_alive("offloaded")
+        self._check_not_paused("engine.offloaded() cannot move what other code reads")
+        if not self.is_at_rest:
+            raise RuntimeError(
+                "engine.offloaded() in the middle of a step, whose gradients would stay on the device: enter it after "
+                "an engine.step() that updates, or after engine.zero_grad()"
+            )
+        self._schedule.gathers.drop()
+        self._offload.pool.trim()
+        with (
+            self.paused("engine.offloaded() has moved the states to the host: leave its `with` block first"),
+            states_on_host(self._units, self.optimizer, self._ledger, self._offload.host),
         ):
             yield
 
@@ -276,7 +294,7 @@ class Engine(nn.Module):
         if self._scaling.scaler is not None:
             raise RuntimeError("in fp16 the loss has to be scaled: call engine.backward(loss), not torch.autograd.grad")
         with self._failures.during("backward"):
-            self._schedule.backward.bring(grads)
+            self._schedule.backward.add_gradients(grads)
 
     def reduce_gradients(self) -> None:
         """Reduce the gradients that `step()` would reduce, and release what `keep_gathered` kept. A collective."""
@@ -439,8 +457,8 @@ class Engine(nn.Module):
         self._check_alive("export")
         if dtype is not None and dtype not in DTYPES:
             raise ValueError(f"dtype is {dtype!r}: take one of {', '.join(DTYPES)}")
-        wanted, beside = DTYPES[dtype] if dtype is not None else None, Path(files_from) if files_from else None
-        checkpoint.export(ModelParts.of(self), dir, wanted, max_file_bytes, merged, beside)
+        wanted, folder = DTYPES[dtype] if dtype is not None else None, Path(files_from) if files_from else None
+        checkpoint.export(ModelParts.of(self), dir, wanted, max_file_bytes, merged, folder)
 
     @property
     def is_at_rest(self) -> bool:
@@ -502,6 +520,24 @@ class Engine(nn.Module):
 
     # Inside
 
+    def _guarded(self, optimizer: torch.optim.Optimizer) -> OptimizerGuard:
+        comm, cut = self._comm, self._units[0].weights.policy.optim_cut
+        numel = sum(unit.weights.owned.numel for unit in self._units)
+        place = comm.shape.part_index(cut, comm.rank), comm.model_group.rank
+        mark = ShardMark(*place, comm.shape.parts(cut), comm.model_group.size, numel)
+        return OptimizerGuard(optimizer, self.zero_grad, mark)
+
+    def _events(self) -> ScheduleEvents:
+        return ScheduleEvents(
+            reduces=lambda: self._step_grads.are_reduced,
+            reduced=self._on_reduced,
+            check_plain_backward=self._scaling.check_plain_backward,
+            begins=self._on_begin_backward,
+            ended=self._step_grads.hold,
+            broken_backward=self.zero_grad,
+            last_unit=self._offload.pool.trim,
+        )
+
     def _on_read(self, unit: Unit) -> bool:
         return self._schedule.forward.read(unit)
 
@@ -535,8 +571,10 @@ class Engine(nn.Module):
             self._lr_steps.step(self.lr_scheduler)
 
     def _update_weights(self, update: StepUpdate) -> None:
-        check_none_thawed(self._units)
+        check_frozen(self._units)
         self._watch.check()
+        if self._step_grads.exist:
+            update.call_pre_hooks()
         self._step_grads.let_go(self.zero_grad)
         if not self._step_grads.exist:
             return
@@ -544,6 +582,7 @@ class Engine(nn.Module):
         self._scaling.check_not_exhausted(self.zero_grad)
         self._options.check(update.optimizer)
         clip = self._step_grads.finish(self._schedule, self._clock, self._scaling.scale)
+        self._replicas.check(self._units)
         self.grad_norm = clip.grad_norm
         update.apply(clip, self.zero_grad)
         for hook in self._update_hooks:

@@ -1,4 +1,4 @@
-"""What happens when a pass raises: other ranks are told, and an error of the allocator says what would hold less."""
+"""Failures of a pass: the other ranks are notified, and an out-of-memory error says which settings need less memory."""
 
 from __future__ import annotations
 
@@ -39,6 +39,8 @@ class PassFailures:
             if isinstance(error, torch.OutOfMemoryError):
                 explanation = explain_out_of_memory(error, self._config, self._units, self._ledger)
                 error.args = (f"{error}\n{explanation}",)
+            elif isinstance(error, RuntimeError) and (note := explain_mixed_dtypes(error, self._config)):
+                error.add_note(note)
             # A forward on replicated weights sends nothing: one rank alone may fail and try again.
             if what != "forward" or self._config.placement.weights.sharding != "replicated":
                 first_line = str(error).partition("\n")[0]
@@ -46,6 +48,21 @@ class PassFailures:
             if self._comm.watch is not None and isinstance(error, Exception):
                 self._comm.watch.raise_reason(error)
             raise
+
+
+def explain_mixed_dtypes(error: RuntimeError, config: Config) -> str | None:
+    """What to add where torch refuses operands of several dtypes in a model that computes in 16 bit."""
+    precision = config.precision
+    if precision.compute == "fp32" or precision.autocast or not _MIXED.search(str(error)):
+        return None
+    return (
+        f"shardwise: with precision.compute {precision.compute}, parameters and floating-point inputs are "
+        f"{precision.compute}; buffers and tensors that the model makes keep their dtype. Cast them in the forward "
+        "(x.to(self.weight.dtype)), convert the buffers before shardwise.initialize, or set precision.autocast: true"
+    )
+
+
+_MIXED = re.compile(r"same dtype|expected scalar type|dtypes? (do not|don't) match", re.IGNORECASE)
 
 
 @contextlib.contextmanager

@@ -25,12 +25,12 @@ from shardwise.deferred.deferred import DeferredSession, check_deferred, finish,
 from shardwise.engine.access import is_managed
 from shardwise.engine.alike import check_alike
 from shardwise.engine.engine import Engine
+from shardwise.engine.habits import check_scheduler
 from shardwise.errors import ConfigError, ConfigWarning
 from shardwise.machine.process import end_with_launcher
 from shardwise.machine.slurm import SlurmTask
-from shardwise.optim.lr_schedule import check_scheduler
 from shardwise.optim.optimizers import OptimizerFactory, resolve_optimizer
-from shardwise.partition.dtensors import tp_mesh
+from shardwise.partition.dtensors import broken_tie, tp_mesh
 from shardwise.partition.stored import stored_tensors
 
 
@@ -61,6 +61,8 @@ def initialize(
     session = session_behind(model)
     device = _device(model, session)
     config, tp = Config.load(config), tp_mesh(model)
+    if tp is not None:
+        _check_ties(model, dist.get_rank() == 0)
     rank_mesh = join_ranks(mesh, device, config.mesh, tp)
     if config.runtime.timeout is not None:
         set_timeout(rank_mesh.group, config.runtime.timeout)
@@ -144,8 +146,8 @@ def let_segments_grow() -> None:
 
 
 def join_ranks(mesh: Any, device: torch.device, section: MeshSection, tp: Any = None) -> RankMesh:
-    """The axes of the ranks: those of `mesh`, or as `section` says, beside those over which the model is cut. Without a
-    process group, one is made."""
+    """The axes of the ranks: those of `mesh`, or as `section` says, next to those over which the model is cut. Makes a
+    process group if there is none."""
     if mesh is not None and section.model_fields_set:
         raise ConfigError("a mesh was passed, and the config has a mesh section as well: keep one of the two")
     if mesh is None and not dist.is_initialized():
@@ -245,6 +247,31 @@ def _check_model(model: nn.Module) -> None:
             )
     for name, module in model.named_modules():
         _check_module(name, module)
+
+
+def _check_ties(model: nn.Module, warns: bool) -> None:
+    """Weights that were one before the model was cut, and would be trained as two."""
+    ends = [getattr(model, f"get_{side}_embeddings", lambda: None)() for side in ("input", "output")]
+    weights = [weight for end in ends if (weight := getattr(end, "weight", None)) is not None]
+    remedy = "tie them again after the model is cut"
+    if (
+        getattr(getattr(model, "config", None), "tie_word_embeddings", False)
+        and len({id(weight) for weight in weights}) > 1
+        and any(weight.requires_grad for weight in weights)
+    ):
+        raise ConfigError(
+            "config.tie_word_embeddings is on, and the embedding and the head are two parameters since the model was "
+            f"cut (apply_tensor_parallelism and parallelize_module make one of each name): {remedy}, "
+            "model.tie_weights(), or set it to False"
+        )
+    if warns and (names := broken_tie(model)) is not None:
+        warnings.warn(
+            f"{names[0]!r} and {names[1]!r} have the same values and are two parameters, as parallelize_module makes "
+            f"them of a tied one, so each would be trained by its own gradients: {remedy}, such as model.head.weight = "
+            "model.embed.weight. If they are meant to be two, this is fine",
+            ConfigWarning,
+            stacklevel=3,
+        )
 
 
 def _check_module(name: str, module: nn.Module) -> None:

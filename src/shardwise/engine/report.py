@@ -26,7 +26,7 @@ class Report:
     evaluation passes sent, moved and took is part of the totals and also stands alone. `axis_bytes` is what was sent
     within the node (inner) and out of it (outer), without control messages.
     `peak_bytes` is the engine's own; `measured_peak_bytes` the allocator's, activations included, on CUDA; predicted
-    is what `engine.expect` was told.
+    is what was passed to `engine.expect`.
     """
 
     steps: int

@@ -1,18 +1,24 @@
-"""What rests where under a budget: as many units' states as fit stay on the device, in forward order.
+"""Which states rest on the device: under a memory budget, and for a while between steps.
 
-The first units stay, because the forward begins with them: it computes on them while the states of the others are still
-being copied.
+Under a budget, as many units' states as fit stay on the device, in forward order. The first units stay, because the
+forward begins with them: it computes on them while the states of the others are still being copied. How much room there
+is depends on the activations, whose size is unknown before they exist. So every unit that may be offloaded starts
+offloaded, two steps are measured, and what fits into the rest of the budget becomes resident.
 
-How much room there is depends on the activations, whose size is unknown before they exist. So every unit that may be
-offloaded starts offloaded, two steps are measured, and what fits into the rest of the budget becomes resident.
+Between steps another program may need the GPU: in reinforcement learning, a server that generates. `states_on_host`
+moves masters, optimizer states and weights that rest sharded to host memory, and back before the next step. Their
+buffers move as they are, with every view of them, so no other part of the engine sees a difference; a forward fills its
+units from the host. Replicated weights, which forwards compute with, stay; masters that a forward computes with (those
+of sharded weights in fp32) are on the device again after it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
 import torch
@@ -22,16 +28,19 @@ from shardwise.config.costs import moments_of
 from shardwise.config.sections import Offload
 from shardwise.errors import ConfigError, DiskError
 from shardwise.machine.memory import host_share_bytes
-from shardwise.memory import Ledger
+from shardwise.memory import Entry, Kind, Ledger, Tier
 from shardwise.offload.context import OffloadContext, bucket_numel, host_memory
 from shardwise.offload.disk_file import shortage
 from shardwise.offload.pinned import HostMemory
 from shardwise.offload.staging import Staging, staging_bytes
 from shardwise.optim import Updater
-from shardwise.optim.host_share import host_share
-from shardwise.optim.optimizers import members
+from shardwise.optim.host_update import host_share
+from shardwise.optim.optimizers import single
 from shardwise.unit import Unit
 from shardwise.unit.plan import UnitPlan
+from shardwise.unit.saved_tensors import storage_of
+from shardwise.unit.state_view import TensorView
+from shardwise.unit.weights import WeightsState
 
 _MEASURED_STEPS = 3
 """The first step makes the states; the next two go through everything."""
@@ -82,7 +91,9 @@ class Budget:
             size["host"] + size["disk"] if plan.policy.trainable else 0 for plan, size in zip(plans, sizes, strict=True)
         ]
         uses_disk = any(plan.policy.uses_disk for plan in plans)
-        host = self._host_share_bytes() if self._settings.host_memory == "auto" else self._settings.host_memory
+        host = self._settings.host_memory
+        if host == "auto":  # this rank's share of what is free on its host, the same on all ranks
+            host = int(min(self._comm.everyone.share_object(host_share_bytes(), "the room on the host")))
         self._host_bytes = host
         stays = must_stay(away, self._settings.ratio, None if uses_disk else host)
         cached = stays + self._cached(sizes[stays:], staging_bytes(sum(size["disk"] for size in sizes[stays:])))
@@ -105,8 +116,8 @@ class Budget:
         self._steps += 1
         if self._settings.device_memory is None or self._steps > _MEASURED_STEPS:
             return False
-        if self._steps == 1:
-            self._start_measuring()
+        if self._steps == 1 and self._comm.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._comm.device)
         if self._steps < _MEASURED_STEPS:
             return False
         away = [unit for unit in units if unit.states.is_streamed]
@@ -140,14 +151,6 @@ class Budget:
             updater.use_host(1.0)
         elif settings.update == "split":
             updater.use_host(host_share(self._comm) if settings.host_share is None else settings.host_share)
-
-    def _host_share_bytes(self) -> int:
-        """This rank's share of what is free on its host, the same on all ranks."""
-        return int(min(self._comm.everyone.share_object(host_share_bytes(), "the room on the host")))
-
-    def _start_measuring(self) -> None:
-        if self._comm.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._comm.device)
 
     def _room_bytes(self) -> int:
         """What is left of the budget at the peak, on the rank that has least."""
@@ -220,5 +223,61 @@ def moments_each(optimizer: torch.optim.Optimizer | None) -> int:
     """Bytes an element of the states that an optimizer will make."""
     if optimizer is None:
         return 0
-    each = members(optimizer)
-    return max(moments_of(type(one).__name__, one.defaults) for one in each[1:] or each)
+    return max(moments_of(type(each).__name__, each.defaults) for each in single(optimizer))
+
+
+@contextlib.contextmanager
+def states_on_host(
+    units: Sequence[Unit], optimizer: torch.optim.Optimizer | None, ledger: Ledger, host: HostMemory
+) -> Iterator[None]:
+    """Within it, the states of `units` rest in `host` memory. Between steps, with sharded weights released."""
+    device = units[0].comm.device
+    for unit in units:
+        unit.synchronize()
+    _wait(device)  # gathers of other streams read the buffers
+    computing = {unit.weights.storage_id for unit in units}
+    on_device = [buffer for buffer in ledger.buffers if buffer.live and buffer.entry.tier is Tier.DEVICE]
+    buffers = [buffer for buffer in on_device if storage_of(buffer.tensor) not in computing]
+    values = [v for unit in units for v in _values(unit, optimizer) if v.device.type == device.type]
+    moved: list[tuple[Entry, Entry]] = []
+    try:
+        for buffer in buffers:
+            buffer.offload(host.zeros(buffer.tensor.numel(), buffer.tensor.dtype))
+        for value in values:
+            value.data = host.zeros(value.numel(), value.dtype).view(value.shape).copy_(value)
+        counted = [entry for entry in ledger.live if entry.kind is Kind.OPTIM and entry.tier is Tier.DEVICE]
+        moved.extend((entry, ledger.move(entry, Tier.HOST)) for entry in counted)
+        _bind(units)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # other programs see only what torch has given back
+        yield
+    finally:
+        if units[0].weights.state is not WeightsState.FREED:
+            for buffer in buffers:
+                buffer.fetch()
+            for value in values:
+                value.data = value.to(device, copy=True)
+            for entry, resting in moved:
+                ledger.move(resting, entry.tier)
+            _bind(units)
+
+
+def _values(unit: Unit, optimizer: torch.optim.Optimizer | None) -> Iterator[torch.Tensor]:
+    """What rests of a unit on the device and is in no buffer: the optimizer's states, and averages."""
+    for piece in unit.weights.pieces if optimizer is not None and not unit.states.holds_moments else ():
+        for value in optimizer.state.get(piece.param, {}).values():  # type: ignore[union-attr]  # not None here
+            if isinstance(value, torch.Tensor) and value.ndim:
+                yield value
+    for average in unit.averages:
+        if isinstance(average, TensorView):
+            yield average.tensor
+
+
+def _bind(units: Sequence[Unit]) -> None:
+    for unit in units:
+        unit.weights.bind_pieces()
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

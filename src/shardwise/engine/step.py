@@ -1,7 +1,9 @@
 """A step: its gradients, from the first micro-batch to their norm, and the update that ends it.
 
 `StepGrads` is what happens to gradients between backwards and updates: they are held for the user, dropped, or final.
-`StepUpdate` runs the optimizer on the shards of all units and sends the new weights to the ranks.
+`Clip` is what the update multiplies final gradients by: it follows from the global norm, the loss scale and clipping,
+all on the device. `StepUpdate` runs the optimizer on the shards of all units and sends the new weights
+to the ranks.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -20,12 +23,12 @@ from shardwise.errors import GradientError, Notices
 from shardwise.offload.context import OffloadContext
 from shardwise.offload.offloaded_states import OffloadedStates, prefetch
 from shardwise.offload.unit_states import UnitStates
-from shardwise.optim import Updater, clipping
-from shardwise.optim.clipping import Clip
+from shardwise.optim import Updater
 from shardwise.profiling import Clock
 from shardwise.schedule import Schedule
-from shardwise.unit import Unit
+from shardwise.unit import Unit, norm
 from shardwise.unit.held_grads import HeldGrads
+from shardwise.unit.reduced_shard import ReducedShard
 
 GradHook = Callable[[str, torch.Tensor], None]
 
@@ -49,6 +52,7 @@ class StepGrads:
         self._are_sharded = config.placement.grads.sharding == "sharded"
         self.micro_batches = config.batch.accumulation
         self._micro_step = 0
+        self._backwards = 0  # since the last call of step()
         self._comm = comm
         self._notices = notices
         self._is_held = False
@@ -80,13 +84,22 @@ class StepGrads:
 
     def next_micro_batch(self) -> None:
         """A step that does not update."""
+        if self._backwards == self.micro_batches:
+            self._notices.say(
+                "steps counted",
+                f"a step() came after {self._backwards} backwards, and batch.accumulation is {self.micro_batches}: the "
+                "engine counts calls of step(), one for each micro-batch, and updates once in so many. "
+                "If these backwards were the micro-batches of a step, call step() after each of them, or leave "
+                "batch.accumulation out",
+            )
+        self._backwards = 0
         self._micro_step += 1
         self._comm.micro_step = self._micro_step
 
     @contextlib.contextmanager
     def updating(self) -> Iterator[None]:
         """Around a step that updates. Its operations are still those of the last micro-batch."""
-        self._micro_step = 0
+        self._micro_step = self._backwards = 0
         yield
         self._comm.micro_step = 0
 
@@ -96,14 +109,14 @@ class StepGrads:
             self._is_held = True
             for unit in self._units:
                 unit.grads.hold()
-                self._pieces(unit).put()
+                self._held_on_pieces(unit).put()
 
     def let_go(self, drop: Callable[[], None]) -> None:
         """A backward or an update begins. If the user has set all `p.grad` to None, `drop` is called."""
         if not self._is_held:
             return
         changed = [change for unit in self._units for change in unit.grads.changed_by_hand()]
-        on_pieces = [change for unit in self._units for change in self._pieces(unit).changed()]
+        on_pieces = [change for _, held in self._held_pieces.values() for change in held.changed()]
         if not changed and not on_pieces:
             for unit in self._units:
                 unit.grads.let_go()
@@ -127,7 +140,7 @@ class StepGrads:
     def _piece_count(self) -> int:
         return sum(len(unit.weights.pieces) for unit in self._units)
 
-    def _pieces(self, unit: Unit) -> HeldGrads:
+    def _held_on_pieces(self, unit: Unit) -> HeldGrads:
         """What shows the same on the optimizer's parameters: GradScaler and others look there."""
         states, held = self._held_pieces.get(unit.name, (None, None))
         if held is None or states is not unit.states:  # states that have moved are on another device
@@ -138,12 +151,13 @@ class StepGrads:
 
     def _take_off_pieces(self) -> None:
         if self._is_held:
-            for unit in self._units:
-                self._pieces(unit).take_off()
+            for _, held in self._held_pieces.values():
+                held.take_off()
         self._is_held = False
 
     def check_may_grow(self) -> None:
         """A backward is about to add to the gradients."""
+        self._backwards += 1
         if self._norm is not None:
             raise GradientError(
                 "a backward after engine.clip_grad_norm_() would add to gradients that are already clipped: call "
@@ -179,14 +193,14 @@ class StepGrads:
             schedule.backward.reduce_all()
             schedule.gathers.unlock_all()
             schedule.gathers.release_all()
-            units = [unit for unit in schedule.gathers.order.forward if unit.is_trainable]
+            units = [unit for unit in schedule.gathers.unit_order.forward if unit.is_trainable]
             for hook in self.hooks:
                 for unit in units:
                     unit.grads.shard.edit(partial(hook, unit.name))
             shards = [unit.grads.shard for unit in units]
             with clock.phase("norm"):
-                self._norm = clipping.grad_norm(shards, self._comm, self._settings.deterministic)
-        return clipping.unscale(self._norm, scale, self._limit)
+                self._norm = grad_norm(shards, self._comm, self._settings.deterministic)
+        return unscale(self._norm, scale, self._limit)
 
     def used(self) -> None:
         """An update has used the gradients."""
@@ -196,7 +210,7 @@ class StepGrads:
     def dropped(self) -> None:
         """The gradients were dropped."""
         self._drops += self.is_midway
-        self._micro_step = self._comm.micro_step = 0
+        self._micro_step = self._comm.micro_step = self._backwards = 0
         self._start_anew()
         if self._drops == 2:
             self._notices.say(
@@ -235,6 +249,9 @@ class StepUpdate:
     def optimizer(self) -> torch.optim.Optimizer:
         return self._updater.optimizer
 
+    def call_pre_hooks(self) -> None:
+        self._updater.call_pre_hooks()
+
     def prefetch(self) -> None:
         """Fetch the states of the units that are updated first, as far as the backward has got."""
         if self._is_offloaded:
@@ -263,11 +280,11 @@ class StepUpdate:
             self._is_offloaded = self._has_offloaded()
 
     def _trainable(self) -> list[Unit]:
-        return [unit for unit in self._schedule.gathers.order.forward if unit.is_trainable]
+        return [unit for unit in self._schedule.gathers.unit_order.forward if unit.is_trainable]
 
     def _streamed_states(self) -> Iterator[OffloadedStates]:
         """The states that an update copies to the device, in its order."""
-        for unit in self._schedule.gathers.order.forward:
+        for unit in self._schedule.gathers.unit_order.forward:
             states = unit.states
             if isinstance(states, OffloadedStates) and states.is_streamed and not states.updates_on_host:
                 yield states
@@ -279,3 +296,49 @@ class StepUpdate:
 def _all_dropped(changed: Sequence[tuple[str, torch.Tensor | None]], count: int) -> bool:
     """Whether the user has set `p.grad` to None for all of `count` parameters."""
     return 0 < len(changed) == count and all(grad is None for _, grad in changed)
+
+
+class Clip(NamedTuple):
+    """The norm without the loss scale, whether gradients overflowed, and 1/scale and clipping in one number."""
+
+    grad_norm: torch.Tensor
+    overflow: torch.Tensor | None
+    coefficient: torch.Tensor | None
+
+
+def grad_norm(shards: Sequence[ReducedShard], comm: Comm, exact: bool) -> torch.Tensor:
+    """The global norm. Offloaded shards left their part of it on the device; only the exact norm fetches them."""
+    if not shards:
+        return torch.zeros((), dtype=torch.float64, device=comm.device)
+    if exact:
+        return norm.exact_norm(_CountedParts(shards), comm)
+    here = [shard.counted_in(shard.tensor) for shard in shards if not shard.is_offloaded]
+    sums = norm.sums_of_squares(here, comm)
+    if len(here) < len(shards):
+        known = iter(sums)
+        sums = torch.stack([shard.sum_of_squares(comm) if shard.is_offloaded else next(known) for shard in shards])
+    return norm.norm_from_sums(sums, comm)
+
+
+def unscale(grad_norm: torch.Tensor, scale: torch.Tensor | None, limit: float | None) -> Clip:
+    """The clip of gradients with this norm, whose loss was multiplied by `scale`."""
+    overflow = None
+    if scale is not None:
+        overflow = ~grad_norm.isfinite()
+        grad_norm = grad_norm / scale
+    coefficient = norm.clip_coefficient(grad_norm, limit) if limit is not None else None
+    if scale is not None:
+        coefficient = (1.0 if coefficient is None else coefficient) / scale
+    # With a dimension it takes part in promotion: its product with gradients of 16 bits is computed and stored in fp32.
+    return Clip(grad_norm, overflow, None if coefficient is None else coefficient.view(1))
+
+
+class _CountedParts:
+    """The counted parts of shards, of which offloaded ones are fetched one at a time."""
+
+    def __init__(self, shards: Sequence[ReducedShard]) -> None:
+        self._shards = shards
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for shard in self._shards:
+            yield from shard.counted_in(shard.tensor)

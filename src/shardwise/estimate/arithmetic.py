@@ -21,8 +21,6 @@ from shardwise.estimate.hardware import Hardware
 from shardwise.models.workload import ModelSpec, Workload
 from shardwise.partition.policy import policy_for
 
-STAGES = ("zero0", "zero1", "zero2", "zero3")
-
 
 class Accounting(NamedTuple):
     """Bytes per parameter."""
@@ -79,7 +77,8 @@ class Moved(NamedTuple):
 
 
 def operations(model: ModelSpec, workload: Workload) -> int:
-    """Of one rank's step: 2 a weight and token forward, twice that backward (once for what is frozen), attention."""
+    """Floating-point operations of a rank's step: 2 for each weight and token in the forward, twice that in the
+    backward (once for frozen weights), and attention."""
     of = model.dimensions
     active = of.active_parameters if of else model.parameters
     passes = (3 if model.trainable > model.frozen else 2) + workload.checkpointing
@@ -136,13 +135,9 @@ def moved_bytes(config: Config, trainable: int, frozen: int, world_size: int) ->
 
 
 def wire_s(sent: Mapping[Axis, int], on: Hardware) -> float:
-    """Of what a rank sends: within its node, and through the link that the ranks of a node share."""
+    """Seconds to send it, within the node and through the link that the ranks of a node share."""
     rates = on.rates.or_typical()
     return max(sent["inner"] / rates["gpu_link"], sent["outer"] * on.shape.per_node / rates["node_link"])
-
-
-def compute_s(model: ModelSpec, workload: Workload, on: Hardware) -> float:
-    return operations(model, workload) / on.rates.or_typical()["operations"]
 
 
 def wire_share(preset: str, model: ModelSpec, workload: Workload, on: Hardware) -> float | None:
@@ -152,4 +147,4 @@ def wire_share(preset: str, model: ModelSpec, workload: Workload, on: Hardware) 
     if rates.operations is None or link is None:
         return None
     sent = sent_by_axis(preset, model, workload, on.zero_shape(workload.tp, workload.pp))
-    return wire_s(sent, on) / compute_s(model, workload, on)
+    return wire_s(sent, on) / (operations(model, workload) / rates.operations)

@@ -11,16 +11,24 @@ import typer
 from torch.nn import functional as F
 
 from shardwise.config import Config
-from shardwise.config.shape import NodeShape
 from shardwise.dry_run.dry_run import Scenario, dry_run
-from shardwise.dry_run.kernels import CPU, cuda
+from shardwise.dry_run.kernels import kernels_for
 from shardwise.machine import env
 from shardwise.models import loading
 from shardwise.models.built_in import GPT
+from shardwise.partition.policy import DTYPE_NAMES
 from shardwise.timing.calibrate import SIDES, SIZES, call_s, grid, measure_forms, measure_fresh, measure_issue_s
-from shardwise.timing.device import FREE, PUBLISHED, DeviceTimes, Link, Product, published
-from shardwise.timing.forms import SHORT, Form
-from shardwise.timing.kept import device_name, keep_calibration
+from shardwise.timing.device import (
+    FREE,
+    PUBLISHED,
+    DeviceTimes,
+    Link,
+    Product,
+    device_name,
+    keep_calibration,
+    published,
+)
+from shardwise.timing.forms import Form
 from shardwise.timing.tape import Tape
 
 _CPU_SIDES, _CPU_SIZES = SIDES[:3], SIZES[:-1]
@@ -47,23 +55,26 @@ def calibrate(device: torch.device, models: Sequence[str] = (), disk: Path | Non
     is_cuda = device.type == "cuda"
     dtypes = (torch.float32, torch.bfloat16, torch.float16) if is_cuda else (torch.float32,)
     forms = grid(dtypes, *((SIDES, SIZES) if is_cuda else (_CPU_SIDES, _CPU_SIZES)))
-    kernels = measure_forms([*forms, *(form for name in models for form in _forms_of(name, is_cuda))], device)
+    kernels = measure_forms([*forms, *(form for name in models for form in _forms_of(name, device))], device)
     copies = env.host_device_gbs()
     links = env.device_links_gbs().values()
     name, disks = device_name(), env.disk_gbs(disk).values() if disk is not None else ()
-    known = next((each for each in PUBLISHED if each in name.lower().replace(" ", "")), None)
+    sheet = next((published(each) for each in PUBLISHED if each in name.lower().replace(" ", "")), None)
+    host_link = copies["both at once"] / 2 * 1e9 if copies else FREE
     return DeviceTimes(
         name=name,
         source=f"{name}, calibrated on {env.made()['date']} with torch {torch.__version__}",
         products=_products(forms, kernels),
-        attention={(SHORT[dtype], side): rate for dtype in dtypes for side, rate in _attention(dtype, device).items()},
+        attention={
+            (DTYPE_NAMES[dtype], side): rate for dtype in dtypes for side, rate in _attention(dtype, device).items()
+        },
         memory=tuple((float(form.size_bytes), kernels[form.key]) for form in forms if not form.flops),
         inner=Link(min(links) * 1e9 if links else FREE, 15e-6, 2e-6),
-        outer=published(known).outer if known else Link(FREE),
-        up=copies["both at once"] / 2 * 1e9 if copies else FREE,
-        down=copies["both at once"] / 2 * 1e9 if copies else FREE,
+        outer=sheet.outer if sheet else Link(FREE),
+        up=host_link,
+        down=host_link,
         disk=min(disks) * 1e9 if disks else FREE,
-        peak=published(known).peak if known else {},
+        peak=sheet.peak if sheet else {},
         kernels=kernels,
         issue_s=measure_issue_s(_tiny_step(device), device),
         is_ahead=is_cuda,
@@ -90,14 +101,13 @@ def _attention(dtype: torch.dtype, device: torch.device) -> dict[str, float]:
     return {"forward": operations / forward, "backward": 2.5 * operations / backward}
 
 
-def _forms_of(model: str, is_cuda: bool) -> list[Form]:
+def _forms_of(model: str, device: torch.device) -> list[Form]:
     """The kernels of a built-in model on one rank."""
     found: dict[str, Form] = {}
     for preset in _PRESETS:
         tape = Tape(keeps_calls=True)
-        config = Config.load({"preset": preset, "precision": {"compute": "bf16" if is_cuda else "fp32"}})
-        build = partial(loading.load, model, "cpu")
-        dry_run(Scenario(build, config.for_shape(NodeShape(1, 1)), 1, cuda() if is_cuda else CPU), tape)
+        config = Config.load({"preset": preset, "precision": {"compute": "bf16" if device.type == "cuda" else "fp32"}})
+        dry_run(Scenario(partial(loading.load, model, "cpu"), config, 1, kernels_for(device.type)), tape)
         found |= {form.key: form for entry in tape.entries for form in entry.kernels}
     return list(found.values())
 

@@ -1,6 +1,6 @@
 """The analytic mode: the peak of a rank from sizes alone.
 
-It follows the engine through one step, unit by unit, and takes the highest of all moments. What it adds up comes from
+It follows the engine through one step, unit by unit, and takes the highest use of memory. What it adds up comes from
 where the engine has it: the units, their layouts and what may be in flight from `plan_units`, the course of gradients
 from `reduce_plan`, bytes at rest from `costs`. What a decoder's layers allocate comes from `passes`.
 """
@@ -9,42 +9,42 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from shardwise.config import Config
-from shardwise.config.costs import moments_of
+from shardwise.config.costs import moment_bytes
 from shardwise.config.optimizers import optimizer_class
 from shardwise.config.shape import NodeShape, shape_of
 from shardwise.dry_run.comm import DryComm
 from shardwise.dry_run.dry_run import CATEGORIES, Estimate
 from shardwise.dry_run.kernels import CUBLAS_BYTES
 from shardwise.engine.assembly import plan_units
-from shardwise.engine.residency import Budget, moments_each, offloaded_bytes
-from shardwise.estimate.passes import Lora, Moment, Passes, decoder_passes, meta_decoder
+from shardwise.engine.residency import Budget, offloaded_bytes
+from shardwise.estimate.passes import Passes, Snapshot, decoder_passes, meta_decoder
 from shardwise.memory.ledger import Ledger
 from shardwise.memory.reduce_plan import (
-    GradMoments,
     GradSizes,
+    GradUse,
     ReducePlan,
-    replicated_moments,
-    sharded_moments,
+    replicated_uses,
+    sharded_uses,
     update_batches,
 )
-from shardwise.models.workload import ModelSpec, Workload
+from shardwise.models.workload import Lora, ModelSpec, Workload
 from shardwise.offload.context import OffloadContext
 from shardwise.offload.offloaded_states import TRANSFER_BUFFERS
 from shardwise.offload.streams import FREED_LATER
 from shardwise.unit.plan import UnitPlan
 
 UNKNOWN_LAYERS = 32
-"""Into so many units a model is cut of which only the size is known."""
+"""A model of which only the size is known is cut into this many units."""
 _ALONE = ReducePlan(parts=2, overlap=False)
 """One rank sends nothing: gradients are copied to where they are held."""
 
@@ -54,54 +54,59 @@ def estimate(model: ModelSpec, workload: Workload, config: Config, ranks: int | 
     shape = shape_of(ranks)
     step = _Step(model, workload, config.for_shape(shape), shape)
     highest = step.highest() | {"overhead": CUBLAS_BYTES}
-    return Estimate({name: highest.get(name, 0) for name in CATEGORIES}, step.tiers())
-
-
-def away_bytes(model: ModelSpec, workload: Workload, config: Config, ranks: int | NodeShape) -> list[int]:
-    """What of each unit's states rests off the device, of one rank, in forward order; nothing of what is frozen."""
-    shape = shape_of(ranks)
-    units = units_of(model, workload.lora, config.for_shape(shape), shape)
-    return [offloaded_bytes(unit, units.moments).total() for unit in units.plans if unit.policy.trainable]
+    return Estimate({name: highest.get(name, 0) for name in CATEGORIES}, step.tiers)
 
 
 @dataclass(frozen=True)
 class Units:
-    """The units of a model in the order of their first use, and the bytes that the optimizer keeps per element."""
+    """The units of a model in the order of their first use, and the bytes of the optimizer's moments per element."""
 
     plans: tuple[UnitPlan, ...]
     comm: DryComm
-    moments: int
+    moment_bytes: int
+
+    @cached_property
+    def resting(self) -> Counter[str]:
+        """Bytes on the device of one rank by kind, without gradients, which come and go: no step holds less."""
+        sizes: Counter[str] = Counter()
+        for unit in self.plans:
+            for part in unit.policy.resting(self.moment_bytes):
+                if part.tier == "device" and part.kind != "grads":
+                    sizes[part.kind] += int(part.rank_bytes(unit.layout.numel, self.comm.shape))
+        return sizes
+
+    @cached_property
+    def tiers(self) -> dict[str, int]:
+        """What rests off the device."""
+        sizes = sum((offloaded_bytes(unit, self.moment_bytes) for unit in self.plans), Counter[str]())
+        return {tier: size for tier in ("host", "disk") if (size := sizes[tier])}
+
+    @property
+    def away_bytes(self) -> list[int]:
+        """What of each unit's states rests off the device, in forward order; nothing of what is frozen."""
+        return [offloaded_bytes(unit, self.moment_bytes).total() for unit in self.plans if unit.policy.trainable]
 
 
-def units_of(model: ModelSpec, lora: Lora | None, config: Config, shape: NodeShape) -> Units:
+def units_of(model: ModelSpec, workload: Workload, config: Config, ranks: int | NodeShape) -> Units:
     """The units that the engine would make."""
+    shape = shape_of(ranks)
+    config = config.for_shape(shape)
     # Of the step, only whether several micro-batches are added up has a part in it.
     batch = {"accumulation": min(config.batch.accumulation, 2), "micro_batch_size": 1, "global_batch_size": None}
-    alike = config.model_copy(update={"batch": config.batch.model_copy(update=batch)})
-    return _units(_Key(alike.model_dump_json(), alike), model, lora, shape)
-
-
-class _Key(str):
-    """A configuration as the key of a cache."""
-
-    config: Config
-
-    def __new__(cls, text: str, config: Config) -> _Key:
-        made = super().__new__(cls, text)
-        made.config = config
-        return made
+    alike = config.model_copy(
+        update={"batch": config.batch.model_copy(update=batch), "checkpointing": type(config.checkpointing)()}
+    )
+    return _units(alike, model, workload.lora, shape)
 
 
 @lru_cache(maxsize=512)
-def _units(key: _Key, model: ModelSpec, lora: Lora | None, shape: NodeShape) -> Units:
-    config = key.config
+def _units(config: Config, model: ModelSpec, lora: Lora | None, shape: NodeShape) -> Units:
     comm = DryComm(min(2, shape.world_size - 1), shape, "cuda")
     module = _module(model, lora)
     optimizer = _optimizer(module, config)
     with _unlogged():
         plans = plan_units(module, optimizer, config, comm, Budget(config.offload, comm, Ledger()))
-    section = config.optimizer
-    return Units(tuple(plans), comm, moments_of(section.name, section.params) if section else moments_each(optimizer))
+    return Units(tuple(plans), comm, moment_bytes(config))
 
 
 def _optimizer(module: nn.Module, config: Config) -> torch.optim.Optimizer:
@@ -149,7 +154,7 @@ class _SizedBlock(nn.Module):
 
 
 class _Use(NamedTuple):
-    """Bytes in use at one moment, beside what rests."""
+    """Bytes in use at one time, in addition to what rests."""
 
     weights: int = 0
     grads: int = 0
@@ -159,18 +164,22 @@ class _Use(NamedTuple):
 
 
 class _Step:
-    """The moments of a step of one rank."""
+    """What one rank uses in the course of a step.
+
+    Parts and units are numbered in forward order: `place` is the number of a part, `at` that of a unit.
+    """
 
     def __init__(self, model: ModelSpec, workload: Workload, config: Config, shape: NodeShape) -> None:
-        found = units_of(model, workload.lora, config, shape)
-        self._units, self._moments, self._shape = found.plans, found.moments, shape
+        found = units_of(model, workload, config, shape)
+        self._units, self._resting = found.plans, found.resting
+        self.tiers = found.tiers
         self._accumulates = config.batch.accumulation > 1
-        self._adds_locally = config.placement.grads.sharding == "replicated" and self._accumulates
         self._parts = list(_parts_of(model, workload, self._units))
         self._gathered = [
             unit.full_bytes - unit.moved_bytes if unit.policy.weights_sharded else 0 for unit in self._units
         ]
         used = {at: place for place, part in enumerate(self._parts) for at in part.units}
+        self._first_use = {at: place for place, part in reversed([*enumerate(self._parts)]) for at in part.units}
         # Units with several uses apart from each other, and the place of the last.
         self._shared = {
             at: place
@@ -179,36 +188,25 @@ class _Step:
         }
         self._always = [at for at in range(len(self._units)) if at not in used]
         self._trained = [at for at, unit in enumerate(self._units) if unit.policy.trainable]
+        self._adds_in_place = self._accumulates and all(self._units[at].adds_in_place for at in self._trained)
         sizes = [self._units[at].grad_sizes(found.comm) for at in self._trained]
-        self._held = {at: self._held_bytes(at, size) for at, size in zip(self._trained, sizes, strict=True)}
-        self._grads = dict(zip(reversed(self._trained), _grad_moments(self._units, sizes, config), strict=True))
-        self._pool = _StatePool(self._units, self._trained, found.moments, config)
+        # A unit's gradients between backward and update.
+        self._held = {
+            at: size.rested if self._units[at].policy.grads_cut == "replicated" else size.held
+            for at, size in zip(self._trained, sizes, strict=True)
+        }
+        self._grads = dict(zip(reversed(self._trained), _grad_uses(self._units, sizes, config), strict=True))
+        self._pool = _StatePool(self._units, self._trained, config)
+        counts = range(len(self._trained) + 1)
+        self._passing = [self._pool.ahead(count) + self._sinking(count) for count in counts]
 
     def highest(self) -> dict[str, int]:
         """Bytes on the device by category at the peak."""
         use = max((*self._forward(), *self._backward(), *self._update()), key=sum)
-        found = self._at_rest()
+        found = self._resting.copy()
         for name, size in use._asdict().items():
             found[name.replace("_", " ")] += size
         return found
-
-    def tiers(self) -> dict[str, int]:
-        """What rests off the device."""
-        sizes = sum((offloaded_bytes(unit, self._moments) for unit in self._units), Counter[str]())
-        return {tier: size for tier in ("host", "disk") if (size := sizes[tier])}
-
-    def _at_rest(self) -> Counter[str]:
-        """Bytes on the device by kind, without gradients, which come and go."""
-        sizes: Counter[str] = Counter()
-        for unit in self._units:
-            for part in unit.policy.resting(self._moments):
-                if part.tier == "device" and part.kind != "grads":
-                    sizes[part.kind] += int(part.rank_bytes(unit.layout.numel, self._shape))
-        return sizes
-
-    def _held_bytes(self, at: int, sizes: GradSizes) -> int:
-        """A unit's gradients between backward and update."""
-        return sizes.rested if self._units[at].policy.grads_cut == "replicated" else sizes.held
 
     def _weights(self, units: Iterable[int]) -> int:
         return sum(self._gathered[at] for at in {*self._always, *units})
@@ -224,13 +222,13 @@ class _Step:
 
     def _forward(self) -> Iterator[_Use]:
         kept, held = 0, sum(self._held.values()) if self._accumulates else 0
-        sinking = self._sinking(self._trained)
-        last = max((at for at, part in enumerate(self._parts) if part.units), default=0)
+        sinking = self._sinking(len(self._trained))
+        last = max((place for place, part in enumerate(self._parts) if part.units), default=0)
         for place, part in enumerate(self._parts):
             ahead = self._prefetched(part.units, 1)
             weights, updating = self._weights([*part.units, *ahead]), self._pool.updating if place < last else 0
-            at = part.passes.forward
-            yield _Use(weights, held, updating + sinking, kept + at.activations, at.logits)
+            fullest = part.passes.forward
+            yield _Use(weights, held, updating + sinking, kept + fullest.activations, fullest.logits)
             kept += part.passes.kept.activations
             yield _Use(weights, held, updating + sinking + self._moving([*part.units, *ahead]), kept)
 
@@ -247,55 +245,51 @@ class _Step:
             units = [*part.units, *ahead, *again]
             weights, last = self._weights(units), 0
             before = arrived[own] if own is not None else 0
-            for at in part.passes.backward:
+            for snapshot in part.passes.backward:
                 if own is not None:
-                    arrived[own] = min(before + at.arrived, self._units[own].layout.numel)
-                last = at.activations
-                yield self._arriving(waiting, arrived, at)._replace(
-                    weights=weights, activations=kept + at.activations, logits=at.logits
+                    arrived[own] = min(before + snapshot.arrived, self._units[own].layout.numel)
+                last = snapshot.activations
+                yield self._arriving(waiting, arrived, snapshot)._replace(
+                    weights=weights, activations=kept + last, logits=snapshot.logits
                 )
             # This part is left before the next one is reached, and what comes before that prefetched.
-            boundary = self._arriving(waiting, arrived, Moment())
+            boundary = self._arriving(waiting, arrived, Snapshot())
             yield boundary._replace(weights=weights + self._moving(units), activations=kept + last)
             # A unit is left with its first part, one that is always in use at the end.
             while waiting and waiting[-1] in part.units and not self._is_used_before(waiting[-1], place):
-                unit = waiting.pop()
-                arrived.pop(unit, None)
-                yield self._leaving(unit, arrived)._replace(
+                yield self._leave(waiting, arrived)._replace(
                     weights=self._weights([*ahead, *again]), activations=kept + last
                 )
             reached = [*ahead, *again, *self._prefetched(ahead, -1)]
-            boundary = self._arriving(waiting, arrived, Moment())
+            boundary = self._arriving(waiting, arrived, Snapshot())
             yield boundary._replace(weights=self._weights(reached) + self._moving(reached), activations=kept + last)
         while waiting:
-            unit = waiting.pop()
-            arrived.pop(unit, None)
-            yield self._leaving(unit, arrived)._replace(weights=self._weights([unit]))
+            weights = self._weights(waiting[-1:])
+            yield self._leave(waiting, arrived)._replace(weights=weights)
 
-    def _is_used_before(self, unit: int, place: int) -> bool:
-        return any(unit in part.units for part in self._parts[:place])
+    def _is_used_before(self, at: int, place: int) -> bool:
+        return self._first_use.get(at, place) < place
 
-    def _arriving(self, waiting: Sequence[int], arrived: Mapping[int, int], at: Moment) -> _Use:
+    def _arriving(self, waiting: Sequence[int], arrived: Mapping[int, int], snapshot: Snapshot) -> _Use:
         """Gradients while those of a unit arrive; `waiting` are not reduced."""
         resting, in_flight = self._grads[waiting[-1]][:2] if waiting else (sum(self._held.values()), 0)
         own = self._open_bytes(arrived)
-        if self._adds_locally and any(self._units[unit].policy.weight_dtype.itemsize < 4 for unit in arrived):
-            own += 4 * at.arriving  # in fp32, beside the sum
-        return _Use(grads=resting, in_flight=in_flight + own + self._pool.ahead(len(waiting)) + self._sinking(waiting))
+        if self._adds_in_place and any(self._units[at].policy.weight_dtype.itemsize < 4 for at in arrived):
+            own += 4 * snapshot.arriving  # in fp32, in addition to the sum
+        return _Use(grads=resting, in_flight=in_flight + own + self._passing[len(waiting)])
 
-    def _leaving(self, unit: int, arrived: Mapping[int, int]) -> _Use:
-        """Gradients when the backward leaves a unit."""
-        moments = self._grads[unit]
-        waiting = self._trained[: self._trained.index(unit) + 1]
-        in_flight = moments.leaving - moments.resting + self._open_bytes(arrived)
-        return _Use(
-            grads=moments.resting, in_flight=in_flight + self._pool.ahead(len(waiting)) + self._sinking(waiting)
-        )
+    def _leave(self, waiting: list[int], arrived: Counter[int]) -> _Use:
+        """Gradients when the backward leaves the last unit of `waiting`, which waits no more."""
+        at, passing = waiting[-1], self._passing[len(waiting)]
+        del arrived[waiting.pop()]
+        grads = self._grads[at]
+        in_flight = grads.leaving - grads.resting + self._open_bytes(arrived)
+        return _Use(grads=grads.resting, in_flight=in_flight + passing)
 
-    def _sinking(self, waiting: Sequence[int]) -> int:
-        """Reduced gradients on their way to the host: their buffers are freed two uses later, those of a micro-batch in
-        the next one."""
-        last = [*self._trained[len(waiting) :], *(self._trained if self._accumulates else ())][:FREED_LATER]
+    def _sinking(self, waiting: int) -> int:
+        """Reduced gradients on their way to the host while `waiting` units are not reduced. Their buffers are freed two
+        uses later, those of a micro-batch in the next one."""
+        last = [*self._trained[waiting:], *(self._trained if self._accumulates else ())][:FREED_LATER]
         reduced = [self._units[at] for at in last]
         return sum(
             unit.layout.shard_numel * unit.held_dtype.itemsize for unit in reduced if unit.policy.grads_tier != "device"
@@ -307,7 +301,7 @@ class _Step:
         total = 0
         for at, numel in arrived.items():
             policy = self._units[at].policy
-            if not self._adds_locally:
+            if not self._adds_in_place:
                 total += numel * policy.grad_dtype.itemsize
             elif at in self._shared:
                 total += numel * policy.weight_dtype.itemsize
@@ -331,8 +325,9 @@ class _Step:
 class _StatePool:
     """The buffers on the device through which offloaded states pass, as the engine reckons."""
 
-    def __init__(self, units: Sequence[UnitPlan], trained: Sequence[int], moments: int, config: Config) -> None:
-        away = [(unit, size) for unit in units if (size := offloaded_bytes(unit, moments).total())]
+    def __init__(self, units: Sequence[UnitPlan], trained: Sequence[int], config: Config) -> None:
+        each = moment_bytes(config)
+        away = [(unit, size) for unit in units if (size := offloaded_bytes(unit, each).total())]
         context = OffloadContext(
             torch.device("cpu"), Ledger(), config.offload, sum(unit.layout.shard_numel for unit, _ in away)
         )
@@ -358,24 +353,24 @@ class _StatePool:
         return count * self._buffer_bytes + self._scratch
 
     def ahead(self, waiting: int) -> int:
-        """In a backward with so many units that are not reduced: what was fetched ahead of the update, and what weights
-        off the device pass through."""
-        left = self._trained - waiting
-        is_first = self._trained - waiting == 0  # its weights are gathered since the forward
-        count = min(TRANSFER_BUFFERS + FREED_LATER, self.count) if self._gathers and not is_first else 0
+        """In a backward while `waiting` units are not reduced: what was fetched ahead of the update, and the buffers of
+        weights off the device."""
+        left = self._trained - waiting  # the weights of the first unit are gathered since the forward
+        count = min(TRANSFER_BUFFERS + FREED_LATER, self.count) if self._gathers and left else 0
         if left > 1:
             count = max(count, self._context.prefetch_limit(left / self._trained))
         return min(count, self._buckets) * self._buffer_bytes
 
 
-def _grad_moments(units: Sequence[UnitPlan], sizes: Sequence[GradSizes], config: Config) -> Iterator[GradMoments]:
-    accumulates, world_size = config.batch.accumulation > 1, units[0].shape.world_size
-    if config.placement.grads.sharding == "replicated":
-        return replicated_moments(sizes, accumulates)
-    if world_size == 1:
+def _grad_uses(units: Sequence[UnitPlan], sizes: Sequence[GradSizes], config: Config) -> Iterator[GradUse]:
+    trained, accumulates = [unit for unit in units if unit.policy.trainable], config.batch.accumulation > 1
+    in_place = accumulates and all(unit.adds_in_place for unit in trained)
+    if in_place or config.placement.grads.sharding == "replicated":
+        return replicated_uses(sizes, accumulates)
+    if units[0].shape.world_size == 1:
         alone = [replace(size, sent=0, received=0, block_numel=0) for size in sizes]
-        return sharded_moments(alone, accumulates, _ALONE)
-    return sharded_moments(sizes, accumulates, units[0].reduce_plan)
+        return sharded_uses(alone, accumulates, _ALONE)
+    return sharded_uses(sizes, accumulates, units[0].reduce_plan)
 
 
 class _UsedPart(NamedTuple):
@@ -388,8 +383,12 @@ class _UsedPart(NamedTuple):
 def _parts_of(model: ModelSpec, workload: Workload, units: Sequence[UnitPlan]) -> Iterator[_UsedPart]:
     if model.dimensions is None:
         for at, unit in enumerate(units):
-            yield _UsedPart(Passes(backward=(Moment(arrived=unit.layout.numel),)), [at])
+            yield _UsedPart(Passes(backward=(Snapshot(arrived=unit.layout.numel),)), [at])
         return
     owned = {path for unit in units for path in unit.spec.runs[0]}
+    users: defaultdict[str, list[int]] = defaultdict(list)
+    for at, unit in enumerate(units):
+        for path in {path for run in unit.spec.runs for path in run}:
+            users[path].append(at)
     for path, passes in decoder_passes(model.dimensions, workload, owned if workload.checkpointing else ()).items():
-        yield _UsedPart(passes, [at for at, unit in enumerate(units) if any(path in run for run in unit.spec.runs)])
+        yield _UsedPart(passes, users[path])

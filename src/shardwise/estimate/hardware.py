@@ -47,12 +47,12 @@ class Rates:
                 raise ConfigError(f"the rate {name} is {rate}: more than 0 is needed")
 
     def or_typical(self) -> dict[str, float]:
-        """These rates, and typical ones for those that are not known: good enough to rank configurations."""
+        """These rates, and typical ones for links and disks that are not known: good enough to rank configurations."""
         return TYPICAL | {name: rate for name, rate in asdict(self).items() if rate is not None}
 
 
-TYPICAL = {"operations": 250e12, "gpu_link": 100e9, "node_link": 50e9, "host_link": 25e9, "disk": 3e9}
-"""A node of current GPUs, computing in 16 bits."""
+TYPICAL = {"gpu_link": 100e9, "node_link": 50e9, "host_link": 25e9, "disk": 3e9}
+"""The links and the disk of a node of current GPUs."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Hardware:
         if pp < 1 or self.gpus // tp % pp:
             raise ConfigError(f"--pp {pp} does not divide {self.gpus // tp} GPUs: take one that does")
         copies = self.gpus // tp // pp
-        per_node = min(copies, max(1, self.gpus // self.nodes // tp))
+        per_node = min(copies, max(1, self.shape.per_node // tp))
         return NodeShape(copies // per_node, per_node)
 
     @property

@@ -19,17 +19,16 @@ from torch import nn
 from shardwise.dry_run.kernels import cuda, replacing
 from shardwise.models.decoder import CausalDecoder, adapt
 from shardwise.models.dimensions import Dimensions
-from shardwise.models.workload import Workload
+from shardwise.models.workload import Lora, Workload
 from shardwise.observe import StorageObserver
 from shardwise.partition.policy import DTYPES
 
 _UNSET = {name: lambda tensor, *_, **__: tensor for name in ("kaiming_uniform_", "normal_", "ones_", "zeros_")}
 _KERNELS = cuda()
-Lora = tuple[int, tuple[str, ...]]
 
 
-class Moment(NamedTuple):
-    """What is allocated at a moment of a pass, beside parameters, the part's input, and gradients that have arrived.
+class Snapshot(NamedTuple):
+    """What is allocated at one time in a pass, without parameters, the part's input, and gradients that have arrived.
 
     arrived   elements of parameters whose gradients have arrived
     arriving  elements of a gradient that is there, and has yet to be added to those of earlier micro-batches
@@ -41,16 +40,16 @@ class Moment(NamedTuple):
     arriving: int = 0
 
 
-NOTHING = Moment()
+NOTHING = Snapshot()
 
 
 @dataclass(frozen=True)
 class Passes:
-    """The forward of a part at its fullest, what it keeps for the backward, and the moments of that."""
+    """The forward of a part at its fullest, what it keeps for the backward, and snapshots of that."""
 
-    forward: Moment = NOTHING
-    kept: Moment = NOTHING
-    backward: tuple[Moment, ...] = ()
+    forward: Snapshot = NOTHING
+    kept: Snapshot = NOTHING
+    backward: tuple[Snapshot, ...] = ()
 
 
 def meta_decoder(of: Dimensions, lora: Lora | None) -> CausalDecoder:
@@ -65,11 +64,11 @@ def meta_decoder(of: Dimensions, lora: Lora | None) -> CausalDecoder:
 def decoder_passes(of: Dimensions, workload: Workload, recomputed: Collection[str]) -> dict[str, Passes]:
     """The passes of a decoder's parts, by the path of the module that each begins with, in forward order. Under tensor
     parallelism, `of` is what one rank holds. The layers `recomputed` keep only their input."""
-    at, layers = _PartShape.of_step(of, workload), {}
+    part, layers = _PartShape.of_step(of, workload), {}
     for index in range(of.layers):
-        path, found = f"model.layers.{index}", _layer(at, index)
-        layers[path] = replace(found, kept=Moment(at.hidden_bytes)) if path in recomputed else found
-    return {"model.embed_tokens": _embedding(at), **layers, "lm_head": _passes(at, "end")}
+        path, found = f"model.layers.{index}", _layer(part, index)
+        layers[path] = replace(found, kept=Snapshot(part.hidden_bytes)) if path in recomputed else found
+    return {"model.embed_tokens": _embedding(part), **layers, "lm_head": _passes(part, "end")}
 
 
 def layer_kept_bytes(of: Dimensions, workload: Workload, index: int) -> int:
@@ -94,39 +93,39 @@ class _PartShape(NamedTuple):
         return self.shape[0] * self.shape[1] * self.of.hidden * DTYPES[self.precision].itemsize
 
 
-def _embedding(at: _PartShape) -> Passes:
+def _embedding(part: _PartShape) -> Passes:
     """Its output, and in the backward the gradient of that and of the table, which is as large as the table. Where the
     head has the same table, autograd adds the gradients of both uses, in another tensor."""
-    output, numel = Moment(at.hidden_bytes), at.of.embedding_numel + at.of.positions * at.of.hidden
-    if at.lora is not None:
+    output, numel = Snapshot(part.hidden_bytes), part.of.embedding_numel + part.of.positions * part.of.hidden
+    if part.lora is not None:
         return Passes(output, output)
-    made = (1 + at.of.tied) * numel * DTYPES[at.precision].itemsize
-    arriving = Moment(at.hidden_bytes + made, arriving=numel)
-    return Passes(output, output, (arriving, Moment(arrived=numel)))
+    made = (1 + part.of.tied) * numel * DTYPES[part.precision].itemsize
+    arriving = Snapshot(part.hidden_bytes + made, arriving=numel)
+    return Passes(output, output, (arriving, Snapshot(arrived=numel)))
 
 
-def _layer(at: _PartShape, index: int) -> Passes:
-    dense = at.of.experts.dense_layers if at.of.experts else 0
+def _layer(part: _PartShape, index: int) -> Passes:
+    dense = part.of.experts.dense_layers if part.of.experts else 0
     # Nothing that is trained precedes the first layer of a model with adapters: its input has no gradient.
-    return _passes(at, "dense layer" if index < dense else "layer", has_gradient=index > 0 or at.lora is None)
+    return _passes(part, "dense layer" if index < dense else "layer", has_gradient=index > 0 or part.lora is None)
 
 
 @lru_cache(maxsize=256)
-def _passes(at: _PartShape, kind: str, has_gradient: bool = True) -> Passes:
-    of, dtype = at.of, DTYPES[at.precision]
+def _passes(part: _PartShape, kind: str, has_gradient: bool = True) -> Passes:
+    of, dtype = part.of, DTYPES[part.precision]
     dense = of.experts.dense_layers if of.experts else 0
-    model = meta_decoder(replace(of, layers=dense + 1), at.lora).to(dtype)
+    model = meta_decoder(replace(of, layers=dense + 1), part.lora).to(dtype)
     with torch.device("meta"):
-        tokens = torch.empty(at.shape, dtype=torch.long)
-        hidden = torch.empty(*at.shape, of.hidden, dtype=dtype, requires_grad=has_gradient)
+        tokens = torch.empty(part.shape, dtype=torch.long)
+        hidden = torch.empty(*part.shape, of.hidden, dtype=dtype, requires_grad=has_gradient)
 
         def run() -> tuple[torch.Tensor, list[torch.Tensor]]:
             if kind == "end":
-                return _end(model, hidden, tokens, at.tp), []
+                return _end(model, hidden, tokens, part.tp), []
             output = model.model.layers[0 if kind == "dense layer" else dense](hidden)
             return _Rest.apply(output), [output]  # type: ignore[no-untyped-call]  # torch
 
-        return _watched(model, (hidden, tokens), of.vocabulary * at.tp if kind == "end" else 0, run)
+        return _watched(model, (hidden, tokens), of.vocabulary * part.tp if kind == "end" else 0, run)
 
 
 def _end(model: CausalDecoder, hidden: torch.Tensor, targets: torch.Tensor, tp: int) -> torch.Tensor:
@@ -160,17 +159,17 @@ def _watched(model: nn.Module, inputs: Any, vocabulary: int, run: Callable[[], A
     with replacing(_KERNELS.replaced), watch:
         watch.begin(model, *inputs)
         loss, outputs = run()
-        kept, (forward,) = watch.now(), watch.moments.values()
+        kept, (forward,) = watch.now(), watch.snapshots.values()
         outputs.clear()  # what follows keeps it as long as it needs it
         if not loss.requires_grad:
             return Passes(forward, kept)
         with watch.gradients_of(model):
             loss.backward()
-        return Passes(forward, kept, tuple(watch.moments.values()))
+        return Passes(forward, kept, tuple(watch.snapshots.values()))
 
 
 class _Watch(StorageObserver):
-    """Notes the fullest moment for each set of gradients that have arrived."""
+    """Takes the fullest snapshot for each set of gradients that have arrived."""
 
     _before = _arrived_bytes = _arrived = _arriving = 0
     # Nothing is compiled here; torch's wrapper around it would import the compiler, which takes seconds.
@@ -181,24 +180,24 @@ class _Watch(StorageObserver):
         return False
 
     def begin(self, *existing: Any) -> None:
-        """Memory counts from here on, beside these."""
-        self.moments: dict[tuple[int, int], Moment] = {}
+        """Count memory from here on, without these."""
+        self.snapshots: dict[tuple[int, int], Snapshot] = {}
         self.label("there before", *existing)
         self._before = self.current_bytes
-        self.moments.clear()
+        self.snapshots.clear()
 
-    def now(self) -> Moment:
+    def now(self) -> Snapshot:
         used, logits = self.current_bytes - self._before - self._arrived_bytes, self._by_label["logits"]
-        return Moment(used - logits, logits, self._arrived, self._arriving)
+        return Snapshot(used - logits, logits, self._arrived, self._arriving)
 
     @contextlib.contextmanager
     def gradients_of(self, model: nn.Module) -> Iterator[None]:
-        """Within it, moments are noted anew, and the gradients of the model's parameters counted as they arrive."""
+        """Within it, snapshots are taken anew, and the gradients of the model's parameters counted as they arrive."""
         for param in model.parameters():
             if param.requires_grad:
                 param.register_hook(partial(self._arrives, param.numel()))
                 param.register_post_accumulate_grad_hook(self._has_arrived)
-        self.moments.clear()
+        self.snapshots.clear()
         self._note_peak()
         yield
 
@@ -224,7 +223,7 @@ class _Watch(StorageObserver):
 
     def _note_peak(self) -> None:
         super()._note_peak()
-        moment = self.now()
-        key = moment.arrived, moment.arriving
-        if key not in self.moments or sum(self.moments[key][:2]) < sum(moment[:2]):
-            self.moments[key] = moment
+        found = self.now()
+        key = found.arrived, found.arriving
+        if key not in self.snapshots or sum(self.snapshots[key][:2]) < sum(found[:2]):
+            self.snapshots[key] = found

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from shardwise.config import Config
-from shardwise.config.costs import DTYPE_BYTES
 from shardwise.config.shape import NodeShape
 from shardwise.dry_run.dry_run import MOST_MICRO_BATCHES, Foreseen
 from shardwise.errors import ConfigError
 from shardwise.estimate.arithmetic import operations
-from shardwise.estimate.estimate import UNKNOWN_LAYERS
 from shardwise.estimate.hardware import Hardware
-from shardwise.estimate.passes import layer_kept_bytes
-from shardwise.estimate.sketch import Sketch, SketchUnit, plain
-from shardwise.models.dimensions import Dimensions
+from shardwise.estimate.sketch import Sketch, sketch_units
 from shardwise.models.workload import ModelSpec, Workload
 from shardwise.timing.device import DeviceTimes, published, reaching
-from shardwise.timing.forms import Form
-from shardwise.timing.tape import Issued, priced
+from shardwise.timing.tape import Issued
 from shardwise.timing.timeline import MOVING, Timeline, run
 
 DEFAULT_DEVICE = "h100"
@@ -35,10 +29,7 @@ BOUNDS = {
     "update": "updates",
 }
 _MANY = (12, 16)
-"""Of models with more layers, so many are run; further ones add what the difference of these two does."""
-_PASSES_OVER_ACTIVATIONS = 2.4
-"""How often a forward reads or writes what it keeps for the backward, apart from matrix products."""
-_LOGIT_BYTES_FORWARD, _LOGIT_BYTES_BACKWARD = 18, 26
+"""Deeper models are run with these two numbers of layers, and extrapolated from the difference."""
 
 
 @dataclass(frozen=True)
@@ -67,10 +58,10 @@ class StepTime:
         return price / 3600 / self.tokens_per_s * 1e9 if self.tokens_per_s else None
 
 
-def device_for(on: Hardware, device: DeviceTimes | None = None) -> DeviceTimes:
+def device_times(on: Hardware, device: DeviceTimes | None = None) -> DeviceTimes:
     """The device's times, with what is given of the machine's rates in place of its own."""
     found, rates = device or published(DEFAULT_DEVICE), on.rates
-    each = on.gpus // on.nodes
+    each = on.shape.per_node
     if rates.operations is not None:
         found = reaching(found, rates.operations)
     if rates.gpu_link is not None:
@@ -93,21 +84,21 @@ def sketched(
     """A step from sizes alone; `resident` of the states that may rest off the device stay on it."""
     count, layers = config.batch.accumulation, model.dimensions.layers if model.dimensions else 0
 
-    def of(micro_batches: int, fewer: int = layers) -> Timeline:
+    def timeline(micro_batches: int, fewer: int = layers) -> Timeline:
         batch = config.batch.model_copy(update={"accumulation": micro_batches})
         units = sketch_units(model, workload, fewer)
         tape = Sketch(units, config.model_copy(update={"batch": batch}), shape, workload.tp, resident).run()
         return recorded(tape.entries, tape.start, device)
 
-    def of_layers(micro_batches: int) -> Timeline:
+    def of_all_layers(micro_batches: int) -> Timeline:
         if layers <= _MANY[1]:
-            return of(micro_batches)
-        few, more = (of(micro_batches, each) for each in _MANY)
+            return timeline(micro_batches)
+        few, more = (timeline(micro_batches, each) for each in _MANY)
         return _further(few, more, (layers - _MANY[1]) / (_MANY[1] - _MANY[0]))
 
     if count <= MOST_MICRO_BATCHES:
-        return of_layers(count)
-    before, last = of_layers(MOST_MICRO_BATCHES - 1), of_layers(MOST_MICRO_BATCHES)
+        return of_all_layers(count)
+    before, last = of_all_layers(MOST_MICRO_BATCHES - 1), of_all_layers(MOST_MICRO_BATCHES)
     return _further(before, last, count - MOST_MICRO_BATCHES)
 
 
@@ -120,11 +111,11 @@ def computing_s(model: ModelSpec, workload: Workload, device: DeviceTimes) -> fl
 
 def recorded(issued: Sequence[Issued], last_step: int, device: DeviceTimes) -> Timeline:
     """A step as a dry run issued it."""
-    return run(priced(issued, last_step, device))
+    return run(device.priced(issued, last_step))
 
 
 def step_time(timeline: Timeline, model: ModelSpec, workload: Workload, device: DeviceTimes) -> StepTime:
-    """What there is to say of a step."""
+    """The figures of a step, from its timeline."""
     step_s, has_tokens = timeline.step_s, model.build is None
     useful = operations(model, replace(workload, checkpointing=False)) / workload.tp
     peak = device.peak.get(workload.precision) if has_tokens else None
@@ -145,9 +136,9 @@ def preset_time(
     workload: Workload,
     shape: NodeShape,
     device: DeviceTimes,
-    foreseen: Foreseen | None = None,
+    foreseen: Foreseen | None,
 ) -> StepTime | None:
-    """The step of one preset: by the tape of its dry run, or by a sketch; None where neither is to be had."""
+    """The step of one preset: by the tape of its dry run, or by a sketch; None if neither is possible."""
     config = workload.config(preset)
     if workload.pp > 1 or (foreseen is None and model.build is not None):
         return None
@@ -161,13 +152,13 @@ def preset_time(
 
 
 def scaled(timeline: Timeline, factor: float) -> Timeline:
-    """The same for more micro-batches than a dry run ran."""
+    """The timeline of `factor` times as many micro-batches."""
     busy, waits = ({key: factor * each for key, each in part.items()} for part in (timeline.busy_s, timeline.waits_s))
     return Timeline(factor * timeline.step_s, busy, waits)
 
 
 def _further(before: Timeline, last: Timeline, times: float) -> Timeline:
-    """The last timeline, and so many times more what it has more than the one before."""
+    """The last timeline, extended by `times` its difference from the one before."""
 
     def more(name: str) -> dict[str, float]:
         low, high = getattr(before, name), getattr(last, name)
@@ -175,104 +166,6 @@ def _further(before: Timeline, last: Timeline, times: float) -> Timeline:
 
     step_s = last.step_s + times * (last.step_s - before.step_s)
     return Timeline(step_s, more("busy_s"), more("waits_s"))
-
-
-# Units
-
-
-def sketch_units(model: ModelSpec, workload: Workload, layers: int | None = None) -> list[SketchUnit]:
-    """The units of a model in forward order; of its layers, only the last `layers`."""
-    if model.dimensions is None:
-        return _equal_units(model, workload)
-    of = model.dimensions.part(workload.tp)
-    item, tokens = DTYPE_BYTES[workload.precision], workload.tokens
-    adapters = model.trainable / of.layers if model.frozen else 0.0
-    units = [_embedding(of, tokens, item, bool(model.frozen))]
-    for index in range(of.layers)[-layers if layers else None :]:
-        numel = of.layer_numel(index) + int(adapters)
-        units.append(_layer(of, index, numel, int(adapters) if model.frozen else numel, workload))
-    units.append(_head(of, tokens, item, workload, bool(model.frozen)))
-    return units
-
-
-def _embedding(of: Dimensions, tokens: int, item: int, is_frozen: bool) -> SketchUnit:
-    numel = of.embedding_numel + of.positions * of.hidden
-    rows = plain(2 * tokens * of.hidden * item)
-    backward = {} if is_frozen else {rows: 1.0, plain(numel * item): 1.0}
-    return SketchUnit(numel, 0 if is_frozen else numel, {rows: 1.0}, backward)
-
-
-def _layer(of: Dimensions, index: int, numel: int, trained: int, workload: Workload) -> SketchUnit:
-    item, tokens, dtype = DTYPE_BYTES[workload.precision], workload.tokens, workload.precision
-    forward: dict[Form, float] = {}
-    for inputs, outputs in of.linears().values():
-        form = product(dtype, tokens, outputs, inputs)
-        forward[form] = forward.get(form, 0.0) + 1
-    if of.experts is not None and index >= of.experts.dense_layers:
-        forward = _with_experts(of, forward, tokens, dtype)
-    width = of.heads * of.head_dim
-    attention = 4 * tokens * workload.sequence * width
-    forward[Form("attention", dtype, attention, 4 * tokens * width * item)] = 1.0
-    activations = _PASSES_OVER_ACTIVATIONS * layer_kept_bytes(of, workload, index)
-    forward[plain(activations / 16)] = 16.0
-    passes = 2.0 if trained == numel else 1.0
-    backward = {form: passes * count for form, count in forward.items() if form.product}
-    backward[Form("attention backward", dtype, attention * 5 // 2, 8 * tokens * width * item)] = 1.0
-    backward[plain(activations / 8)] = 16.0
-    if workload.checkpointing:
-        for form, count in forward.items():
-            backward[form] = backward.get(form, 0.0) + count
-    sends = 2 if workload.tp > 1 else 0
-    return SketchUnit(numel, trained, forward, backward, sends, tokens * of.hidden * item)
-
-
-def _with_experts(of: Dimensions, forward: dict[Form, float], tokens: int, dtype: str) -> dict[Form, float]:
-    """Each token passes the experts that it uses, and the shared ones, instead of the plain MLP."""
-    experts = of.experts
-    assert experts is not None
-    made: dict[Form, float] = {}
-    for name, (inputs, outputs) in of.linears().items():
-        if not name.startswith(("up", "gate", "down")):
-            form = product(dtype, tokens, outputs, inputs)
-            made[form] = made.get(form, 0.0) + 1
-    each = max(1, tokens * experts.used // experts.count)
-    matrices = 2 + of.gated
-    for rows, width, count in ((each, experts.width, experts.count), (tokens, experts.shared_width, 1)):
-        if width:
-            form = product(dtype, rows, width, of.hidden)
-            made[form] = made.get(form, 0.0) + matrices * count
-    return made
-
-
-def _head(of: Dimensions, tokens: int, item: int, workload: Workload, is_frozen: bool) -> SketchUnit:
-    numel = (0 if of.tied else of.embedding_numel) + of.hidden
-    form = product(workload.precision, tokens, of.vocabulary, of.hidden)
-    logits = tokens * of.vocabulary
-    forward = {form: 1.0, plain(logits * _LOGIT_BYTES_FORWARD / 4): 4.0}
-    backward = {form: 1.0 if is_frozen else 2.0, plain(logits * _LOGIT_BYTES_BACKWARD / 4): 4.0}
-    return SketchUnit(numel, 0 if is_frozen else numel, forward, backward)
-
-
-def _equal_units(model: ModelSpec, workload: Workload) -> list[SketchUnit]:
-    """Of a model of which only the size is known: equal units, square matrices."""
-    numel = model.parameters // UNKNOWN_LAYERS
-    side = max(1, math.isqrt(numel // 12))
-    form = Form(
-        "product",
-        workload.precision,
-        2 * numel * workload.tokens,
-        DTYPE_BYTES[workload.precision] * numel,
-        (workload.tokens, side, side, 1),
-    )
-    backward = {form: 2.0 + workload.checkpointing}
-    trained = model.trainable // UNKNOWN_LAYERS
-    return [SketchUnit(numel, trained, {form: 1.0}, backward)] * UNKNOWN_LAYERS
-
-
-def product(dtype: str, rows: int, columns: int, depth: int) -> Form:
-    """A matrix product."""
-    moved = DTYPE_BYTES[dtype] * (rows * depth + depth * columns + rows * columns)
-    return Form("product", dtype, 2 * rows * columns * depth, moved, (rows, columns, depth, 1))
 
 
 def fitted(device: DeviceTimes, step_s: float, issued: Sequence[Issued], last_step: int, named: str) -> DeviceTimes:

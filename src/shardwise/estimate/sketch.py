@@ -1,11 +1,13 @@
 """The order of a step without a dry run: what the engine issues for units of known sizes, written on a tape.
 
-Units are computed and sent whole, as the engine does; kernels are those of matrix products, attention, and a few passes
-over the activations. `tests/planning/test_planning_seconds.py` holds it to the tape of a dry run.
+Units are computed and sent whole, as the engine does. The kernels of their passes are matrix products, attention, and a
+few passes over the activations. `tests/planning/test_planning_seconds.py` holds it to the tape of a dry run.
 """
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -13,17 +15,24 @@ import torch
 
 from shardwise.comm.interface import EVERYWHERE
 from shardwise.config import Config
-from shardwise.config.costs import gradient_bytes, offloaded_bytes_each, resting, weight_bytes
+from shardwise.config.costs import DTYPE_BYTES, gradient_bytes, offloaded_bytes_each, resting, weight_bytes
 from shardwise.config.shape import AXES, Axis, NodeShape, axes_between
+from shardwise.estimate.estimate import UNKNOWN_LAYERS
+from shardwise.estimate.passes import layer_kept_bytes
 from shardwise.memory.reduce_plan import sum_block_numel
+from shardwise.models.dimensions import Dimensions
+from shardwise.models.workload import ModelSpec, Workload
 from shardwise.partition.policy import policy_for
 from shardwise.timing.forms import Form
 from shardwise.timing.tape import Mark, Tape
 from shardwise.timing.timeline import COMPUTE
 
+_PASSES_OVER_ACTIVATIONS = 2.4
+"""How often a forward reads or writes what it keeps for the backward, apart from matrix products."""
+_LOGIT_BYTES_FORWARD, _LOGIT_BYTES_BACKWARD = 18, 26
 _FP32 = 4
 _FORWARD, _BACKWARD, _UPDATE = 25, 45, 12
-"""Operators of a unit's passes and of its update, about, which the host issues."""
+"""About how many operators the host issues for a unit's passes and for its update."""
 _UPDATE_BYTES = 30
 """What an update of Adam reads and writes for an element: gradient, master and moments, and a 16-bit copy."""
 
@@ -39,8 +48,97 @@ class SketchUnit(NamedTuple):
     tp_bytes: int = 0
 
 
+def sketch_units(model: ModelSpec, workload: Workload, layers: int | None = None) -> list[SketchUnit]:
+    """The units of a model in forward order; of its layers, only the last `layers`."""
+    if model.dimensions is None:
+        return _equal_units(model, workload)
+    of = model.dimensions.part(workload.tp)
+    is_frozen = bool(model.frozen)
+    adapters = model.trainable // of.layers if is_frozen else 0
+    units = [_embedding(of, workload, is_frozen)]
+    for index in range(of.layers)[-layers if layers else None :]:
+        numel = of.layer_numel(index) + adapters
+        units.append(_layer(of, index, numel, adapters if is_frozen else numel, workload))
+    units.append(_head(of, workload, is_frozen))
+    return units
+
+
+def _embedding(of: Dimensions, workload: Workload, is_frozen: bool) -> SketchUnit:
+    item = DTYPE_BYTES[workload.precision]
+    numel = of.embedding_numel + of.positions * of.hidden
+    rows = plain(2 * workload.tokens * of.hidden * item)
+    backward = {} if is_frozen else {rows: 1.0, plain(numel * item): 1.0}
+    return SketchUnit(numel, 0 if is_frozen else numel, {rows: 1.0}, backward)
+
+
+def _layer(of: Dimensions, index: int, numel: int, trained: int, workload: Workload) -> SketchUnit:
+    item, tokens, dtype = DTYPE_BYTES[workload.precision], workload.tokens, workload.precision
+    forward = _products(of, index, tokens, dtype)
+    width = of.heads * of.head_dim
+    attention = 4 * tokens * workload.sequence * width
+    forward[Form("attention", dtype, attention, 4 * tokens * width * item)] = 1.0
+    activations = _PASSES_OVER_ACTIVATIONS * layer_kept_bytes(of, workload, index)
+    forward[plain(activations / 16)] = 16.0
+    passes = 2.0 if trained == numel else 1.0
+    backward = {form: passes * count for form, count in forward.items() if form.product}
+    backward[Form("attention backward", dtype, attention * 5 // 2, 8 * tokens * width * item)] = 1.0
+    backward[plain(activations / 8)] = 16.0
+    if workload.checkpointing:
+        for form, count in forward.items():
+            backward[form] = backward.get(form, 0.0) + count
+    sends = 2 if workload.tp > 1 else 0
+    return SketchUnit(numel, trained, forward, backward, sends, tokens * of.hidden * item)
+
+
+def _products(of: Dimensions, index: int, tokens: int, dtype: str) -> dict[Form, float]:
+    """The matrix products of a layer. In a layer with experts, each token passes those that it uses, and the shared
+    one, instead of the plain MLP."""
+    found: defaultdict[Form, float] = defaultdict(float)
+    experts = of.experts if of.experts is not None and index >= of.experts.dense_layers else None
+    for name, (inputs, outputs) in of.linears().items():
+        if experts is None or not name.startswith(("up", "gate", "down")):
+            found[product(dtype, tokens, outputs, inputs)] += 1
+    if experts is not None:
+        each, matrices = max(1, tokens * experts.used // experts.count), 2 + of.gated
+        found[product(dtype, each, experts.width, of.hidden)] += matrices * experts.count
+        if experts.shared_width:
+            found[product(dtype, tokens, experts.shared_width, of.hidden)] += matrices
+    return dict(found)
+
+
+def _head(of: Dimensions, workload: Workload, is_frozen: bool) -> SketchUnit:
+    numel = (0 if of.tied else of.embedding_numel) + of.hidden
+    form = product(workload.precision, workload.tokens, of.vocabulary, of.hidden)
+    logits = workload.tokens * of.vocabulary
+    forward = {form: 1.0, plain(logits * _LOGIT_BYTES_FORWARD / 4): 4.0}
+    backward = {form: 1.0 if is_frozen else 2.0, plain(logits * _LOGIT_BYTES_BACKWARD / 4): 4.0}
+    return SketchUnit(numel, 0 if is_frozen else numel, forward, backward)
+
+
+def _equal_units(model: ModelSpec, workload: Workload) -> list[SketchUnit]:
+    """The units of a model of which only the size is known: equal ones, with square matrices."""
+    numel = model.parameters // UNKNOWN_LAYERS
+    side = max(1, math.isqrt(numel // 12))
+    form = Form(
+        "product",
+        workload.precision,
+        2 * numel * workload.tokens,
+        DTYPE_BYTES[workload.precision] * numel,
+        (workload.tokens, side, side, 1),
+    )
+    backward = {form: 2.0 + workload.checkpointing}
+    trained = model.trainable // UNKNOWN_LAYERS
+    return [SketchUnit(numel, trained, {form: 1.0}, backward)] * UNKNOWN_LAYERS
+
+
+def product(dtype: str, rows: int, columns: int, depth: int) -> Form:
+    """A matrix product."""
+    moved = DTYPE_BYTES[dtype] * (rows * depth + depth * columns + rows * columns)
+    return Form("product", dtype, 2 * rows * columns * depth, moved, (rows, columns, depth, 1))
+
+
 def plain(size_bytes: float) -> Form:
-    """Any kernel that reads and writes so many bytes."""
+    """Any kernel that reads and writes `size_bytes`."""
     return Form("bytes", "fp32", 0, int(size_bytes))
 
 
@@ -221,7 +319,7 @@ class Sketch:
         return updated
 
     def _bring(self, unit: SketchUnit, size_bytes: float) -> Mark:
-        """Not before the engine gets there: what it holds of other units is bounded."""
+        """Copy states up, not before the engine reaches this unit: the buffers for units ahead are bounded."""
         here = self.tape.mark(COMPUTE)
         for stream in ("h2d", "disk") if self._disk else ("h2d",):
             with self.tape.on(stream):

@@ -1,65 +1,147 @@
-"""`shardwise generate`: continue prompts with a model from a folder, and say what it cost."""
+"""`shardwise generate`: continue prompts with a model from a folder, and say what it cost.
+
+Texts become tokens by the tokenizer of the folder, or as bytes for a model that `shardwise train` trained on text.
+"""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from shardwise.checks import read_limited
 from shardwise.errors import ConfigError
-from shardwise.inference.opening import check_folder_files
+from shardwise.inference.opening import check_folder_files, naming
 from shardwise.inference.start import check_arguments, parse_budget, stream
 from shardwise.inference.streamed_model import WeightStream
-from shardwise.inference.texts import Texts, padded, read_prompts, texts_for
 from shardwise.machine.env import host_device_gbs
 from shardwise.sizes import format_bytes
 
-
-@dataclass(frozen=True)
-class GenerateOptions:
-    """The options of the command."""
-
-    model: Path
-    prompt: str | None
-    prompts: Path | None
-    weights: str
-    device_memory: str | None
-    host_memory: str | None
-    precision: str | None
-    kv: str
-    max_new_tokens: int
-    batch: int
-    device: str | None
+_MOST_PROMPT_BYTES = 1 << 28
+_BYTES = 256
 
 
-def run(options: GenerateOptions) -> None:
-    """Generate, and print the texts and the account."""
-    prompts = read_prompts(options.prompt, options.prompts)
-    check_arguments(options.weights, options.precision, options.kv, options.batch, options.max_new_tokens)
-    for name in ("device_memory", "host_memory"):
-        parse_budget(f"--{name.replace('_', '-')}", getattr(options, name))
-    texts = texts_for(options.model, check_folder_files(options.model).get("vocab_size"))
-    rows = [texts.encode(prompt) for prompt in prompts]
-    batch = min(options.batch, len(rows))
-    model: Any = stream(
-        options.model,
-        options.weights,  # type: ignore[arg-type]  # checked
-        device_memory=options.device_memory,
-        host_memory=options.host_memory,
-        precision=options.precision,
-        kv=options.kv,  # type: ignore[arg-type]  # checked
-        batch=batch,
-        context=max(map(len, rows)) + options.max_new_tokens,
-        device=options.device,
+class Texts(Protocol):
+    """From texts to tokens and back."""
+
+    pad: int
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, tokens: Sequence[int]) -> str: ...
+
+
+class ByteTexts:
+    """A token is a byte of the text in UTF-8."""
+
+    pad = 0
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return bytes(tokens).decode(errors="replace")
+
+
+class TokenizerTexts:
+    """The tokenizer of a folder."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        ends = (tokenizer.pad_token_id, tokenizer.eos_token_id)
+        self.pad = next((token for token in ends if token is not None), 0)
+
+    def encode(self, text: str) -> list[int]:
+        found: list[int] = self._tokenizer(text)["input_ids"]
+        return found
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
+        return text
+
+
+def texts_for(folder: Path, vocabulary: int | None) -> Texts:
+    """How the texts of a model's folder become tokens."""
+    files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+    if any((folder / name).is_file() for name in files):
+        from transformers import AutoTokenizer
+
+        with naming(folder, "read the tokenizer of", "copy the tokenizer's files again, or install what that names"):
+            return TokenizerTexts(AutoTokenizer.from_pretrained(folder, trust_remote_code=False))
+    if vocabulary == _BYTES:
+        return ByteTexts()
+    raise ConfigError(
+        f"{folder} has no tokenizer, and its vocabulary of {vocabulary} is not that of bytes: copy the tokenizer's "
+        "files into the folder"
     )
-    weights: WeightStream = model.shardwise_stream
-    with weights:
-        _generate(model, weights, texts, rows, options.max_new_tokens, batch)
+
+
+def read_prompts(prompt: str | None, file: Path | None) -> list[str]:
+    """The prompt, or the lines of a file that are not empty."""
+    if (prompt is None) == (file is None):
+        raise ConfigError("give the text to begin with, one of the two: --prompt TEXT, or --prompts FILE")
+    if prompt is not None:
+        if not prompt:
+            raise ConfigError("--prompt is empty: give some text to begin with")
+        return [prompt]
+    assert file is not None
+    lines = [line for line in read_limited(file, _MOST_PROMPT_BYTES).decode(errors="replace").splitlines() if line]
+    if not lines:
+        raise ConfigError(f"--prompts {file}: has no line with text: write one prompt in each line")
+    return lines
+
+
+def padded(rows: Sequence[Sequence[int]], pad: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token rows of one length, filled up on the left, and the mask of what is text."""
+    width = max(map(len, rows))
+    ids = torch.tensor([[pad] * (width - len(row)) + list(row) for row in rows], device=device)
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
+    return ids, mask
+
+
+def run(
+    folder: Path,
+    prompts: Sequence[str],
+    *,
+    weights: str,
+    device_memory: str | None,
+    host_memory: str | None,
+    precision: str | None,
+    kv: str,
+    max_new_tokens: int,
+    batch: int,
+    device: str | None,
+) -> None:
+    """Continue prompts with the model of a folder, and print the texts and the account."""
+    check_arguments(weights, precision, kv, batch, max_new_tokens)
+    parse_budget("--device-memory", device_memory)
+    parse_budget("--host-memory", host_memory)
+    texts = texts_for(folder, check_folder_files(folder).get("vocab_size"))
+    rows = [texts.encode(prompt) for prompt in prompts]
+    batch = min(batch, len(rows))
+    model: Any = stream(
+        folder,
+        weights,  # type: ignore[arg-type]  # checked
+        device_memory=device_memory,
+        host_memory=host_memory,
+        precision=precision,
+        kv=kv,  # type: ignore[arg-type]  # checked
+        batch=batch,
+        context=max(map(len, rows)) + max_new_tokens,
+        device=device,
+    )
+    streamed: WeightStream = model.shardwise_stream
+    with streamed:
+        if not (hasattr(model, "can_generate") and model.can_generate()):
+            raise ConfigError(
+                f"{folder}: its model, a {type(model).__name__}, does not generate text: name the folder of one "
+                "that does, or call the model in Python with shardwise.stream"
+            )
+        _generate(model, streamed, texts, rows, max_new_tokens, batch)
 
 
 def _generate(

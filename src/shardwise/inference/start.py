@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,7 @@ from shardwise.errors import ConfigError
 from shardwise.inference.opening import open_folder
 from shardwise.inference.quantized import QUANTIZED, quantize
 from shardwise.inference.streamed_model import WeightStream
-from shardwise.inference.working_memory import working_memory
+from shardwise.inference.working_memory import dimensions_in, working_memory
 from shardwise.machine.memory import host_bytes, host_share_bytes
 from shardwise.machine.process import end_with_launcher
 from shardwise.memory.placement import UnitSize, WeightPlacement, place
@@ -41,9 +41,9 @@ from shardwise.partition import Span
 from shardwise.partition.dtensors import is_dtensor
 from shardwise.partition.policy import DTYPES, Policy, is_storage
 from shardwise.partition.stored import stored_tensors
-from shardwise.partition.units import UnitSpec, divide
+from shardwise.partition.units import divide
 from shardwise.sizes import format_bytes, parse_bytes
-from shardwise.unit.origins import ORIGIN
+from shardwise.unit.master import ORIGIN
 from shardwise.unit.plan import UnitPlan, layout_for
 
 Weights = Literal["auto", "host", "disk"]
@@ -93,6 +93,10 @@ def stream(
     >>> model.shardwise_stream.close()
     """
     end_with_launcher()
+    if not isinstance(model, (nn.Module, str, os.PathLike)):
+        raise ConfigError(
+            f"the model is a {type(model).__name__}: give a module, or the folder of a Hugging Face model"
+        )
     check_arguments(weights, precision, kv, batch, context)
     budgets = parse_budget("device_memory", device_memory), parse_budget("host_memory", host_memory)
     device = _device(model, device)
@@ -105,8 +109,9 @@ def stream(
     try:
         opened = _open_together(model, weights, precision, kv, comm)
         itemsize = _itemsize(opened, request.precision)
-        needs = working_memory(getattr(opened, "config", None), batch, context, itemsize, kv == "device")
-        return _start(opened, request, needs.total_bytes, comm)
+        of = dimensions_in(getattr(opened, "config", None))
+        working_bytes = working_memory(of, batch, context, itemsize, kv == "device").total_bytes if of else 0
+        return _start(opened, request, working_bytes, comm)
     except BaseException:
         comm.begin_close()
         comm.close()
@@ -150,19 +155,19 @@ def parse_budget(name: str, value: int | str | None) -> int | None:
         raise ConfigError(f"{name} is {value!r}: {error}") from None
 
 
-def unit_sizes(specs: Sequence[UnitSpec], plans: Sequence[UnitPlan]) -> list[UnitSize]:
+def unit_sizes(plans: Sequence[UnitPlan]) -> list[UnitSize]:
     """What `place` needs to know about the units. Small ones, as norms in a dtype of their own, stay on the device:
     their copies would cost more than they save."""
-    largest = max((plan.layout.numel * plan.policy.weight_dtype.itemsize for plan in plans), default=0)
+    largest = max((plan.full_bytes for plan in plans), default=0)
     return [
         UnitSize(
             name=plan.name,
-            full_bytes=(full_bytes := plan.layout.numel * plan.policy.weight_dtype.itemsize),
+            full_bytes=plan.full_bytes,
             shard_bytes=plan.layout.shard_numel * plan.policy.weight_dtype.itemsize,
-            uses=max(1, len(spec.runs)),
-            stays=not spec.runs or ("",) in spec.runs or full_bytes * _SMALL_SHARE < largest,
+            uses=max(1, len(runs := plan.spec.runs)),
+            stays=not runs or ("",) in runs or plan.full_bytes * _SMALL_SHARE < largest,
         )
-        for spec, plan in zip(specs, plans, strict=True)
+        for plan in plans
     ]
 
 
@@ -186,14 +191,13 @@ def placed(plan: UnitPlan, tier: Tier) -> UnitPlan:
 
 def _start(model: nn.Module, request: StreamRequest, working_bytes: int, comm: Comm) -> nn.Module:
     session = session_behind(model)
-    trainable = [param for param in model.parameters() if param.requires_grad]
+    trainable = [name for name, param in model.named_parameters() if param.requires_grad]
     try:
-        model.requires_grad_(False)
+        model.requires_grad_(False)  # units of what is not trained
         plans = plan_units(model, request.precision, comm.world_size)
         placement = _placement(model, plans, request, working_bytes, session, comm)
     except ConfigError:
-        for param in trainable:  # a model that is refused is as it was
-            param.requires_grad_(True)
+        _require_grad(model, trainable)  # a model that is refused is as it was
         raise
     plans = [placed(plan, tier) for plan, tier in zip(plans, placement.tiers, strict=True)]
     _give_origins(model, session, comm)
@@ -203,9 +207,16 @@ def _start(model: nn.Module, request: StreamRequest, working_bytes: int, comm: C
     set_aside = working_bytes + _buffer_bytes(model)
     WeightStream(model, plans, placement, precision, comm, files if uses_files else (), set_aside)
     finish()
+    # torch chooses kernels by this flag under no_grad too: without it, some bits would not be those of the model.
+    _require_grad(model, trainable)
     if comm.device.type == "cuda":
         torch.cuda.empty_cache()  # what the model as it was built lay in
     return model
+
+
+def _require_grad(model: nn.Module, names: Sequence[str]) -> None:
+    for name in names:
+        model.get_parameter(name).requires_grad_(True)
 
 
 def _placement(
@@ -217,7 +228,7 @@ def _placement(
     comm: Comm,
 ) -> WeightPlacement:
     """Where the units rest. The same on all ranks: the smallest room counts."""
-    sizes = unit_sizes([plan.spec for plan in plans], plans)
+    sizes = unit_sizes(plans)
     rooms = comm.share_object((_device_room(comm.device), _host_room(model, comm)), "the room for weights")
     device_room, host_room = (min(room) for room in zip(*rooms, strict=True))
     device_bytes = device_room if request.device_bytes is None else min(request.device_bytes, device_room)
@@ -260,6 +271,28 @@ def _rest_cache_on_host(model: nn.Module, device: torch.device) -> None:
         raise ConfigError("kv='host' is for models of transformers, which have a generation_config: leave it out")
     if device.type == "cuda":
         settings.cache_implementation = "offloaded"
+        model.register_forward_pre_hook(_order_prefetches, with_kwargs=True)
+
+
+def _order_prefetches(model: nn.Module, args: Any, kwargs: Any) -> None:
+    """Let a cache's prefetches wait for what the current stream has been given before them.
+
+    transformers copies keys and values to the host on the current stream, back on a stream of its own, and does not
+    order the two: it relies on a host that is not far ahead of the device. Here the device waits for weights while the
+    host goes on, so a prefetch would read what has not been written yet, or write into memory that is still read
+    (tests/test_stream_gpu.py, test_keys_and_values_on_the_host_give_the_same_tokens).
+    """
+    cache = kwargs.get("past_key_values")
+    own = [getattr(cache, f"{kind}_attention_cache", None) for kind in ("self", "cross")]  # of encoder-decoder models
+    for part in filter(None, (cache, *own)):
+        stream = getattr(part, "prefetch_stream", None)
+        if stream is not None and "prefetch" not in vars(part):
+            part.prefetch = partial(_prefetch_in_order, part.prefetch, stream)
+
+
+def _prefetch_in_order(prefetch: Callable[..., None], stream: Any, *args: Any, **kwargs: Any) -> None:
+    stream.wait_stream(torch.cuda.current_stream())
+    prefetch(*args, **kwargs)
 
 
 def _part(flat: torch.Tensor, part: Span) -> torch.Tensor:
@@ -304,7 +337,14 @@ def _device(model: Any, given: Any) -> torch.device:
             return session.device
         on = next((param.device for param in model.parameters() if param.device.type == "cuda"), None)
         return on or device_for(None)
-    found = device_for(given)
+    try:
+        found = device_for(given)
+    except (RuntimeError, TypeError):
+        raise ConfigError(f"device is {given!r}: take cpu, cuda or cuda:N") from None
+    if found.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device is {given!r}, on which nothing can be computed here: take cpu, cuda or cuda:N")
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device is {given!r}, and torch sees {torch.cuda.device_count()} GPUs: take another, or cpu")
     return torch.device("cuda", torch.cuda.current_device()) if found == torch.device("cuda") else found
 
 

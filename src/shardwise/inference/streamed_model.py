@@ -7,10 +7,10 @@ driven by the same schedule. Who owns what, and on which stream:
   the device. Nothing writes to them.
 - A unit that does not rest on the device gets a buffer there when it is fetched. The buffer is allocated and freed by
   the compute stream; the `h2d` stream fills it, after an event that ends the compute stream's last use of that memory.
-  The compute stream waits for the end of the copy before the unit's first kernel. So a copy overtakes computations, and
-  never meets one (tests/test_stream_gpu.py with poisoned buffers).
+  The compute stream waits for the end of the copy before the unit's first kernel. So a copy runs beside computations
+  that do not use its memory (tests/test_stream_gpu.py with poisoned buffers).
 - The schedule fetches `WeightPlacement.ahead` units before their use, from the last unit on to the first of the next
-  pass (`schedule.cycle`).
+  pass (`schedule.inference`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from shardwise.comm import Comm
 from shardwise.config.sections import Offload, Precision
 from shardwise.engine.access import Access
 from shardwise.engine.assembly import build_units
-from shardwise.engine.generating import generate_together
 from shardwise.engine.module_guard import ModuleGuard
 from shardwise.engine.root_call import RootCall
 from shardwise.memory import Ledger
@@ -38,6 +37,7 @@ from shardwise.offload.context import OffloadContext, host_memory
 from shardwise.offload.weight_files import WeightFiles
 from shardwise.profiling import Clock
 from shardwise.schedule import Prefetch, Schedule, ScheduleEvents
+from shardwise.schedule.inference import generate_together
 from shardwise.sizes import format_bytes
 from shardwise.unit import Unit
 from shardwise.unit.plan import UnitPlan

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from shardwise.models.dimensions import Dimensions
+
 
 @dataclass(frozen=True)
 class WorkingMemory:
@@ -18,27 +20,39 @@ class WorkingMemory:
         return self.cache_bytes + self.activation_bytes
 
 
-def working_memory(config: Any, batch: int, context: int, itemsize: int, cache_on_device: bool = True) -> WorkingMemory:
-    """The most that generating takes for `batch` sequences of up to `context` tokens, prompt included.
+def working_memory(
+    of: Dimensions, batch: int, context: int, itemsize: int, cache_on_device: bool = True
+) -> WorkingMemory:
+    """The most that generating takes for `batch` sequences of up to `context` tokens, prompt included."""
+    hidden, queries, keys = of.hidden, of.heads * of.head_dim, of.kv_heads * of.head_dim
+    tokens = batch * context
+    of_layer = 2 * tokens * keys * itemsize
+    # A layer's cache grows by concatenation, so that its old and new tensors exist at once.
+    cache_bytes = (of.layers if cache_on_device else 2) * of_layer + of_layer
+    # The prompt passes a layer as a whole: the residual, its norm (in fp32 inside), queries, keys and values, their
+    # rotated copies and the attention's result; then the three matrices of the feed-forward.
+    attention = tokens * (2 * hidden * 4 + (4 * queries + 4 * keys + hidden) * itemsize)
+    feed_forward = tokens * (2 * hidden + 4 * of.width) * itemsize
+    logits = batch * of.vocabulary * (itemsize + 3 * 4)
+    return WorkingMemory(cache_bytes, max(attention, feed_forward, logits) + tokens * hidden * itemsize)
 
-    `config` is that of a decoder in Hugging Face's terms. Without the dimensions of one, nothing is known, and 0.
-    """
+
+def dimensions_in(config: Any) -> Dimensions | None:
+    """Those that a model's configuration states in Hugging Face's terms; None if it has none of a decoder."""
     read = _reader(config)
     hidden, layers, heads = read("hidden_size"), read("num_hidden_layers"), read("num_attention_heads")
     if not (hidden and layers and heads):
-        return WorkingMemory()
-    key_heads, head = read("num_key_value_heads") or heads, read("head_dim") or hidden // heads
-    width, vocabulary = read("intermediate_size") or 4 * hidden, read("vocab_size") or 0
-    tokens = batch * context
-    of_layer = 2 * tokens * key_heads * head * itemsize
-    # A layer's cache grows by concatenation, so that its old and new tensors exist at once.
-    cache_bytes = (layers if cache_on_device else 2) * of_layer + of_layer
-    # The prompt passes a layer as a whole: the residual, its norm (in fp32 inside), queries, keys and values, their
-    # rotated copies and the attention's result; then the three matrices of the feed-forward.
-    attention = tokens * (2 * hidden * 4 + (4 * heads * head + 4 * key_heads * head + hidden) * itemsize)
-    feed_forward = tokens * (2 * hidden + 4 * width) * itemsize
-    logits = batch * vocabulary * (itemsize + 3 * 4)
-    return WorkingMemory(cache_bytes, max(attention, feed_forward, logits) + tokens * hidden * itemsize)
+        return None
+    return Dimensions(
+        name="",
+        hidden=hidden,
+        layers=layers,
+        heads=heads,
+        vocabulary=read("vocab_size") or 0,
+        width=read("intermediate_size") or 4 * hidden,
+        kv_heads=read("num_key_value_heads") or 0,
+        head_dim=read("head_dim") or 0,
+    )
 
 
 def _reader(config: Any) -> Any:

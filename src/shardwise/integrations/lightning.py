@@ -189,13 +189,16 @@ class ShardwiseStrategy(DDPStrategy):
 
     def teardown(self) -> None:
         engine, self._engine = self._engine, None
+        module = self.lightning_module
         if engine is not None:
-            self.model = self.lightning_module
+            self.model = module
             if self._has_failed or not self._keeps_model:
                 engine.destroy()
+                self._lightning_module = None  # Lightning moves its module to the host: this one is empty
             else:
                 detach(engine, self._dtypes)
         super().teardown()
+        self._lightning_module = module
 
 
 class EnginePrecision(LightningPrecision):

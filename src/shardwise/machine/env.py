@@ -35,6 +35,7 @@ COPY_BYTES = 1 << 28
 DISK_BYTES = 1 << 30
 BLOCK_BYTES = 1 << 20
 DISK_THREADS = 8
+REPEATS = 5
 PACKAGES = {
     "matplotlib": "plots: pip install 'shardwise[plot]'",
     "transformers": "Hugging Face models: pip install 'shardwise[hf]'",
@@ -146,17 +147,18 @@ def host_device_gbs(copy_bytes: int = COPY_BYTES) -> dict[str, float]:
         return {}
     host = [torch.empty(copy_bytes, dtype=torch.uint8).pin_memory() for _ in range(2)]
     device = [torch.empty(copy_bytes, dtype=torch.uint8, device="cuda") for _ in range(2)]
-    copies = [(device[0], host[0], torch.cuda.Stream()), (host[1], device[1], torch.cuda.Stream())]
+    up, down = (device[0], host[0], torch.cuda.Stream()), (host[1], device[1], torch.cuda.Stream())
+    return {
+        "host to device": _gbs(copy_bytes, partial(_copy_on_streams, up)),
+        "device to host": _gbs(copy_bytes, partial(_copy_on_streams, down)),
+        "both at once": _gbs(2 * copy_bytes, partial(_copy_on_streams, up, down)),
+    }
 
-    def gbs(*ways: int) -> float:
-        def work() -> None:
-            for target, source, stream in (copies[way] for way in ways):
-                with torch.cuda.stream(stream):
-                    target.copy_(source, non_blocking=True)
 
-        return _gbs(len(ways) * copy_bytes, work)
-
-    return {"host to device": gbs(0), "device to host": gbs(1), "both at once": gbs(0, 1)}
+def _copy_on_streams(*copies: tuple[torch.Tensor, torch.Tensor, torch.cuda.Stream]) -> None:
+    for target, source, stream in copies:
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
 
 
 def device_links_gbs(copy_bytes: int = COPY_BYTES) -> dict[str, float]:
@@ -205,10 +207,10 @@ def _disk_s(path: Path, flags: int, transfer: Callable[..., int], size_bytes: in
     return time.perf_counter() - start
 
 
-def _gbs(size_bytes: int, work: Callable[[], object], repeats: int = 5) -> float:
+def _gbs(size_bytes: int, work: Callable[[], object]) -> float:
     """The rate of the fastest of several repetitions of `work`, which moves `size_bytes`."""
     times = []
-    for _ in range(repeats):
+    for _ in range(REPEATS):
         _synchronize()
         start = time.perf_counter()
         work()

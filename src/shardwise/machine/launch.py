@@ -23,7 +23,7 @@ from shardwise.machine.slurm import SlurmTask, srun_command
 SAFE_ISA = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16"}
 LEAST_LIMIT = 128
 RANKS_PER_CORE = 8
-"""Processes that a machine may be asked to start: so many per core, but at least LEAST_LIMIT."""
+"""How many processes per core a machine may be asked to start; LEAST_LIMIT on few cores."""
 _BF16_PRODUCT = "import torch; x = torch.ones(64, 64, dtype=torch.bfloat16); print((x @ x).sum().item())"
 
 

@@ -21,6 +21,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from shardwise.machine.process import name_of_end
+
 FOLDER = "SHARDWISE_RANKS_FOLDER"
 """The environment variable that names the folder of the ranks: their logs and failure reports."""
 PARENT = "SHARDWISE_RANKS_PARENT"
@@ -151,11 +153,9 @@ class LocalRanks(contextlib.AbstractContextManager["LocalRanks"]):
         """How a rank ended, with the last line of its log. Waits up to `timeout_s` for the exit."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._processes[rank].wait(timeout_s)
-        code = self._processes[rank].returncode
-        how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
-        hint = " (out of memory?)" if code == -signal.SIGKILL else ""
-        last = self._log(rank).read_text(errors="replace").strip().splitlines()[-1:]
-        return f"rank {rank} ended with {how}{hint}" + "".join(f": {line}" for line in last)
+        how = name_of_end(self._processes[rank].returncode)
+        last = self._log(rank).read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
+        return f"rank {rank} ended with {how}" + "".join(f": {line}" for line in last)
 
     def _log(self, rank: int) -> Path:
         return self.folder / f"rank{rank}.log"

@@ -33,7 +33,7 @@ def host_share_bytes() -> int:
 
 
 def process_memory() -> ProcessMemory:
-    """The memory of this process. Without /proc, its peak stands for both.
+    """The memory of this process. Without /proc, both are its peak.
 
     >>> 0 < process_memory().now_bytes <= process_memory().peak_bytes
     True

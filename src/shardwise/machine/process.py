@@ -1,6 +1,6 @@
 """Which process a rank is, so that other ranks on its host can see whether it lives, is stopped or has died.
 
-It also has the threads that shardwise runs beside the training: they end before the interpreter does.
+It also starts the threads that run during training: they end before the interpreter does.
 """
 
 from __future__ import annotations
@@ -73,10 +73,7 @@ class Identity:
             return Condition.STOPPED, f"{who} is stopped (SIGSTOP, Ctrl-Z or a debugger)"
         if state == "D":
             return Condition.BLOCKED, f"{who} is blocked in the kernel (state D): a disk or a mount that hangs?"
-        return (
-            Condition.LIVES,
-            f"{who} runs but does not answer: does a call hold Python's lock?",
-        )
+        return Condition.LIVES, f"{who} runs but does not answer: does a call hold Python's lock?"
 
 
 def describe_end(code: int) -> str:
@@ -85,10 +82,15 @@ def describe_end(code: int) -> str:
     >>> describe_end(-9), describe_end(3)
     ('was ended by signal SIGKILL (out of memory?)', 'ended with exit code 3')
     """
-    if code >= 0:
-        return f"ended with exit code {code}"
+    return f"{'was ended by' if code < 0 else 'ended with'} {name_of_end(code)}"
+
+
+def name_of_end(code: int | None) -> str:
+    """The signal of an exit code as `subprocess` gives it, or the code."""
+    if code is None or code >= 0:
+        return f"exit code {code}"
     hint = " (out of memory?)" if code == -signal.SIGKILL else ""
-    return f"was ended by signal {signal.Signals(-code).name}{hint}"
+    return f"signal {signal.Signals(-code).name}{hint}"
 
 
 def _stat(pid: int) -> list[str]:
@@ -137,6 +139,12 @@ def _join_threads() -> None:
 
 
 atexit.register(_join_threads)  # before any owner's handler, so that it runs after them
+
+
+def ending_error() -> BaseException | None:
+    """At exit: the exception that ends this process, if one does."""
+    error: BaseException | None = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    return error
 
 
 # The launcher

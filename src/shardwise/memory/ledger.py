@@ -11,11 +11,11 @@ engine goes through it; test_memory.test_the_ledger_knows_the_peak compares it w
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import os
+import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -78,6 +78,7 @@ class Ledger:
         self._tiers: Counter[Tier] = Counter()
         self._tier_peaks: Counter[Tier] = Counter()
         self._at_peak: Counter[Entry] = Counter()
+        self.buffers: weakref.WeakSet[Buffer] = weakref.WeakSet()
 
     @classmethod
     def from_environment(cls) -> Ledger:
@@ -105,15 +106,12 @@ class Ledger:
         self.total_bytes -= size_bytes
         assert left >= 0, f"{entry}: more was freed than allocated"
 
-    @contextlib.contextmanager
-    def passing(self, unit: str, tier: Tier, size_bytes: int) -> Iterator[None]:
-        """Count `size_bytes` of WORK inside the context: for what torch's operations allocate and free themselves."""
-        entry = Entry(Kind.WORK, unit, tier)
-        self.add(entry, size_bytes)
-        try:
-            yield
-        finally:
-            self.remove(entry, size_bytes)
+    def move(self, entry: Entry, tier: Tier) -> Entry:
+        """Count what an entry holds on another tier; returns its entry there."""
+        moved, size_bytes = entry._replace(tier=tier), self.live[entry]
+        self.remove(entry, size_bytes)
+        self.add(moved, size_bytes)
+        return moved
 
     def set_bytes(self, entry: Entry, size_bytes: int) -> None:
         """Set an entry to `size_bytes`: for state that torch's optimizers allocate themselves."""
@@ -141,11 +139,14 @@ class Buffer:
         self.tensor = torch.empty(numel, dtype=dtype, device=device)
         self.size_bytes = numel * dtype.itemsize
         self.live = False
+        self._device = device
         self._ledger = ledger
-        self._entry = entry
+        self.entry = entry
+        self._current = entry  # another one while `offload` has moved the values
         self.gaps: list[torch.Tensor] = []
         self._views: list[torch.Tensor] = []
         self._storage = self.tensor.untyped_storage()
+        ledger.buffers.add(self)
         self._storage.resize_(0)
 
     def views(self, layout: Layout) -> list[torch.Tensor]:
@@ -169,25 +170,42 @@ class Buffer:
 
     def allocate(self) -> torch.Tensor:
         """Allocate the tensor's storage. Its content is undefined."""
-        assert not self.live, f"{self._entry} is already allocated"
+        assert not self.live, f"{self._current} is already allocated"
         self._storage.resize_(self.size_bytes)
-        self._ledger.add(self._entry, self.size_bytes)
+        self._ledger.add(self._current, self.size_bytes)
         self.live = True
         if self._ledger.poison:
             self.tensor.fill_(float("nan") if self.tensor.is_floating_point() else 85)
         return self.tensor
 
+    def offload(self, host: torch.Tensor) -> None:
+        """Move the values into `host`, and all views with them, until `fetch` or `free`."""
+        host.copy_(self.tensor)
+        self._move(host, self.entry._replace(tier=Tier.HOST))
+
+    def fetch(self) -> None:
+        """Move the values back from the host, if they are there, and all views with them."""
+        if self._current is not self.entry:
+            self._move(self.tensor.to(self._device, copy=True), self.entry)
+
+    def _move(self, fresh: torch.Tensor, entry: Entry) -> None:
+        self._ledger.remove(self._current, self.size_bytes)
+        self._current = entry
+        self._ledger.add(entry, self.size_bytes)
+        self._rest_in(fresh)
+
     def free(self) -> None:
         """Free the storage. No view of the tensor may be read until the next `allocate`."""
         if self.live:
-            if not self._storage.resizable():
+            if self._current is not self.entry or not self._storage.resizable():
                 self._renew()
             self._storage.resize_(0)
-            self._ledger.remove(self._entry, self.size_bytes)
+            self._ledger.remove(self._current, self.size_bytes)
+            self._current = self.entry
             self.live = False
 
     def leave(self) -> None:
-        """As `free`, for the last time: on the CPU, views that the user has keep the storage.
+        """Free the storage for the last time: on the CPU, views that the user has keep it.
 
         A process that read such a view ended in a segmentation fault
         (test_engine.test_views_of_the_user_outlive_what_they_are_views_of).
@@ -202,7 +220,9 @@ class Buffer:
 
         test_engine.test_views_of_the_user_outlive_what_they_are_views_of
         """
-        fresh = torch.empty_like(self.tensor)
+        self._rest_in(torch.empty_like(self.tensor, device=self._device))
+
+    def _rest_in(self, fresh: torch.Tensor) -> None:
         for view in self._views:
             view.data = fresh.as_strided(view.shape, view.stride(), view.storage_offset())
         self.tensor.data = fresh

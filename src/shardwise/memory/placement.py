@@ -100,24 +100,25 @@ def spread(count: int, among: int) -> set[int]:
 
 
 def place(
-    units: Sequence[UnitSize], away: Tier, device_bytes: int | None, host_bytes: int | None = None, ahead: int = AHEAD
+    units: Sequence[UnitSize], away: Tier, device_bytes: int | None, host_bytes: int | None = None
 ) -> WeightPlacement:
     """Where units, given in the order of their use, rest. As many as fit `device_bytes` rest on the device, all
     of them for None; the others on `away`, and where that is the disk, as many of these as fit `host_bytes` on the
-    host. Up to `ahead` units are fetched ahead: the number with which the fewest bytes travel.
+    host. Up to `AHEAD` units are fetched ahead: the number with which the fewest bytes travel.
     """
     if device_bytes is None:
         resident: list[Tier] = ["device"] * len(units)
-        return WeightPlacement(tuple(units), tuple(resident), ahead)
-    for depths in (range(_ENOUGH, ahead + 1), *([depth] for depth in range(min(ahead, _ENOUGH - 1), -1, -1))):
+        return WeightPlacement(tuple(units), tuple(resident), AHEAD)
+    for depths in (range(_ENOUGH, AHEAD + 1), *([depth] for depth in range(_ENOUGH - 1, -1, -1))):
         fitting = [found for depth in depths if (found := _fitting(units, away, device_bytes, depth)) is not None]
         if fitting:
             return _cached(min(fitting, key=lambda found: (found.fetched_bytes, -found.ahead)), host_bytes)
     least = _with_moving(units, away, sum(not unit.stays for unit in units), 0)
     assert least is not None
+    largest = max(units, key=lambda unit: unit.full_bytes)
     raise ConfigError(
         f"device_memory leaves {format_bytes(max(0, device_bytes))} for weights, and one unit at a time takes "
-        f"{format_bytes(least.device_bytes)} ({_largest(units)} is the largest): raise device_memory, or lower batch "
+        f"{format_bytes(least.device_bytes)} ({largest.name} is the largest): raise device_memory, or lower batch "
         "and context, for which memory is set aside"
     )
 
@@ -158,7 +159,3 @@ def _cached(found: WeightPlacement, host_bytes: int | None) -> WeightPlacement:
         if cached.bytes_on("host") <= host_bytes:
             return cached
     return found
-
-
-def _largest(units: Sequence[UnitSize]) -> str:
-    return max(units, key=lambda unit: unit.full_bytes).name

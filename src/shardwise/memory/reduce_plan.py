@@ -125,7 +125,7 @@ def exchange_bytes(unit: GradSizes, reduce_plan: ReducePlan) -> int:
     return -(-(unit.sent + unit.received) // reduce_plan.parts)
 
 
-class GradMoments(NamedTuple):
+class GradUse(NamedTuple):
     """What gradients take around one unit of a backward: those that rest, and those in flight, while its own arrive;
     what its own add to that; and all together when the backward leaves it."""
 
@@ -141,34 +141,34 @@ class GradMoments(NamedTuple):
 
 def replicated_peak(units: Sequence[GradSizes], accumulates: bool) -> int:
     """The peak of the gradients in a backward where they are replicated and sent from their own buffer."""
-    return max((moments.peak for moments in replicated_moments(units, accumulates)), default=0)
+    return max((use.peak for use in replicated_uses(units, accumulates)), default=0)
 
 
 def sharded_peak(units: Sequence[GradSizes], accumulates: bool, reduce_plan: ReducePlan) -> int:
     """The same where they are sharded."""
-    return max((moments.peak for moments in sharded_moments(units, accumulates, reduce_plan)), default=0)
+    return max((use.peak for use in sharded_uses(units, accumulates, reduce_plan)), default=0)
 
 
-def replicated_moments(units: Sequence[GradSizes], accumulates: bool) -> Iterator[GradMoments]:
+def replicated_uses(units: Sequence[GradSizes], accumulates: bool) -> Iterator[GradUse]:
     """Unit by unit in backward order, where gradients are replicated."""
     resting = sum(unit.rested for unit in units) if accumulates else 0
     for unit, later in _backward(units):
         receiving = later.received if later else 0
         if accumulates:
-            yield GradMoments(resting, receiving, unit.largest, resting + unit.received)
+            yield GradUse(resting, receiving, unit.largest, resting + unit.received)
         else:
-            yield GradMoments(resting, receiving, unit.full, resting + unit.full + max(unit.full, unit.received))
+            yield GradUse(resting, receiving, unit.full, resting + unit.full + max(unit.full, unit.received))
             resting += unit.full
 
 
-def sharded_moments(units: Sequence[GradSizes], accumulates: bool, reduce_plan: ReducePlan) -> Iterator[GradMoments]:
+def sharded_uses(units: Sequence[GradSizes], accumulates: bool, reduce_plan: ReducePlan) -> Iterator[GradUse]:
     """The same where they are sharded. `_backward` pairs each unit with the one reduced before it."""
     held = sum(unit.held for unit in units) if accumulates else 0
     for unit, later in _backward(units):
         made = later.held if later and not accumulates else 0
         in_flight = _exchange_peak(later, accumulates, reduce_plan) if later and reduce_plan.overlap else made
         reducing = _reducing_peak(unit, accumulates, reduce_plan)
-        yield GradMoments(held, in_flight, unit.full, held + made + reducing)
+        yield GradUse(held, in_flight, unit.full, held + made + reducing)
         held += made
 
 

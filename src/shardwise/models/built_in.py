@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 Batch = dict[str, torch.Tensor]
 MakeBatch = Callable[[int, int], Batch]
-"""From (rank, number of the micro-batch) to the model's arguments; equal calls give equal values."""
+"""A function of (rank, number of the micro-batch) that returns the model's arguments; equal calls, equal values."""
 ModelAndData = tuple[nn.Module, MakeBatch]
 Build = Callable[[], ModelAndData]
 

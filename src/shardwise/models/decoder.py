@@ -1,6 +1,6 @@
 """One decoder for all dimensions: `shardwise train` trains it as a Llama, the plan runs it on fake tensors.
 
-Parameters have Hugging Face's names, so what is trained loads as a Llama. Two things depend on who asks:
+Parameters have Hugging Face's names, so what is trained loads as a Llama. Two things depend on the caller:
 
 | `fused`                  | norms                                            | rotary tables                       |
 |--------------------------|--------------------------------------------------|-------------------------------------|

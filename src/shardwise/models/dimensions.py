@@ -83,11 +83,8 @@ class Dimensions:
             raise ConfigError(
                 "models with latent attention or experts have no tensor-parallel plan: pass one of your own"
             )
-        for heads in (self.heads, self.kv_heads):
-            if heads % count:
-                raise ConfigError(
-                    f"{heads} attention heads cannot be cut into {count} parts: take a tp that divides them"
-                )
+        check_heads(self.heads, count)
+        check_heads(self.kv_heads, count)
         width, vocabulary = -(-self.width // count), -(-self.vocabulary // count)
         heads, kv_heads = self.heads // count, self.kv_heads // count
         return replace(self, heads=heads, kv_heads=kv_heads, width=width, vocabulary=vocabulary)
@@ -158,6 +155,12 @@ class Dimensions:
         if unknown:
             raise ConfigError(f"LoRA target {unknown[0]!r} is not known: choose from {', '.join(known)}")
         return self.layers * sum(rank * sum(known[name]) for name in targets)
+
+
+def check_heads(heads: int, parts: int) -> None:
+    """Raise a ConfigError unless the heads of a model can be cut into equal parts."""
+    if heads % parts:
+        raise ConfigError(f"{heads} attention heads cannot be cut into {parts} parts: take a tp that divides them")
 
 
 def _numel(linears: Linears) -> int:

@@ -24,6 +24,7 @@ from torch import nn
 from shardwise.errors import ConfigError
 from shardwise.models.built_in import GPT
 from shardwise.models.decoder import CausalDecoder
+from shardwise.models.dimensions import check_heads
 
 _CUTS = ("columns", "rows", "vocabulary", "logits")
 DECODER_PLAN = {
@@ -59,14 +60,9 @@ def tensor_parallel(model: nn.Module, mesh: Any, plan: Mapping[str, Any] | None 
     from torch.distributed.tensor.parallel import parallelize_module
 
     given = _plan_of(model, mesh.size()) if plan is None else plan
-    resolved = {path: how for key, how in given.items() for path in _matching(model, key)}
-    for path, how in resolved.items():
-        _check_cut(path, model.get_submodule(path), how)
+    cuts = {path: how for key, how in given.items() for path in _matching(model, key)}
     ties = _ties(model)
-    styles = {
-        path: _style(how, model.get_submodule(path), mesh.size()) if isinstance(how, str) else how
-        for path, how in resolved.items()
-    }
+    styles = {path: _style(how, path, model.get_submodule(path), mesh.size()) for path, how in cuts.items()}
     parallelize_module(model, mesh, styles, src_data_rank=None)
     for alias, name in ties.items():
         path, _, leaf = alias.rpartition(".")
@@ -77,14 +73,11 @@ def tensor_parallel(model: nn.Module, mesh: Any, plan: Mapping[str, Any] | None 
 def _plan_of(model: nn.Module, size: int) -> Mapping[str, Any]:
     if isinstance(model, CausalDecoder):
         model.model.of.part(size)  # raises if it has no part
-        return {key: how for key, how in DECODER_PLAN.items() if _has(model, key) or "gate" not in key}
+        return {key: how for key, how in DECODER_PLAN.items() if "gate" not in key or _named(model, key)}
     if isinstance(model, GPT):
         if model.fused:
             raise ConfigError("GPT has q, k and v in one matrix, which cannot be cut: build it with fused=False")
-        if model.heads % size:
-            raise ConfigError(
-                f"{model.heads} attention heads cannot be cut into {size} parts: take a tp that divides them"
-            )
+        check_heads(model.heads, size)
         return GPT_PLAN
     raise ConfigError(
         f"there is no tensor-parallel plan for {type(model).__name__}: pass one, such as {{'layers.*.up': 'columns', "
@@ -92,23 +85,37 @@ def _plan_of(model: nn.Module, size: int) -> Mapping[str, Any]:
     )
 
 
-def _has(model: nn.Module, key: str) -> bool:
-    return any(fnmatchcase(name, key) for name, _ in model.named_modules())
+def _named(model: nn.Module, key: str) -> list[str]:
+    return [name for name, _ in model.named_modules() if fnmatchcase(name, key)]
 
 
 def _matching(model: nn.Module, key: str) -> list[str]:
-    names = [name for name, _ in model.named_modules()]
-    found = [name for name in names if fnmatchcase(name, key)]
+    found = _named(model, key)
     if not found:
-        near = difflib.get_close_matches(key.replace("*", "0"), names, n=1)
+        near = difflib.get_close_matches(key.replace("*", "0"), _named(model, "*"), n=1)
         hint = f"; the nearest is {near[0]!r}" if near else ""
         raise ConfigError(f"the tensor-parallel plan names {key!r}, and the model has no such module{hint}")
     return found
 
 
-def _check_cut(path: str, module: nn.Module, how: Any) -> None:
+def _style(how: Any, path: str, module: Any, size: int) -> Any:
+    """torch's style for the module at `path`. It treats what a rank has of an activation as an equal part, so unequal
+    ones stay DTensors."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
     if not isinstance(how, str):
-        return
+        return how
+    _check_cut(how, path, module)
+    return {
+        "columns": ColwiseParallel(use_local_output=module.weight.shape[0] % size == 0),
+        "rows": RowwiseParallel(),
+        "vocabulary": RowwiseParallel(input_layouts=Replicate()),
+        "logits": ColwiseParallel(output_layouts=Replicate()),
+    }[how]
+
+
+def _check_cut(how: str, path: str, module: nn.Module) -> None:
     if how not in _CUTS:
         near = difflib.get_close_matches(how, _CUTS, n=1)
         hint = f", such as {near[0]!r}" if near else ""
@@ -125,16 +132,3 @@ def _ties(model: nn.Module) -> dict[str, str]:
     first: dict[int, str] = {}
     names = model.named_parameters(remove_duplicate=False)
     return {name: first[id(param)] for name, param in names if first.setdefault(id(param), name) != name}
-
-
-def _style(how: str, module: Any, size: int) -> Any:
-    """torch's style. It takes what a rank has of an activation for an equal part, so unequal ones stay DTensors."""
-    from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-
-    return {
-        "columns": ColwiseParallel(use_local_output=module.weight.shape[0] % size == 0),
-        "rows": RowwiseParallel(),
-        "vocabulary": RowwiseParallel(input_layouts=Replicate()),
-        "logits": ColwiseParallel(output_layouts=Replicate()),
-    }[how]

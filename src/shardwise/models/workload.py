@@ -20,6 +20,8 @@ from shardwise.models.dimensions import Dimensions
 
 PRECISIONS = ("bf16", "fp16", "fp32")
 DEFAULT_TARGETS = ("q_proj", "v_proj")
+Lora = tuple[int, tuple[str, ...]]
+"""The rank of adapters, and the names of the matrices that have one."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,8 @@ class ModelSpec:
 class Workload:
     """A training step: tokens of a micro-batch, micro-batches, precision, recomputation and adapters.
 
-    `lora` is the rank of the adapters and the names of the matrices that have one; `tp` is how many GPUs hold one copy
-    of the model, or of a stage, together; `pp` is how many the layers are spread over, by a `schedule` of torch's.
+    `tp` is how many GPUs hold one copy of the model, or of a stage, together; `pp` is how many the layers are spread
+    over, by a `schedule` of torch's.
     """
 
     sequence: int = 2048
@@ -66,7 +68,7 @@ class Workload:
     precision: str = "bf16"
     optimizer: str = "AdamW"
     checkpointing: bool = True
-    lora: tuple[int, tuple[str, ...]] | None = None
+    lora: Lora | None = None
     tp: int = 1
     pp: int = 1
     schedule: str = "1F1B"
@@ -134,7 +136,7 @@ def from_parameters(parameters: int) -> ModelSpec:
     return ModelSpec(f"{parameters / 1e9:g}B parameters", parameters, parameters)
 
 
-def from_dimensions(of: Dimensions, lora: tuple[int, tuple[str, ...]] | None) -> ModelSpec:
+def from_dimensions(of: Dimensions, lora: Lora | None) -> ModelSpec:
     """A model of known dimensions, trained whole or frozen with adapters."""
     if lora is None:
         return ModelSpec(of.name, of.parameters, of.parameters, of)

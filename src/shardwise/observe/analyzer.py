@@ -19,8 +19,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -123,11 +124,11 @@ class MemoryAnalyzer:
         engine = model if isinstance(model, Engine) else None
         if engine is not None:
             model, optimizer = engine.module, engine.optimizer
-            engine.register_grad_hook(lambda name, shard: self._labelling.label(self._observer, "grads", name, shard))
+            watch_grads(engine, partial(self._labelling.label, "grads"))
         is_master = engine is not None and engine.config.precision.weights_dtype != "fp32"
         self._labelling.attach(self._observer, model, optimizer, master=is_master)
         for name, param in model.named_parameters():
-            self._labelling.label(self._observer, "weights", name, param)
+            self._labelling.label("weights", name, param)
 
     def record(self, name: str) -> MemoryPoint:
         """Record the memory at this moment."""
@@ -236,3 +237,9 @@ def _line(name: str, *cells: str) -> str:
 
 def _mb(size_bytes: int) -> str:
     return f"{size_bytes / 1e6:.{1 if abs(size_bytes) >= 1e7 else 3}f}" if size_bytes else "0"
+
+
+def watch_grads(engine: Engine, hook: Callable[[str, torch.Tensor], None]) -> None:
+    """Call `hook` on reduced gradients that rest on the device. It would bring others back to it."""
+    if engine.config.placement.grads.tier == "device":
+        engine.register_grad_hook(hook)

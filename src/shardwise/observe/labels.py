@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from shardwise.observe.storage import StorageObserver
+from shardwise.tensors import dtype_name
 
 KINDS = ("weights", "grads", "master", "moments", "activations", "in flight", "other")
 
@@ -34,7 +35,7 @@ class Labelling:
     """Labels for one observer. `names=False` labels kinds alone, which costs less. `before_update` is called before
     each optimizer step.
 
-    Pass `label=labelling.label_new` to the observer, then `attach` the model and the optimizer.
+    Pass `label=labelling.label_new` to the observer, then `attach` it to the model and the optimizer.
 
     >>> labelling = Labelling()
     >>> with StorageObserver(existing=(), label=labelling.label_new) as memory:
@@ -44,6 +45,8 @@ class Labelling:
     >>> by_kind(memory.breakdown)["weights"], by_kind(memory.breakdown)["grads"]
     (40, 40)
     """
+
+    _observer: StorageObserver
 
     def __init__(self, names: bool = True, before_update: Callable[[], None] = lambda: None) -> None:
         self._names = names
@@ -60,40 +63,40 @@ class Labelling:
         self, observer: StorageObserver, model: nn.Module, optimizer: torch.optim.Optimizer | None, master: bool = False
     ) -> None:
         """Label what `model` and `optimizer` use from now on. `master`: the optimizer has a master copy."""
+        self._observer = observer
         for path, module in model.named_modules():
             if module is model or next(module.parameters(recurse=False), None) is not None:
-                self._watch_module(observer, path, module)
+                self._watch_module(path, module)
         for name, param in model.named_parameters():
             if param.requires_grad and param.is_leaf:
-                hook = partial(self._label_grad, observer, name)
-                self._handles.append(param.register_post_accumulate_grad_hook(hook))
+                self._handles.append(param.register_post_accumulate_grad_hook(partial(self._label_grad, name)))
         if optimizer is not None:
             names = {id(param): name for name, param in model.named_parameters()}
 
             def label_optimizer(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-                self._label_optimizer(observer, optimizer, names, master)
+                self._label_optimizer(optimizer, names, master)
 
             self._handles.append(optimizer.register_step_pre_hook(label_optimizer))
             self._handles.append(optimizer.register_step_pre_hook(lambda *_: self._before_update()))
             self._handles.append(optimizer.register_step_post_hook(label_optimizer))  # the step may create state
 
-    def label(self, observer: StorageObserver, kind: str, name: str, tensor: torch.Tensor) -> None:
-        """Label the storage of `tensor`. A storage that is larger than the tensor is named `... and others`."""
+    def label(self, kind: str, name: str, tensor: torch.Tensor) -> None:
+        """Label the storage of `tensor`, once attached. One larger than the tensor is named `... and others`."""
         if hasattr(tensor, "to_local"):  # a DTensor; importing its class takes a second
             tensor = tensor.to_local()
         is_part = tensor.untyped_storage().nbytes() > tensor.nbytes
-        observer.label(f"{kind}|{name}{' and others' if is_part else ''}" if self._names else kind, tensor)
+        self._observer.label(f"{kind}|{name}{' and others' if is_part else ''}" if self._names else kind, tensor)
 
     def detach(self) -> None:
         """Remove the hooks."""
         while self._handles:
             self._handles.pop().remove()
 
-    def _watch_module(self, observer: StorageObserver, path: str, module: nn.Module) -> None:
+    def _watch_module(self, path: str, module: nn.Module) -> None:
         def enter(module: nn.Module, args: Any) -> None:
             self._depth += 1
             for name, param in module.named_parameters(path, recurse=False):
-                self.label(observer, "weights", name, param)
+                self.label("weights", name, param)
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             self._depth -= 1
@@ -102,20 +105,18 @@ class Labelling:
         # Called after an exception too: activation checkpointing stops a recomputation early by raising one.
         self._handles.append(module.register_forward_hook(leave, always_call=True))
 
-    def _label_grad(self, observer: StorageObserver, name: str, param: torch.Tensor) -> None:
+    def _label_grad(self, name: str, param: torch.Tensor) -> None:
         if param.grad is not None:
-            self.label(observer, "grads", name, param.grad)
+            self.label("grads", name, param.grad)
 
-    def _label_optimizer(
-        self, observer: StorageObserver, optimizer: torch.optim.Optimizer, names: Mapping[int, str], master: bool
-    ) -> None:
+    def _label_optimizer(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str], master: bool) -> None:
         for param in (param for group in optimizer.param_groups for param in group["params"]):
             name = names.get(id(param)) or f"part of {describe(param)}"
-            self.label(observer, "master" if master else "weights", name, param)
-            self._label_grad(observer, name, param)
+            self.label("master" if master else "weights", name, param)
+            self._label_grad(name, param)
             for key, value in optimizer.state.get(param, {}).items():
                 if isinstance(value, torch.Tensor):
-                    self.label(observer, "moments", f"{name}.{key}", value)
+                    self.label("moments", f"{name}.{key}", value)
 
 
 def by_kind(breakdown: Mapping[str, int]) -> dict[str, int]:
@@ -132,4 +133,4 @@ def describe(tensor: torch.Tensor) -> str:
     >>> describe(torch.ones(2, 3))
     '2x3 float32'
     """
-    return f"{'x'.join(map(str, tensor.shape)) or 'scalar'} {str(tensor.dtype).removeprefix('torch.')}"
+    return f"{'x'.join(map(str, tensor.shape)) or 'scalar'} {dtype_name(tensor.dtype)}"

@@ -29,6 +29,7 @@ from typing import NamedTuple
 
 from shardwise.config.sections import Offload
 from shardwise.errors import ConfigError, DiskError
+from shardwise.partition.layout import Span
 from shardwise.sizes import format_bytes
 
 ALIGN_BYTES = 4096
@@ -160,14 +161,13 @@ class DiskFile:
 
     def _read(self, extent: Extent, target: memoryview) -> None:
         assert extent.checksums is not None
-        for number, (start, stop) in enumerate(self._blocks(extent)):
-            block = target[start:stop]
-            self._transfer(os.preadv, block, extent.offset + start, "read")
+        for number, part in enumerate(self._blocks(extent)):
+            block, where = target[part.slice], extent.offset + part.start
+            self._transfer(os.preadv, block, where, "read")
             if extent.checksums[number : number + 1] != [zlib.crc32(block)]:
-                where = extent.offset + start
                 raise DiskError(
                     errno.EIO,
-                    f"the file in {self.folder}: the {stop - start} bytes at {where} are not those that were written "
+                    f"the file in {self.folder}: the {part.numel} bytes at {where} are not those that were written "
                     "there (torn or altered); training cannot continue from them: load the last checkpoint, and check "
                     "the disk",
                 )
@@ -177,9 +177,9 @@ class DiskFile:
         # Set before the bytes are written: if the write fails, blocks that still hold the old bytes do not match, and a
         # later read raises instead of returning the values of the step before
         # (test_disk.test_a_write_that_breaks_off_is_noticed).
-        extent.checksums = [zlib.crc32(source[start:stop]) for start, stop in blocks]
-        for start, stop in blocks:
-            self._transfer(os.pwritev, source[start:stop], extent.offset + start, "written")
+        extent.checksums = [zlib.crc32(source[block.slice]) for block in blocks]
+        for block in blocks:
+            self._transfer(os.pwritev, source[block.slice], extent.offset + block.start, "written")
 
     def _transfer(self, call: Callable[..., int], block: memoryview, offset: int, what: str) -> None:
         done = 0
@@ -202,9 +202,8 @@ class DiskFile:
                 )
             done += count
 
-    def _blocks(self, extent: Extent) -> Iterator[tuple[int, int]]:
-        for start in range(0, extent.size_bytes, self.block_bytes):
-            yield start, min(start + self.block_bytes, extent.size_bytes)
+    def _blocks(self, extent: Extent) -> Iterator[Span]:
+        return Span(0, extent.size_bytes).split(self.block_bytes)
 
     def _note_failure(self, done: Future[None]) -> None:
         with self._lock:

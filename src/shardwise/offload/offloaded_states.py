@@ -1,6 +1,6 @@
 """A unit's states off the device, and how they travel to it and back.
 
-A state rests in a storage on its tier (see `storage`), and travels in buckets (see `buckets`). A pending update is
+A state rests in a storage on its tier (see `storage`), and travels in buckets (see `unit_states`). A pending update is
 issued with the unit's next transfer, or earlier by `run_update`. A bucket is copied to the device on the `h2d` stream,
 updated on the `update` stream, and copied back on `d2h`; see `streams`. Everything is issued without waiting; events
 order the streams.
@@ -16,7 +16,11 @@ from typing import Protocol
 import torch
 
 from shardwise.memory import Entry, Kind, Tier
-from shardwise.offload.buckets import (
+from shardwise.offload.context import OffloadContext, PoolBuffer, room_bytes
+from shardwise.offload.pinned import Chunk
+from shardwise.offload.storage import DiskStorage, HostStorage, StateStorage
+from shardwise.offload.streams import PAST, Event
+from shardwise.offload.unit_states import (
     GRADS,
     MASTER,
     Arrival,
@@ -24,15 +28,11 @@ from shardwise.offload.buckets import (
     BucketUpdate,
     DeviceArrival,
     NewMoments,
+    ResidentStates,
+    UnitStates,
     Views,
     buckets_of,
 )
-from shardwise.offload.buffer_pool import PoolBuffer, room_bytes
-from shardwise.offload.context import OffloadContext
-from shardwise.offload.staging_buffers import Chunk
-from shardwise.offload.storage import DiskStorage, HostStorage, StateStorage
-from shardwise.offload.streams import PAST, Event
-from shardwise.offload.unit_states import ResidentStates, UnitStates
 from shardwise.offload.weight_files import FileStorage
 from shardwise.partition import Policy, Span
 from shardwise.partition.layout import GroupRun
@@ -225,9 +225,7 @@ class OffloadedStates(UnitStates):
 
     def synchronize(self) -> None:
         self.run_update()
-        self.drop_prefetched()
-        for event in (self._finish_host_update(), *self.in_flight):
-            event.synchronize()
+        self._wait_copies()
         for storage in self.storages.values():
             storage.wait()
 
@@ -247,12 +245,15 @@ class OffloadedStates(UnitStates):
 
     def free(self) -> None:
         self.pending = None
-        self.drop_prefetched()
-        for event in (self._finish_host_update(), *self.in_flight):
-            event.synchronize()
+        self._wait_copies()
         for storage in self.storages.values():
             storage.free()
         self.storages.clear()
+
+    def _wait_copies(self) -> None:
+        self.drop_prefetched()
+        for event in (self._finish_host_update(), *self.in_flight):
+            event.synchronize()
 
     def _finish_host_update(self) -> Event:
         """Afterwards the memory of the gradients no longer holds new weights."""

@@ -13,9 +13,8 @@ from typing import Protocol
 import torch
 
 from shardwise.memory.ledger import Entry, Kind, Ledger, Tier
-from shardwise.offload.pinned import HostMemory
+from shardwise.offload.pinned import Chunk, HostMemory
 from shardwise.offload.staging import Staging
-from shardwise.offload.staging_buffers import Chunk
 from shardwise.offload.streams import PAST, Streams
 from shardwise.partition.layout import Span
 from shardwise.tensors import blank

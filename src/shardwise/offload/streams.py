@@ -1,4 +1,4 @@
-"""CUDA streams for offload: copies and updates that run beside the compute stream, ordered by events.
+"""CUDA streams for offload: copies and updates that overlap the compute stream, ordered by events.
 
 Besides the *compute stream* (the one that is current when the engine is called) a device has three:
 
@@ -111,13 +111,13 @@ class Streams:
         target.copy_(source, non_blocking=True)
         self.moved_bytes["device to host"] += source.numel() * source.element_size()
 
-    def free_after(self, event: Event, free: Callable[[], None], most: int = FREED_LATER) -> None:
-        """Call `free` once the compute stream waits for `event`: when more than `most` later calls have been made.
+    def free_after(self, event: Event, free: Callable[[], None]) -> None:
+        """Call `free` once the compute stream waits for `event`: after more than `FREED_LATER` later calls.
 
-        The compute stream would stall if it waited at once. `most` bounds the memory that is kept meanwhile.
+        The compute stream would stall if it waited at once. The number bounds the memory that is kept meanwhile.
         """
         self._to_free.append((event, free))
-        self.drain(most)
+        self.drain(FREED_LATER)
 
     def drain(self, most: int = 0) -> None:
         """Make the compute stream wait for the oldest pending frees and do them, until at most `most` are pending."""

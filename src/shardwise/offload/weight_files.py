@@ -29,13 +29,12 @@ import torch
 from shardwise.errors import ConfigError, DiskError
 from shardwise.memory.ledger import Entry, Ledger
 from shardwise.offload.disk_file import ALIGN_BYTES, aligned
-from shardwise.offload.pinned import HostMemory
+from shardwise.offload.pinned import HostMemory, RequestDone, StagingBuffer, StagingBuffers
 from shardwise.offload.safetensors_header import read_header
-from shardwise.offload.staging_buffers import RequestDone, StagingBuffer, StagingBuffers
 from shardwise.offload.storage import Origin, Parts
 from shardwise.offload.streams import Streams
 from shardwise.partition.layout import Span
-from shardwise.tensors import blank
+from shardwise.tensors import blank, dtype_name
 
 BLOCK_BYTES = 8 << 20
 _BUFFERS = 64
@@ -115,9 +114,8 @@ class WeightFiles:
         """Raise a ConfigError if a tensor has another dtype than the one to compute in."""
         found = self._headers[self._numbers[origin.file]][origin.name]
         if not found.is_of(dtype):
-            wanted = str(dtype).removeprefix("torch.")
             raise ConfigError(
-                f"{origin.name!r} is {found.dtype} in {origin.file}, and is to compute as {wanted}: "
+                f"{origin.name!r} is {found.dtype} in {origin.file}, and is to compute as {dtype_name(dtype)}: "
                 "from the disk, weights compute in the dtype that they are stored in: leave precision out, or take "
                 "weights='host', or save the model in that dtype first"
             )

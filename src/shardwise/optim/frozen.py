@@ -1,55 +1,52 @@
 """Parameters whose `requires_grad` changes under an engine.
 
 torch's optimizers skip a parameter without a gradient: neither momentum nor decay changes it, and its state stays. A
-piece of which every parameter is frozen is skipped the same way. Other pieces hold several parameters, and the elements
-of the frozen ones are restored after the update. A parameter that was frozen when the engine was made and is trainable
-now has no gradient buffer and no state: it is refused.
+unit of which all parameters of a group are frozen is skipped the same way. Other pieces hold several parameters, and
+the elements of the frozen ones are restored after the update. A parameter that was frozen when the engine was made and
+is trainable now has no gradient buffer and no state: it is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from shardwise.partition import Span
 from shardwise.unit import Unit
-from shardwise.unit.param_guard import PLAINLY
+from shardwise.unit.params import PLAINLY
 
 
-def check_none_thawed(units: Sequence[Unit]) -> None:
-    """Refuse a parameter that was frozen when the engine was made and is trainable now."""
+def check_frozen(units: Sequence[Unit]) -> None:
+    """Before any unit is updated, refuse a parameter that was frozen when the engine was made and is trainable now; and
+    where states rest off the device, one that was frozen since: its elements would not be restored."""
     with PLAINLY():
         thawed = [
-            name
-            for unit in units
-            if not unit.is_trainable
-            for name, param in zip(unit.names, unit.params, strict=True)
-            if param.requires_grad
+            name for unit in units if not unit.is_trainable for name, param in _named(unit) if param.requires_grad
         ]
+        streamed = [unit for unit in units if unit.is_trainable and unit.states.is_streamed]
+        frozen = [name for unit in streamed for name, param in _named(unit) if not param.requires_grad]
     if thawed:
         raise RuntimeError(
             f"{thawed[0]!r} was frozen when the engine was made, and now requires gradients, for which there is no "
             "room: initialize with it trainable and freeze it then (a frozen parameter is left alone by step()), or "
             "copy.deepcopy(engine.module) and initialize that"
         )
-
-
-def has_frozen(unit: Unit) -> bool:
-    """Whether a parameter of a trainable unit was frozen since."""
-    with PLAINLY():
-        return bool([param for param in unit.params if not param.requires_grad])
-
-
-def check_none_frozen(unit: Unit) -> None:
-    """Refuse parameters that were frozen since: where states rest off the device, their elements are not restored."""
-    with PLAINLY():
-        frozen = [name for name, param in zip(unit.names, unit.params, strict=True) if not param.requires_grad]
     if frozen:
         raise RuntimeError(
             f"{frozen[0]!r} was trainable when the engine was made and is frozen now, and its states rest off the "
             "device, where a part of a unit cannot be left alone: initialize with it frozen, or without offload"
         )
+
+
+def count_frozen(unit: Unit) -> int:
+    """How many parameters of a trainable unit were frozen since."""
+    with PLAINLY():
+        return len([param for param in unit.params if not param.requires_grad])
+
+
+def _named(unit: Unit) -> Iterator[tuple[str, torch.Tensor]]:
+    return zip(unit.names, unit.params, strict=True)
 
 
 class Frozen:
@@ -83,10 +80,17 @@ def _owned_spans(unit: Unit) -> list[tuple[Span, bool]]:
 
 
 def _skip_frozen_pieces(unit: Unit) -> None:
-    """Take the gradient off pieces that hold only frozen parameters, so that the optimizer skips them."""
-    spans = _owned_spans(unit)
+    """Take the gradient off the pieces of a group of which the whole unit is frozen, so that the optimizer skips them.
+
+    Not off every piece of frozen parameters alone: where the unit is cut differs between stages and ranks, and with it
+    which elements have state and of how many steps. A tensor that is updated whole is a piece under every cut.
+    """
+    first = unit.weights.owned.start
+    with PLAINLY():
+        trained = [slot for slot, param in zip(unit.layout.slots, unit.params, strict=True) if param.requires_grad]
     for piece in unit.weights.pieces:
-        if all(is_frozen for span, is_frozen in spans if span.intersect(piece.span)):
+        same = [slot for slot in trained if slot.spec.group == piece.group]
+        if not any(slot.span.shift(-first).intersect(piece.span) or not slot.spec.whole for slot in same):
             piece.param.grad = None
 
 

@@ -1,6 +1,6 @@
 """Loss scaling: keeps fp16 gradients in range, decided on the device so that the host never waits for a step.
 
-The loss is multiplied with the scale before the backward, the reduced gradients divided by it before the update. If
+The loss is multiplied by the scale before the backward, the reduced gradients divided by it before the update. If
 their norm is not finite, a gradient overflowed: all ranks see the same norm, so all skip the same step and no state
 changes. A dynamic scale halves after `hysteresis` overflows and doubles after `window` good steps in a row.
 
@@ -95,7 +95,8 @@ class LossScaling:
         if self.scaler is not None and self._scaled_task != current_task():
             raise RuntimeError(
                 "Loss scaling is required in fp16: call engine.backward(loss), or engine.scale(loss).backward(), not "
-                "loss.backward()"
+                "loss.backward(); if another engine's backward reaches this model, freeze it meanwhile "
+                "(requires_grad_(False)), or compute in bf16"
             )
 
     def note(self, overflow: torch.Tensor) -> None:

@@ -4,21 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from shardwise.errors import GradientError, ModelChangedError
+from shardwise.errors import CheckpointError, GradientError, ModelChangedError
 from shardwise.optim.optimizers import members
+
+_MARK = "shardwise_shard"
+
+
+class ShardMark(NamedTuple):
+    """Which part of an optimizer's states a rank has: its place over the data-parallel ranks and in its copy of the
+    model, how many parts there are along each, and its elements."""
+
+    shard: int
+    model_rank: int
+    parts: int
+    model_ranks: int
+    numel: int
 
 
 class OptimizerGuard:
     """Replaces methods on the instances. `step` always raises; until `remove`, so does `add_param_group`, and
-    `zero_grad` of any of several joint optimizers calls `drop`, for all of them."""
+    `zero_grad` of any of several joint optimizers calls `drop`, for all of them. A `state_dict` has the states of this
+    rank's shard, so it is marked, and one with another mark or none is refused."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, drop: Callable[[], None]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, drop: Callable[[], None], mark: ShardMark) -> None:
         self._members = members(optimizer)
         self._drop = drop
+        self._handles = [
+            handle
+            for each in self._members
+            for handle in (
+                each.register_state_dict_post_hook(lambda _, state: state.update({_MARK: list(mark)})),
+                each.register_load_state_dict_pre_hook(lambda _, state: _check_mark(state, mark)),
+            )
+        ]
         for each in self._members:
             # A bound method: LR schedulers read its `__func__`.
             each.step = MethodType(_use_engine_step, each)  # type: ignore[method-assign]  # refuses
@@ -28,12 +50,26 @@ class OptimizerGuard:
             each._step_supports_amp_scaling = True  # type: ignore[attr-defined]  # read by it
 
     def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
         for each in self._members:
             vars(each).pop("zero_grad", None)
             vars(each).pop("add_param_group", None)
 
     def _zero_grad(self, set_to_none: bool = True) -> None:
         self._drop()
+
+
+def _check_mark(state: dict[str, Any], mark: ShardMark) -> None:
+    found = state.get(_MARK)
+    if found != list(mark):
+        of = f"of shard {found[0]} of {found[2]}" if found is not None else "of an optimizer outside of an engine"
+        raise CheckpointError(
+            f"optimizer.load_state_dict() got the states {of}, and this rank has shard {mark.shard} of {mark.parts}, "
+            f"{mark.numel} elements: optimizer.state_dict() has one rank's shard alone. Save and load with "
+            "engine.save(folder) and engine.load(folder), which work at any number of ranks, or let every rank save "
+            "and load a file of its own"
+        )
 
 
 def _use_engine_step(self: torch.optim.Optimizer, closure: Any = None) -> None:

@@ -83,6 +83,11 @@ def members(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ..
     return (optimizer, *optimizer.members) if isinstance(optimizer, Joint) else (optimizer,)
 
 
+def single(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:
+    """The optimizers that update parameters: those it is made of, or itself."""
+    return optimizer.members if isinstance(optimizer, Joint) else (optimizer,)
+
+
 def resolve_optimizer(given: Any, params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
     """One optimizer on the model's parameters, from an instance, several, or a callable that makes them."""
     optimizer = _one(given, params)

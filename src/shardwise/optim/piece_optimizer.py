@@ -60,7 +60,18 @@ class PieceOptimizer:
         return other
 
     def step(self, params: Sequence[list[nn.Parameter]], groups: Groups) -> None:
-        """Step on `params`, a list for each of the `groups` of options."""
+        """Step on `params`, a list for each of the `groups` of options.
+
+        Those without state, which were frozen until now, are stepped by themselves: fused SGD takes momentum of all or
+        of none.
+        """
+        state = self.optimizer.state
+        fresh = [[param for param in own if param.grad is not None and not state.get(param)] for own in params]
+        others = [[param for param in own if state.get(param)] for own in params] if any(fresh) else []
+        for each in (fresh, others) if any(others) else (params,):
+            self._step_on(each, groups)
+
+    def _step_on(self, params: Sequence[list[nn.Parameter]], groups: Groups) -> None:
         before = self.optimizer.param_groups
         everything = [group["params"] for group in groups]
         try:
@@ -79,6 +90,10 @@ class PieceOptimizer:
         for unit in units:
             if any(self.optimizer.state.get(piece.param) for piece in unit.weights.pieces):
                 self.account_for(unit)
+
+    def unaccounted(self, units: Sequence[Unit]) -> list[Unit]:
+        """The units whose state is not in the ledger yet."""
+        return [unit for unit in units if unit.name not in self._accounted]
 
     def account_for(self, unit: Unit) -> None:
         """Account for the state that the optimizer makes in its first step, and keeps on the device."""
@@ -106,7 +121,7 @@ def scaled(grads: torch.Tensor, coefficient: torch.Tensor | None, room: torch.Te
         return grads if coefficient is None else grads.mul_(coefficient)
     if coefficient is None:
         return grads.to(torch.float32) if room is None else room.copy_(grads)
-    # In fp32, rounded once: the coefficient has a dimension, so it promotes gradients of 16 bits (`clipping.unscale`).
+    # In fp32, rounded once: the coefficient has a dimension, so it promotes gradients of 16 bits (see `Clip`).
     return torch.mul(grads, coefficient, out=room)
 
 

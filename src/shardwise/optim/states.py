@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.offload import buckets
 from shardwise.offload.offloaded_states import OffloadedStates
+from shardwise.offload.unit_states import MASTER
 from shardwise.partition import Span
 from shardwise.unit import Unit
 from shardwise.unit.state_view import OffloadedView, StateView, TensorView
 
-MASTER = "param"
+PARAM = "param"
 """The key of the master's values; those of optimizer state are `optim/` and the optimizer's own key."""
 
 
@@ -47,10 +47,10 @@ def state_views(unit: Unit, optimizer: torch.optim.Optimizer | None) -> list[Sta
     unit.synchronize()
     weights, states, first = unit.weights, unit.states, unit.weights.owned.start
     views: list[StateView] = []
-    if isinstance(states, OffloadedStates) and buckets.MASTER in states:
-        views.append(OffloadedView(MASTER, weights.owned, states, buckets.MASTER, first))
+    if isinstance(states, OffloadedStates) and MASTER in states:
+        views.append(OffloadedView(PARAM, weights.owned, states, MASTER, first))
     else:
-        views.append(TensorView(MASTER, weights.owned, weights.master))
+        views.append(TensorView(PARAM, weights.owned, weights.master))
     for param, span, state in _piece_states(unit, optimizer):
         for key, value in state.items():
             if not _is_per_element(value, param):

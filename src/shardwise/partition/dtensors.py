@@ -103,6 +103,30 @@ def uneven_cut(model: nn.Module) -> str:
     return ""
 
 
+def broken_tie(model: nn.Module) -> tuple[str, str] | None:
+    """The names of an embedding and a head that were one parameter before the model was cut: `parallelize_module` and
+    transformers' `apply_tensor_parallelism` make one of each name."""
+    params: dict[str, Any] = dict(model.named_parameters())
+    paths = [path for path, module in model.named_modules() if isinstance(module, nn.Embedding)]
+    for name, one in ((name, params[name]) for path in paths if (name := f"{path}.weight") in params):
+        for other_name, other in params.items():
+            are_cut = is_dtensor(one) or is_dtensor(other)
+            is_trained = one.requires_grad or other.requires_grad
+            if other is not one and other.shape == one.shape and are_cut and is_trained and _are_equal(one, other):
+                return name, other_name
+    return None
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    """Whether this rank has the same values of both, which are not all alike."""
+    mine, theirs = local(one).detach(), local(other).detach()
+    if mine.shape != theirs.shape:
+        mine, theirs = (mine, cut(one, theirs)) if is_dtensor(one) else (cut(other, mine), theirs)
+    if mine.shape != theirs.shape or mine.is_meta or theirs.is_meta or not mine.numel():
+        return False
+    return torch.equal(mine, theirs) and bool((mine != mine.flatten()[0]).any())
+
+
 def set_dtype(param: Any, dtype: torch.dtype) -> None:
     """Make a DTensor report the dtype that its local tensor is about to get."""
     if is_dtensor(param) and param.dtype != dtype:

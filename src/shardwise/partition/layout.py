@@ -24,7 +24,7 @@ import enum
 import heapq
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -65,6 +65,15 @@ class Span:
 
     def shift(self, by: int) -> Span:
         return Span(self.start + by, self.stop + by)
+
+    def split(self, most: int) -> Iterator[Span]:
+        """The range in parts of at most `most` elements.
+
+        >>> [part.numel for part in Span(0, 100).split(64)]
+        [64, 36]
+        """
+        for start in range(self.start, self.stop, most):
+            yield Span(start, min(start + most, self.stop))
 
     def __bool__(self) -> bool:
         return self.stop > self.start
@@ -114,15 +123,10 @@ class GroupRun:
     shape: tuple[int, ...] | None = None
 
     def split(self, most: int) -> tuple[GroupRun, ...]:
-        """The run in parts of at most `most` elements; a whole tensor is not split.
-
-        >>> [part.shard.numel for part in GroupRun(0, Span(0, 100)).split(64)]
-        [64, 36]
-        """
+        """The run in parts of at most `most` elements; a whole tensor is not split."""
         if self.shape is not None:
             return (self,)
-        starts = range(self.shard.start, self.shard.stop, most)
-        return tuple(GroupRun(self.group, Span(start, min(start + most, self.shard.stop))) for start in starts)
+        return tuple(GroupRun(self.group, part) for part in self.shard.split(most))
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ class Policy:
         return "disk" in (self.master_tier, self.optim_tier)
 
     def cached(self) -> Policy:
-        """The same policy with the host in the place of the disk."""
+        """The same policy with the host in place of the disk."""
         return self._moved({"disk": "host"})
 
     def on_device(self) -> Policy:
@@ -109,7 +109,7 @@ class Policy:
         return gathers + times.reductions * self.wire_dtype(axis).itemsize + times.updates * updated.itemsize
 
     def wire_dtype(self, axis: Axis) -> torch.dtype:
-        """Of gradients that are sent over an axis: of a micro-batch, or the sums of all."""
+        """The dtype of gradients that are sent over an axis: those of a micro-batch, or the sums of all."""
         return self.reduce_dtype if axis in AXES[self.grads_cut] else self.sum_dtype
 
 

@@ -65,7 +65,7 @@ def is_quantized(param: Any) -> bool:
 
 
 def loose_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Small tensors that quantised weights keep beside their values, which all ranks hold whole."""
+    """Small tensors that quantised weights keep in addition to their values, and all ranks hold whole."""
     for param in model.parameters():
         if type(param) is not nn.Parameter and not is_wrapper(param):
             offset = getattr(getattr(param, "quant_state", None), "offset", None)

@@ -33,6 +33,7 @@ from torch import nn
 from shardwise.partition.dtensors import local, locals_of
 from shardwise.partition.stored import stored_tensors
 from shardwise.sizes import format_bytes, format_count
+from shardwise.tensors import dtype_name
 
 Run = tuple[str, ...]  # modules of one unit, by path
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -169,7 +170,7 @@ def _find_blocks(tree: _Tree, path: str) -> list[str]:
 
 
 def _repeated(tree: _Tree, path: str, kids: Sequence[str]) -> tuple[set[str], set[str]]:
-    """Of the children of a list: those that are not searched further, and those of them that are blocks."""
+    """The children of a list that are not searched further, and those among them that are blocks."""
     by_class: dict[type, list[str]] = defaultdict(list)
     for kid in filter(tree.has_forward, kids):
         by_class[type(tree.modules[kid])].append(kid)
@@ -302,7 +303,7 @@ def _specs(tree: _Tree, owners: dict[str, Run], users: dict[str, dict[str, None]
     for run, trainable, dtype, inner in sorted(parts, key=lambda part: position[part[0][0]] if part[0] else -1):
         names = parts[run, trainable, dtype, inner]
         tags = [*([] if trainable else ["frozen"]), *(["inner"] if inner else [])]
-        tags += [_short(dtype)] if dtypes[run, trainable] > 1 else []
+        tags += [dtype_name(dtype)] if dtypes[run, trainable] > 1 else []
         label = _label(run) + (f" ({', '.join(tags)})" if tags else "")
         further = {user: None for name in names for user in users.get(name, ())}
         runs = ((run,) if run else ()) + tuple((user,) for user in further)
@@ -313,7 +314,7 @@ def _specs(tree: _Tree, owners: dict[str, Run], users: dict[str, dict[str, None]
 def _row(unit: UnitSpec, params: dict[str, torch.Tensor]) -> tuple[str, ...]:
     owner, *others = [_label(run) for run in unit.runs] or ["none"]
     sizes = _sizes([params[name] for name in unit.params])
-    return (unit.name, owner, *sizes, _short(unit.dtype), "yes" if unit.trainable else "no", ", ".join(others))
+    return (unit.name, owner, *sizes, dtype_name(unit.dtype), "yes" if unit.trainable else "no", ", ".join(others))
 
 
 def _sizes(params: Collection[torch.Tensor]) -> tuple[str, str, str]:
@@ -327,10 +328,6 @@ def _label(run: Sequence[str]) -> str:
     if not run or run == ("",):
         return "(root)"
     return run[0] if len(run) == 1 else f"{run[0]}-{run[-1].rpartition('.')[2]}"
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _above(path: str) -> list[str]:

@@ -16,14 +16,17 @@ model's own forward runs on every stage: see `prune`.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from shardwise.errors import ConfigError
+from shardwise.pipelining.absent import AbsentValues, check_present
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,12 @@ def cut(model: nn.Module, count: int, split: Sequence[str] | None = None) -> Sta
     >>> cut(nn.Sequential(*(nn.Linear(2, 2) for _ in range(5))), 2).starts
     (0, 2)
     """
+    if getattr(getattr(model, "config", None), "output_router_logits", False):
+        raise ConfigError(
+            "the loss has a part from the routers of all blocks (config.output_router_logits), and a pipeline's last "
+            "stage has those of its own blocks alone: set it to False, or use ZeRO alone, shardwise.initialize(model, "
+            "optimizer, 'zero3')"
+        )
     blocks = find_blocks(model)
     if split is not None:
         return StageCut(blocks, _named_starts(blocks, count, split))
@@ -152,46 +161,103 @@ class _Part(nn.Module):
         plain = (str, int, float, bool, type(None))
         own = vars(self).keys()
         vars(self).update({k: v for k, v in vars(part).items() if k not in own and isinstance(v, plain)})
+        params = part._parameters.items()
+        vars(self).update({name: AbsentValues.like(param) for name, param in params if param is not None})
+        self._first_name = _first_name(part)
+
+    def first(self, args: Any, kwargs: Any) -> Any:
+        """The first argument of a call: of a block, the hidden states."""
+        return args[0] if args else kwargs.get(self._first_name)
 
 
-class _Passed(_Part):
-    """A block before the stage, or a norm or dropout there: does nothing."""
+@dataclass
+class Reception:
+    """What the stage before has sent, while a micro-batch runs, and whether the stage's first block has it."""
 
-    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
-        return x
+    values: torch.Tensor | None = None
+    is_over: bool = False
 
 
-class ReceivingBlock(_Part):
-    """The last block before the stage: gives what the stage before has sent."""
+class PartBefore(_Part):
+    """A block before the stage, or a norm there: computes nothing."""
 
-    received: torch.Tensor | None = None
+    def __init__(self, part: nn.Module, path: str, reception: Reception) -> None:
+        super().__init__(part)
+        self.path = path
+        self.reception = reception
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        received, self.received = self.received, None
-        assert received is not None, "the stage has received nothing"
-        return received
+        if self.reception.is_over:
+            raise ConfigError(
+                f"the forward uses {self.path!r} after the blocks of other stages, and its parameters are on a stage "
+                "before, because it is registered there: register modules in the order of their use"
+            )
+        assert self.reception.values is not None, "the stage has received nothing"
+        return self.blank(self.reception.values, self.first(args, kwargs))
+
+    def blank(self, received: torch.Tensor, x: torch.Tensor) -> AbsentValues:
+        """What the part would give for `x`."""
+        return AbsentValues.like(x)
 
 
-class _Zeros(_Part):
-    """An embedding or a projection before the blocks: gives zeros, which no stage reads."""
+class _LastBefore(PartBefore):
+    """The last block before the stage: the next one takes what the stage has received."""
 
-    def __init__(self, part: nn.Embedding | nn.Linear) -> None:
-        super().__init__(part)
+    def blank(self, received: torch.Tensor, x: torch.Tensor) -> AbsentValues:
+        return AbsentValues.like(received, received)
+
+
+class _ProjectionBefore(PartBefore):
+    """An embedding or a projection before the blocks."""
+
+    def __init__(self, part: nn.Embedding | nn.Linear, path: str, reception: Reception) -> None:
+        super().__init__(part, path, reception)
         self.is_embedding = isinstance(part, nn.Embedding)
         self.width = part.embedding_dim if isinstance(part, nn.Embedding) else part.out_features
-        self.dtype = part.weight.dtype
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        shape = (*(x.shape if self.is_embedding else x.shape[:-1]), self.width)
-        return torch.zeros((), dtype=self.dtype, device=x.device).expand(shape)
+    def blank(self, received: torch.Tensor, x: torch.Tensor) -> AbsentValues:
+        return AbsentValues((*(x.shape if self.is_embedding else x.shape[:-1]), self.width), received.dtype, x.device)
 
 
 class _EndBlock(_Part):
     """The first block after the stage."""
 
-    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def __init__(self, part: nn.Module, path: str) -> None:
+        super().__init__(part)
+        self.path = path
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        x = self.first(args, kwargs)
+        check_present(x, lambda: f"the first argument of block {self.path!r} is computed")
+        if not isinstance(x, torch.Tensor):
+            raise ConfigError(
+                f"the model cannot be cut before block {self.path!r}: its first argument is a {type(x).__name__}, and "
+                "stages send each other one tensor, the hidden states"
+            )
         # A schedule detaches what it has sent in place, which a view does not allow.
         raise StageEnd(x.clone() if x._is_view() else x)
+
+
+def _first_name(module: nn.Module) -> str | None:
+    """The name of the first argument of a module's forward."""
+    return next(iter(inspect.signature(module.forward).parameters), None)
+
+
+def _check_arguments(path: str, block: nn.Module, args: Any, kwargs: Any) -> None:
+    check_present((args, kwargs), lambda: f"an argument of block {path!r} is computed")
+
+
+def _enter(path: str, reception: Reception, name: str | None, block: nn.Module, args: Any, kwargs: Any) -> Any:
+    """The stage's first block begins with what the stage has received, also when it is recomputed."""
+    reception.is_over = True
+    values = args[0] if args else kwargs.get(name)
+    if isinstance(values, AbsentValues) and values.received is not None:
+        if args:
+            args = (values.received, *args[1:])
+        else:
+            kwargs = {**kwargs, name: values.received}
+    _check_arguments(path, block, args, kwargs)
+    return args, kwargs
 
 
 class _Absent(_Part):
@@ -211,19 +277,26 @@ class _Absent(_Part):
 def prune(model: nn.Module, where: StageCut, stage: int) -> nn.Module:
     """A copy of `model` that computes one stage. Its parameters are those of `model`; others have been taken out.
 
-    Blocks before the stage do nothing, and the last of them is a `ReceivingBlock`. The block after the stage raises
-    `StageEnd`. What lies before the blocks gives zeros on later stages. A tied parameter whose uses are on the first
-    and the last stage is a parameter of each.
+    Blocks before the stage, and on later stages what lies before the blocks, give `AbsentValues`. The stage's first
+    block takes what the stage has received in their place, and the block after the stage raises `StageEnd` with what it
+    is given. A tied parameter whose uses are on the first and the last stage is a parameter of each.
     """
     names = [name for name, _ in model.named_parameters()]
     shared = {id(each): each for each in (*model.parameters(), *model.buffers())}
     part = copy.deepcopy(model, shared)
-    own, last = where.own(stage), where.count - 1
+    own, last, reception = where.own(stage), where.count - 1, Reception()
     for index, path in enumerate(where.blocks):
         block = part.get_submodule(path)
-        if index not in own:
-            kind = _EndBlock if index >= own.stop else ReceivingBlock if index == own.start - 1 else _Passed
-            _replace(part, path, kind(block))
+        if index >= own.stop:
+            _replace(part, path, _EndBlock(block, path))
+        elif index < own.start:
+            kind = _LastBefore if index == own.start - 1 else PartBefore
+            _replace(part, path, kind(block, path, reception))
+        elif stage:
+            check = partial(_check_arguments, path)
+            if index == own.start:
+                check = partial(_enter, path, reception, _first_name(block))
+            block.register_forward_pre_hook(check, with_kwargs=True)
     for path, module in list(part.named_modules()):
         direct = [f"{path}.{name}" if path else name for name in module._parameters]
         outside = [name for name in direct if not any(_is_inside(name, block) for block in where.blocks)]
@@ -235,8 +308,10 @@ def prune(model: nn.Module, where: StageCut, stage: int) -> nn.Module:
                 _untie(module, {name for name in names if where.stage_of(name, names) == 0}, model)
         elif home == last:
             _replace(part, path, _Absent(module, path)) if path else _blank(module)
+        elif path and not list(module.children()):
+            _replace(part, path, _stand_in(module, path, reception))
         else:
-            _replace(part, path, _stand_in(module, path)) if path and not list(module.children()) else _blank(module)
+            _blank(module)
     return part
 
 
@@ -249,11 +324,11 @@ def _is_before(name: str, part: nn.Module, where: StageCut, names: Sequence[str]
     return everything.index(holder) < everything.index(where.blocks[0])
 
 
-def _stand_in(module: nn.Module, path: str) -> nn.Module:
+def _stand_in(module: nn.Module, path: str, reception: Reception) -> nn.Module:
     if isinstance(module, (nn.Embedding, nn.Linear)):
-        return _Zeros(module)
+        return _ProjectionBefore(module, path, reception)
     if "norm" in type(module).__name__.lower():
-        return _Passed(module)
+        return PartBefore(module, path, reception)
     raise ConfigError(
         f"the model cannot be cut: stages after the first do not know what to compute for {path!r} "
         f"({type(module).__name__}), which comes before the blocks; known are Embedding, Linear and norms"
@@ -261,11 +336,11 @@ def _stand_in(module: nn.Module, path: str) -> nn.Module:
 
 
 def _blank(module: nn.Module) -> None:
-    """Replace parameters that the model holds itself by zeros without memory."""
+    """Replace parameters that the model holds itself."""
     for name, param in list(module._parameters.items()):
-        del module._parameters[name]
         if param is not None:
-            module.register_buffer(name, torch.zeros((), dtype=param.dtype).expand(param.shape), persistent=False)
+            del module._parameters[name]
+            vars(module)[name] = AbsentValues.like(param)
 
 
 def _untie(module: nn.Module, elsewhere: set[str], model: nn.Module) -> None:

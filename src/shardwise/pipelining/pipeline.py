@@ -3,6 +3,10 @@
 Every rank of a pipeline is given the same batch; ranks of different `dp` places get different ones, as under ZeRO. Each
 stage runs the model's own forward on its copy (see `cut`), so a model computes from the batch on every stage what it
 needs there: masks, positions, labels. Between stages only the hidden states are sent.
+
+A checkpoint of a pipeline is one of the whole model, keyed by the names that parameters have in it. So any other number
+of stages, another cut, a mesh without pp and a plain engine load it, and a pipeline loads theirs. A weight that the
+first and the last stage both have is stored once, under its name on the first.
 """
 
 from __future__ import annotations
@@ -23,9 +27,10 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_sc
 
 from shardwise import checkpoint
 from shardwise.agreement.judge import name_ranks
-from shardwise.checkpoint.checkpointable import ModelParts
+from shardwise.checkpoint.checkpointable import ModelParts, persistent_buffers
 from shardwise.checkpoint.storage import Location
-from shardwise.comm.model_group import ModelGroup
+from shardwise.comm.mesh import check_is_mesh
+from shardwise.comm.model_group import Everyone, ModelGroup
 from shardwise.config import Config
 from shardwise.engine import Engine
 from shardwise.engine.initialize import initialize
@@ -34,11 +39,9 @@ from shardwise.errors import ConfigError, DisagreementError
 from shardwise.optim.optimizers import OptimizerFactory
 from shardwise.partition.dtensors import local
 from shardwise.partition.policy import DTYPES
-from shardwise.pipelining.checkpoints import model_parts, names_of
+from shardwise.partition.stored import stored_tensors
 from shardwise.pipelining.cut import StageCut, cut, prune
-from shardwise.pipelining.forward_pass import ForwardPass
-from shardwise.pipelining.stage import EngineStage
-from shardwise.pipelining.stage_call import LossFn, StageCall
+from shardwise.pipelining.stage import EngineStage, ForwardPass, LossFn, StageCall
 from shardwise.pipelining.tied import TiedWeights
 from shardwise.tensors import map_tensors, tensors_in
 
@@ -133,12 +136,12 @@ def assemble(
     """The pipeline of a rank of `group`: cut `model`, make an engine of each part of this rank, and drive them."""
     owners = layout.owners
     where = cut(model, len(owners), layout.split)
-    names, tied = names_of(model), TiedWeights.of(model, where)
+    names, tied = (*stored_tensors(model), *persistent_buffers(model)), TiedWeights.of(model, where)
     parts = {stage: prune(model, where, stage) for stage in layout.stages_of(group.rank)}
     _free_others(model, parts.values())
     calls = {stage: StageCall(part, loss_fn) for stage, part in parts.items()}
     engines = {stage: make_engine(part) for stage, part in parts.items()}
-    pp = group.process_group
+    pp = group.group
     try:
         driver = layout.schedule(
             [make_stage(each, stage, len(owners), pp, layout.keep_gathered) for stage, each in engines.items()]
@@ -148,12 +151,15 @@ def assemble(
             engine.destroy()
         raise
     tied.attach(engines)
-    whole = model_parts(list(engines.values()), group, names, tied)
+    own = list(engines.values())
+    stored_as = {last: first for first, last in tied.names.items()}
+    whole = ModelParts(own, Everyone(own[0].comm, group), group.size, names, stored_as)
     return Pipeline(driver, where, tied, whole, ForwardPass(engines, calls, owners, pp))
 
 
 def _stage_group(mesh: Any) -> ModelGroup:
     """The axis pp of a mesh, which stands before the others."""
+    check_is_mesh(mesh)
     axes = tuple(mesh.mesh_dim_names or ())
     if "pp" not in axes or axes[0] != "pp" or len(axes) < 2:
         raise ConfigError(
@@ -181,8 +187,8 @@ def _check_alike(schedule: str, micro_batches: int, split: Sequence[str] | None,
 
 
 def _check_config(config: Config, micro_batches: int) -> None:
-    if micro_batches < 1:
-        raise ConfigError(f"micro_batches is {micro_batches}: it is at least 1")
+    if not isinstance(micro_batches, int) or micro_batches < 1:
+        raise ConfigError(f"micro_batches is {micro_batches!r}: give a whole number, at least 1")
     if config.precision.compute == "fp16":
         raise ConfigError("precision.compute is fp16, whose loss scale stages do not share: compute in bf16")
     if config.batch.accumulation > 1:
@@ -195,7 +201,7 @@ def _check_config(config: Config, micro_batches: int) -> None:
 def schedule_class(name: str) -> Any:
     try:
         kind = get_schedule_class(name)
-    except ValueError:
+    except (ValueError, AttributeError):
         kind = None
     if kind is None or inspect.isabstract(kind) or name.lower().startswith("pipelineschedule"):
         raise ConfigError(

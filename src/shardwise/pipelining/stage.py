@@ -16,7 +16,9 @@ torch would assign weight gradients to `weight.grad`, which an engine does not l
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +29,11 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import stage_backward_weight
 
 from shardwise.engine import Engine
+from shardwise.errors import ConfigError
+from shardwise.pipelining.absent import check_present
+from shardwise.pipelining.cut import PartBefore, StageEnd
+
+LossFn = Callable[[Any, Any], torch.Tensor]
 
 
 class EngineStage(PipelineStage):
@@ -105,3 +112,98 @@ class _Weight:
 
 def _iterated(weights: dict[str, _Weight]) -> Iterator[Any]:
     return iter(weights.values())
+
+
+class StageCall:
+    """Replaces the forward of a stage's model: `forward(*received, index)` runs micro-batch number `index`."""
+
+    def __init__(self, part: nn.Module, loss_fn: LossFn | None) -> None:
+        self.micro_batches: list[Any] = []
+        self.number_of: Callable[[torch.Tensor], int] = int
+        self._loss_fn = loss_fn
+        before = (module for module in part.modules() if isinstance(module, PartBefore))
+        self._reception = next((module.reception for module in before), None)
+        self._options = {"use_cache": False} if "use_cache" in inspect.signature(part.forward).parameters else {}
+        vars(part)["forward"] = partial(self._run, part.forward)
+
+    def _run(self, forward: Callable[..., Any], *received: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        if self._reception is not None:
+            (self._reception.values,) = received
+        batch = self.micro_batches[self.number_of(index)]
+        try:
+            return self._loss(forward, batch)
+        except StageEnd as end:
+            return end.value
+        finally:
+            if self._reception is not None:
+                self._reception.values, self._reception.is_over = None, False
+
+    def _loss(self, forward: Callable[..., Any], batch: Any) -> torch.Tensor:
+        if isinstance(batch, Mapping):
+            output, target = forward(**{**self._options, **batch}), batch
+        elif self._loss_fn is not None and isinstance(batch, (tuple, list)):
+            output, target = forward(*batch[:-1], **self._options), batch[-1]
+        else:
+            args = batch if isinstance(batch, (tuple, list)) else (batch,)
+            output, target = forward(*args, **self._options), None
+        loss = self._loss_fn(output, target) if self._loss_fn is not None else getattr(output, "loss", output)
+        check_present(loss, lambda: "the loss is computed")
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            raise ConfigError(
+                f"the model returned {type(output).__name__} and no loss: pass loss_fn=, or batches with labels"
+            )
+        return loss.reshape(1)
+
+
+class ForwardPass:
+    """Runs batches through the stages of a pipeline; `owners` has the rank of each stage in `group`.
+
+    Unlike a schedule it takes batches of any shape: a stage sends the shape with the values.
+    """
+
+    def __init__(
+        self,
+        engines: Mapping[int, Engine],
+        calls: Mapping[int, StageCall],
+        owners: Sequence[int],
+        group: dist.ProcessGroup,
+    ) -> None:
+        self.engines = engines
+        self.calls = calls
+        self.group = group
+        self._owners = owners
+        self._rank = dist.get_rank(group)
+
+    @torch.no_grad()
+    def loss(self, batch: Any) -> torch.Tensor:
+        """The loss of a batch, on all ranks of the pipeline. A collective."""
+        hidden: torch.Tensor | None = None
+        for stage, owner in enumerate(self._owners):
+            if owner == self._rank:
+                received = () if hidden is None else (hidden,)
+                self.calls[stage].micro_batches = [batch]
+                hidden = self.engines[stage](*received, index=torch.zeros(1, dtype=torch.long))
+                self.calls[stage].micro_batches = []
+            if stage + 1 < len(self._owners):
+                hidden = self._hand_on(hidden, owner, self._owners[stage + 1])
+        last = self._owners[-1]
+        loss = hidden.float().reshape(()) if hidden is not None and last == self._rank else self._blank((), torch.float)
+        dist.broadcast(loss, group=self.group, group_src=last)
+        return loss
+
+    def _hand_on(self, hidden: torch.Tensor | None, source: int, target: int) -> torch.Tensor | None:
+        if source == target or self._rank not in (source, target):
+            return hidden
+        if self._rank == source:
+            assert hidden is not None
+            dist.send_object_list([(tuple(hidden.shape), hidden.dtype)], group=self.group, group_dst=target)
+            dist.send(hidden.contiguous(), group=self.group, group_dst=target)
+            return None
+        told: list[Any] = [None]
+        dist.recv_object_list(told, group=self.group, group_src=source)
+        hidden = self._blank(*told[0])
+        dist.recv(hidden, group=self.group, group_src=source)
+        return hidden
+
+    def _blank(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=next(iter(self.engines.values())).comm.device)

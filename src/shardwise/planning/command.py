@@ -7,20 +7,20 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import typer
-from rich.console import Console
 
 from shardwise.checks import check_output_file
 from shardwise.config import Config
-from shardwise.config.presets import PRESETS, STAGES, disk_folder, offloaded
+from shardwise.config.presets import PRESETS, STAGE_PRESETS, STAGES, disk_folder, offloaded
 from shardwise.errors import ConfigError
 from shardwise.estimate import arithmetic
 from shardwise.estimate import hardware as machines
 from shardwise.estimate.hardware import Hardware
-from shardwise.models.workload import DEFAULT_TARGETS, ModelSpec, Workload, find_model
+from shardwise.models.workload import DEFAULT_TARGETS, Lora, ModelSpec, Workload, find_model
 from shardwise.planning import report, scaling, search
 from shardwise.planning.inference import plan_inference
 from shardwise.planning.pipelines import about_pipelines
@@ -29,8 +29,8 @@ from shardwise.planning.plot import draw_plan, draw_scaling
 from shardwise.planning.report import Plan
 from shardwise.plotting import check_path
 from shardwise.sizes import parse_bytes, parse_count
-from shardwise.timing.device import DeviceTimes, published
-from shardwise.timing.kept import kept_calibration, load_calibration
+from shardwise.tables import console_of
+from shardwise.timing.device import DeviceTimes, kept_calibration, load_calibration, published
 
 _SIZES = {"gpu_memory": "gpu_bytes", "host_memory": "host_bytes", "disk": "disk_bytes"}
 _RATES = {"gpu_link": "gpu_link", "node_link": "node_link", "host_link": "host_link", "disk_rate": "disk"}
@@ -94,7 +94,7 @@ def _workload(options: Mapping[str, Any], on: Hardware) -> Workload:
     return workload if total is None else workload.for_global_batch(total, copies)
 
 
-def _lora(rank: int | None, targets: str | None) -> tuple[int, tuple[str, ...]] | None:
+def _lora(rank: int | None, targets: str | None) -> Lora | None:
     if rank is None:
         if targets:
             raise ConfigError("--lora-targets needs --lora RANK")
@@ -111,37 +111,49 @@ def run(options: Mapping[str, Any]) -> None:
         check_output_file("--emit", options["emit"])
     if options["plot"] is not None:
         check_path(options["plot"])
-    on = _hardware(options)
-    is_range = ".." in (options["gpus"] or "")
-    workload = _workload(options if not is_range else {**options, "global_batch": None}, on)
+    on, is_range = _hardware(options), ".." in (options["gpus"] or "")
+    workload = _workload({**options, "global_batch": None} if is_range else options, on)
     if workload.pp > 1 and options["search"]:
         raise ConfigError(f"--pp {workload.pp}: --search tries pipelines itself: leave out one of them")
     device = _device(options)
-    model, params = options["model"], _read(options, {"params": "params"}, parse_count).get("params")
+    params = _read(options, {"params": "params"}, parse_count).get("params")
+    find = partial(find_model, options["model"], params, workload)
     if is_range:
-        _show_scaling(find_model(model, params, workload), on, options, device)
-        return
-    if options["inference"]:
+        _show_scaling(find(), workload, on, options, device)
+    elif options["inference"]:
         if workload.tp > 1:
             raise ConfigError(f"--tp {workload.tp}: a stream does not cut models; leave it out of --inference")
-        _show_inference(find_model(model, params, workload), on, options)
-        return
-    if options["accounting"] is not None:
-        part = find_model(model, params, workload).part(workload.tp)
-        ranks = on.zero_shape(workload.tp, workload.pp).world_size
-        _show_states(part, ranks, options["accounting"], options["json"])
-        return
+        of_training = ("search", "detailed", "emit", "plot", "price", "lora", "presets", "accounting")
+        if ignored := [name for name in of_training if options[name]]:
+            raise ConfigError(f"--{ignored[0]} is about training, and --inference is not: leave out one of them")
+        _show_inference(find(), on, options)
+    elif options["accounting"] is not None:
+        _show_states(find().part(workload.tp), on.zero_shape(workload.tp, workload.pp).world_size, options)
+    else:
+        _show_plan(params, workload, on, options, device)
+
+
+def _show_plan(
+    params: int | None, workload: Workload, on: Hardware, options: Mapping[str, Any], device: DeviceTimes | None
+) -> None:
     presets = [name.strip() for name in options["presets"].split(",")] if options["presets"] else None
-    detailed = options["detailed"]
-    more = {"device": device, "price": options["price"]}
-    made = plan(model, params=params, hardware=on, workload=workload, presets=presets, detailed=detailed, **more)
-    ranked = search.ranked(made.model, workload, on, device) if options["search"] else None
+    made = plan(
+        options["model"],
+        params=params,
+        hardware=on,
+        workload=workload,
+        presets=presets,
+        detailed=options["detailed"],
+        device=device,
+        price=options["price"],
+    )
+    ranked = search.search(made.model, workload, on, device) if options["search"] else None
     found = None if ranked is None else ranked[: search.COUNT]
     if options["json"]:
         searched = {} if found is None else {"search": [asdict(each) for each in found]}
         typer.echo(json.dumps({**made.to_dict(), **searched}, indent=1))
     else:
-        _show(made, ranked, options["explain"])
+        _print(made, ranked, options["explain"])
         if found is not None:
             typer.echo(about_pipelines(made.model, workload, on, found[0].cost if found else None, device))
     if (path := options["emit"]) is not None:
@@ -160,9 +172,11 @@ def _device(options: Mapping[str, Any]) -> DeviceTimes | None:
     return load_calibration(Path(name)) if name.endswith(".json") else published(name)
 
 
-def _show_scaling(model: ModelSpec, on: Hardware, options: Mapping[str, Any], device: DeviceTimes | None) -> None:
+def _show_scaling(
+    model: ModelSpec, workload: Workload, on: Hardware, options: Mapping[str, Any], device: DeviceTimes | None
+) -> None:
     """All numbers of GPUs of a range."""
-    counts, workload = scaling.gpu_counts(options["gpus"]), _workload({**options, "global_batch": None}, on)
+    counts = scaling.gpu_counts(options["gpus"])
     refused = [name for name in ("search", "detailed", "emit", "inference", "accounting", "presets") if options[name]]
     if refused or options["nodes"] != 1:
         name = refused[0] if refused else "nodes"
@@ -173,19 +187,14 @@ def _show_scaling(model: ModelSpec, on: Hardware, options: Mapping[str, Any], de
     if options["json"]:
         typer.echo(json.dumps([asdict(point) for point in found.points], indent=1))
     else:
-        (Console() if Console().is_terminal else Console(width=scaling.WIDTH)).print(scaling.render(found))
+        console_of(scaling.WIDTH).print(scaling.render(found))
     if (path := options["plot"]) is not None:
         with _writing("--plot", path):
             draw_scaling(found, path)
 
 
-def _console() -> Console:
-    console = Console()
-    return console if console.is_terminal else Console(width=report.WIDTH)
-
-
-def _show(made: Plan, ranked: list[search.Candidate] | None, explains: bool) -> None:
-    console = _console()
+def _print(made: Plan, ranked: list[search.Candidate] | None, explains: bool) -> None:
+    console = console_of(report.WIDTH)
     console.print(report.render(made))
     if ranked is not None:
         console.print(search.render(ranked, made.workload))
@@ -193,21 +202,21 @@ def _show(made: Plan, ranked: list[search.Candidate] | None, explains: bool) -> 
         typer.echo("\n" + report.explain(made))
 
 
-def _show_states(model: ModelSpec, ranks: int, name: str, as_json: bool) -> None:
+def _show_states(part: ModelSpec, ranks: int, options: Mapping[str, Any]) -> None:
+    name = options["accounting"]
     each = arithmetic.accounting(name)
-    sizes = {preset: arithmetic.total_bytes(preset, model.parameters, ranks, each) for preset in arithmetic.STAGES}
-    if as_json:
+    sizes = {preset: arithmetic.total_bytes(preset, part.parameters, ranks, each) for preset in STAGE_PRESETS}
+    if options["json"]:
         states = {preset: float(size) for preset, size in sizes.items()}
         typer.echo(json.dumps({"accounting": name, "state_bytes": states}, indent=1))
     else:
-        _console().print(report.states(model.parameters, ranks, each, name, sizes))
+        console_of(report.WIDTH).print(report.states(part.parameters, ranks, each, name, sizes))
 
 
 def _show_inference(model: ModelSpec, on: Hardware, options: Mapping[str, Any]) -> None:
     if model.dimensions is None:
         raise ConfigError("--inference needs a model whose dimensions are known: name one, or give its config.json")
-    batch, context, precision = options["batch"], options["context"], options["precision"]
-    made = plan_inference(model.dimensions, on, batch, context, precision)
+    made = plan_inference(model.dimensions, on, options["batch"], options["context"], options["precision"])
     typer.echo(json.dumps(made.to_dict(), indent=1) if options["json"] else str(made))
 
 

@@ -63,19 +63,18 @@ class InferencePlan:
 def plan_inference(of: Dimensions, on: Hardware, batch: int, context: int, precision: str) -> InferencePlan:
     """The plan for one rank of `on`, whose budgets are the memory of a GPU, of its host and of its disk."""
     itemsize = DTYPES[precision].itemsize
-    working = working_memory(_config(of), batch, context, itemsize)
+    working = working_memory(of, batch, context, itemsize)
     units = list(_units(of, itemsize, on.gpus))
     room = on.gpu_bytes - CONTEXT_BYTES - working.total_bytes
-    ranks = max(1, on.gpus // on.nodes)
+    ranks = on.shape.per_node
     host_bytes = on.host_bytes // ranks if on.host_bytes is not None else None
     found = place(units, "host", room)
     if host_bytes is not None and found.bytes_on("host") > host_bytes:
         found = place(units, "disk", room, host_bytes)
     rates = on.rates.or_typical()
     shares = {tier: sum(unit.shard_bytes * unit.uses for unit in _on(found, tier)) for tier in ("host", "disk")}
-    pass_s = max(
-        sum(shares.values()) / rates["host_link"], shares["disk"] * ranks / rates["disk"]
-    )  # what is read from the disk also crosses the link
+    # What is read from the disk also crosses the link.
+    pass_s = max(sum(shares.values()) / rates["host_link"], shares["disk"] * ranks / rates["disk"])
     if on.disk_bytes is not None and found.bytes_on("disk") * ranks > on.disk_bytes:
         raise ConfigError(f"the model takes {format_bytes(of.parameters * itemsize)}, more than --disk: give more room")
     return InferencePlan(found, working, pass_s)
@@ -96,15 +95,3 @@ def _units(of: Dimensions, itemsize: int, world_size: int) -> Iterator[UnitSize]
         yield unit(f"layers.{index}", numel)
     if not of.tied:
         yield unit("head", of.embedding_numel)
-
-
-def _config(of: Dimensions) -> dict[str, int]:
-    return {
-        "hidden_size": of.hidden,
-        "num_hidden_layers": of.layers,
-        "num_attention_heads": of.heads,
-        "num_key_value_heads": of.kv_heads,
-        "head_dim": of.head_dim,
-        "intermediate_size": of.width,
-        "vocab_size": of.vocabulary,
-    }

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,12 +12,12 @@ import torch
 from shardwise.config import Config
 from shardwise.config.shape import NodeShape
 from shardwise.dry_run.comm import PipelineRank
-from shardwise.dry_run.dry_run import Foreseen, Scenario, Untraceable, build_decoder, dry_run
-from shardwise.dry_run.kernels import CPU, cuda
+from shardwise.dry_run.dry_run import Foreseen, Scenario, build_of, dry_run
+from shardwise.dry_run.kernels import cuda, kernels_for
 from shardwise.errors import ConfigError
 from shardwise.estimate.estimate import estimate
 from shardwise.estimate.hardware import Hardware
-from shardwise.estimate.seconds import device_for, sketched
+from shardwise.estimate.seconds import device_times, sketched
 from shardwise.models.built_in import Build
 from shardwise.models.workload import ModelSpec, Workload
 from shardwise.planning.recommend import judge, order_for
@@ -78,32 +77,27 @@ def foresee_pipeline(
         raise ConfigError(
             f"{world_size} ranks with pp {pp} and tp {tp}: give a multiple of {pp * tp}, and pp from 2 on"
         )
-    is_cuda = torch.cuda.is_available() if device is None else device.startswith("cuda")
-    copies = world_size // (pp * tp)
-    loaded = Config.load(config).for_shape(NodeShape(1, copies))
+    loaded, copies, kernels = Config.load(config), world_size // (pp * tp), kernels_for(device)
 
     def run(rank: int) -> Foreseen:
         at = PipelineRank(pp, rank, schedule, micro_batches, keep_gathered)
-        return dry_run(Scenario(build, loaded, copies, cuda() if is_cuda else CPU, tp=tp, pipeline=at))
+        return dry_run(Scenario(build, loaded, copies, kernels, tp, at))
 
     with torch.random.fork_rng(devices=[]):
         return ForeseenPipeline(tuple(map(run, range(pp))), round(bubble(schedule, pp, micro_batches), 4))
 
 
-def foresee_stages(model: ModelSpec, workload: Workload, preset: str, world_size: int, nodes: int) -> Foreseen | str:
+def foresee_stages(model: ModelSpec, workload: Workload, preset: str, ranks: int | NodeShape) -> Foreseen:
     """As `foresee_workload`, of all ranks of a pipeline: the fullest, and the peaks of all."""
-    shape, total = NodeShape(nodes, world_size // nodes), workload.accumulation
+    total = workload.accumulation
     count = run_micro_batches(workload.schedule, workload.pp, total)
-    config = replace(workload, accumulation=1).config(preset).for_shape(shape)
-    build = model.build or partial(build_decoder, model, workload)
+    config = replace(workload, accumulation=1).config(preset)
+    build = build_of(model, workload)
     found = []
-    try:
-        for rank in range(workload.pp):
-            at = PipelineRank(workload.pp, rank, workload.schedule, count)
-            one = dry_run(Scenario(build, config, world_size, cuda(), shape, workload.tp, at))
-            found.append(with_micro_batches(one, workload.schedule, count, total))
-    except Untraceable as failure:
-        return str(failure)
+    for rank in range(workload.pp):
+        at = PipelineRank(workload.pp, rank, workload.schedule, count)
+        one = dry_run(Scenario(build, config, ranks, cuda(), workload.tp, at))
+        found.append(with_micro_batches(one, workload.schedule, count, total))
     fullest = max(found, key=lambda each: each.peak_bytes)
     return replace(fullest, places=tuple(each.peak_bytes for each in found))
 
@@ -176,7 +170,7 @@ def about_pipelines(
         return "No pipeline was tried: stages are cut by layers, which are known of models by name, without adapters."
     most = min(on.gpus, model.dimensions.layers, MOST_STAGES)
     sizes = [pp for pp in range(2, most + 1) if on.gpus % pp == 0]
-    times = device_for(on, device)
+    times = device_times(on, device)
     found = [made for pp in sizes if (made := _candidate(model, workload, on, pp, times)) is not None]
     if not found:
         return "No pipeline: none fits these GPUs."
@@ -203,9 +197,7 @@ def _candidate(
     numel, layers = model.parameters // pp, -(-model.dimensions.layers // pp)
     stage = ModelSpec(model.name, numel, numel, replace(model.dimensions, layers=layers))
     # The ranks of one stage are neighbours, on as few nodes as hold them.
-    part = replace(
-        on, gpus=on.gpus // pp, nodes=max(1, on.nodes // pp) if on.nodes % pp == 0 or pp % on.nodes == 0 else 1
-    )
+    part = replace(on, gpus=on.gpus // pp, nodes=on.nodes // pp if on.nodes % pp == 0 else 1)
     hidden_bytes = workload.tokens * model.dimensions.hidden * 2
     rates = on.rates.or_typical()
     link_s = 2 * hidden_bytes * count / rates["node_link" if on.nodes > 1 else "gpu_link"]

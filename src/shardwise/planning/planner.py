@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import partial
 from multiprocessing import get_context
 
 import torch
 
 from shardwise.config.presets import PRESETS
 from shardwise.config.shape import NodeShape
-from shardwise.dry_run.dry_run import Foreseen, can_dry_run, foresee_workload
+from shardwise.dry_run.dry_run import Foreseen, Untraceable, can_dry_run, foresee_workload
 from shardwise.errors import ConfigError
 from shardwise.estimate.arithmetic import sent_by_axis, tp_bytes, wire_share
 from shardwise.estimate.estimate import estimate
 from shardwise.estimate.hardware import Hardware
-from shardwise.estimate.seconds import device_for, preset_time
+from shardwise.estimate.seconds import device_times, preset_time
 from shardwise.machine.launch import cores
 from shardwise.models.workload import ModelSpec, Workload, find_model
 from shardwise.planning.pipelines import foresee_stages, pipeline_notes
@@ -61,18 +63,22 @@ def plan(
         raise ConfigError("a detailed plan needs a model: name one instead of --params")
     known.part(workload.tp)  # raises if there is none
     if workload.pp > 1:
-        if workload.accumulation < workload.pp:
-            raise ConfigError(
-                f"--pp {workload.pp} needs at least as many micro-batches: take --accumulate {2 * workload.pp}"
-            )
-        if known.dimensions is None or workload.lora or detailed is False:
-            raise ConfigError(
-                f"--pp {workload.pp} needs a dry run of a model whose dimensions are known, without adapters: name one "
-                "of the catalog or a config.json, and leave out --params, --lora and --no-detailed"
-            )
-        detailed = True
-    detailed = known.build is not None if detailed is None else detailed
-    return replace(_plan(known, workload, hardware, presets, detailed, device_for(hardware, device)), price=price)
+        _check_pipeline(known, workload, detailed)
+    if detailed is None:
+        detailed = workload.pp > 1 or known.build is not None
+    return replace(_plan(known, workload, hardware, presets, detailed, device_times(hardware, device)), price=price)
+
+
+def _check_pipeline(model: ModelSpec, workload: Workload, detailed: bool | None) -> None:
+    if workload.accumulation < workload.pp:
+        raise ConfigError(
+            f"--pp {workload.pp} needs at least as many micro-batches: take --accumulate {2 * workload.pp}"
+        )
+    if model.dimensions is None or workload.lora or detailed is False:
+        raise ConfigError(
+            f"--pp {workload.pp} needs a dry run of a model whose dimensions are known, without adapters: name one "
+            "of the catalog or a config.json, and leave out --params, --lora and --no-detailed"
+        )
 
 
 def _plan(
@@ -99,13 +105,7 @@ def _plan(
         notes += pipeline_notes(workload, foreseen)
     if workload.tp > 1:
         notes.append(_tp_note(workload.tp, shape.world_size, _tp_sent_bytes(model, workload, foreseen)))
-    rows = [
-        replace(
-            _row(preset, model, workload, hardware, foreseen.get(preset)),
-            time=preset_time(preset, model, workload, shape, device, foreseen.get(preset)),
-        )
-        for preset in presets
-    ]
+    rows = [_row(preset, model, workload, hardware, device, foreseen.get(preset)) for preset in presets]
     notes += _notes(model, workload, rows)
     mode = "detailed" if foreseen else "analytic"
     advice = advise(rows, model, workload, hardware)
@@ -114,26 +114,34 @@ def _plan(
     return Plan(model, workload, hardware, rows, advice, mode, notes)
 
 
-def _row(preset: str, model: ModelSpec, workload: Workload, hardware: Hardware, foreseen: Foreseen | None) -> PlanRow:
-    config, model = workload.config(preset), model.part(workload.tp)
-    shape = hardware.zero_shape(workload.tp, workload.pp)
-    found = foreseen or estimate(model, workload, config, shape)
+def _row(
+    preset: str,
+    model: ModelSpec,
+    workload: Workload,
+    hardware: Hardware,
+    device: DeviceTimes,
+    foreseen: Foreseen | None,
+) -> PlanRow:
+    config, part = workload.config(preset), model.part(workload.tp)
+    shape, per_node = hardware.zero_shape(workload.tp, workload.pp), hardware.shape.per_node
+    found = foreseen or estimate(part, workload, config, shape)
     if foreseen is not None and workload.pp > 1:  # of a stage
         held = foreseen.parameters // workload.tp
-        model = replace(model, parameters=held, trainable=held)
-    sent = sent_by_axis(preset, model, workload, shape)
+        part = replace(part, parameters=held, trainable=held)
+    sent = sent_by_axis(preset, part, workload, shape)
     reserved = hardware.reserved_bytes
     peak = found.peak_bytes + reserved
     fit = judge(config, peak, found.tiers, hardware, is_dry_run=foreseen is not None)
     return PlanRow(
         preset=preset,
         categories={**found.categories, "overhead": found.categories["overhead"] + reserved},
-        tiers={tier: size * (hardware.gpus // hardware.nodes) for tier, size in found.tiers.items()},
+        tiers={tier: size * per_node for tier, size in found.tiers.items()},
         wire_bytes=sum(sent.values()),
-        outside_bytes=sent["outer"] * (hardware.gpus // hardware.nodes),
+        outside_bytes=sent["outer"] * per_node,
         margin=1 - peak / hardware.gpu_bytes,
-        wire_share=wire_share(preset, model, workload, hardware),
+        wire_share=wire_share(preset, part, workload, hardware),
         startup_bytes=foreseen.startup_bytes + reserved if foreseen else None,
+        time=preset_time(preset, model, workload, shape, device, foreseen),
         **vars(fit),
     )
 
@@ -202,18 +210,23 @@ def _dry_runs(
     model: ModelSpec, workload: Workload, shape: NodeShape, presets: Sequence[str]
 ) -> tuple[dict[str, Foreseen], str | None]:
     """The dry run of each preset, in parallel if there are cores for it; and why one failed, if one did."""
-    foresee = foresee_stages if workload.pp > 1 else foresee_workload
-    # A process that has started CUDA cannot fork: its children find CUDA uninitialized and fail.
-    if cores() < 2 or len(presets) < 2 or torch.cuda.is_initialized():
-        found = [foresee(model, workload, preset, shape.world_size, shape.nodes) for preset in presets]
-    else:
-        # Forked: a fresh interpreter would import torch again, which takes as long as a dry run.
-        with ProcessPoolExecutor(min(cores(), len(presets)), get_context("fork")) as pool:
+    foresee = partial(foresee_stages if workload.pp > 1 else foresee_workload, model, workload, ranks=shape)
+    results: dict[str, Callable[[], Foreseen]]
+    with contextlib.ExitStack() as stack:
+        # A process that has started CUDA cannot fork: its children find CUDA uninitialized and fail.
+        if cores() < 2 or len(presets) < 2 or torch.cuda.is_initialized():
+            results = {preset: partial(foresee, preset) for preset in presets}
+        else:
+            # Forked: a fresh interpreter would import torch again, which takes as long as a dry run.
+            pool = stack.enter_context(ProcessPoolExecutor(min(cores(), len(presets)), get_context("fork")))
             # Offloading presets take longest, so they start first.
             order = sorted(presets, key=lambda preset: PRESETS[preset].optim.tier != "device", reverse=True)
-            ranks = shape.world_size, shape.nodes
-            begun = {preset: pool.submit(foresee, model, workload, preset, *ranks) for preset in order}
-            found = [begun[preset].result() for preset in presets]
-    failure = next((each for each in found if isinstance(each, str)), None)
-    foreseen = {preset: each for preset, each in zip(presets, found, strict=True) if not isinstance(each, str)}
+            results = {preset: pool.submit(foresee, preset).result for preset in order}
+        foreseen: dict[str, Foreseen] = {}
+        failure = None
+        for preset in presets:
+            try:
+                foreseen[preset] = results[preset]()
+            except Untraceable as error:
+                failure = failure or str(error)
     return foreseen, failure

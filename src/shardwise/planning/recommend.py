@@ -77,7 +77,7 @@ def judge(config: Config, peak_bytes: int, tiers: Mapping[str, int], on: Hardwar
     """Whether a rank's `peak_bytes`, reserved bytes included, and its bytes on other `tiers` fit the machine."""
     if reason := refusal(config):
         return Fit(fits=False, note=reason, is_supported=False)
-    needed = {tier: size * (on.gpus // on.nodes) for tier, size in tiers.items() if size}
+    needed = {tier: size * on.shape.per_node for tier, size in tiers.items() if size}
     known = on.tier_bytes
     for tier, size in needed.items():
         if size > known.get(tier, size):

@@ -13,13 +13,14 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.config.costs import formula, resting_kinds, wire_formula
-from shardwise.config.presets import PRESETS
+from shardwise.config.presets import PRESETS, STAGE_PRESETS
 from shardwise.dry_run.dry_run import CATEGORIES, Estimate
-from shardwise.estimate.arithmetic import ACCOUNTINGS, STAGES, Accounting, saving, state_bytes, total_bytes
+from shardwise.estimate.arithmetic import ACCOUNTINGS, Accounting, saving, state_bytes, total_bytes
 from shardwise.estimate.hardware import Hardware
 from shardwise.estimate.seconds import BOUNDS, StepTime
 from shardwise.models.workload import ModelSpec, Workload
-from shardwise.sizes import format_count
+from shardwise.sizes import format_count, three_digits
+from shardwise.tables import plain_table
 
 WIDTH = 100
 SHORT = {"master": "mast.", "moments": "mom.", "in flight": "flight", "activations": "act.", "overhead": "other"}
@@ -136,17 +137,15 @@ def render(plan: Plan) -> RenderableType:
 
 def _time_table(plan: Plan) -> Table:
     """What a step of each preset takes, by the model of time."""
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     has_tokens = any(row.time is not None and row.time.tokens_per_s for row in plan.rows)
-    columns = ["s a step", *["tokens/s a GPU", "MFU"] * has_tokens, "exposed", "bound by"]
-    for name in ["", *columns, *["$ per 1e9 tokens"] * (plan.price is not None)]:
-        table.add_column(name, justify="left" if name in ("", "bound by") else "right", no_wrap=True)
+    columns = ["", "s a step", *["tokens/s a GPU", "MFU"] * has_tokens, "exposed", "bound by"]
+    table = plain_table(*columns, *["$ per 1e9 tokens"] * (plan.price is not None), left=("", "bound by"))
     for row in plan.rows:
         if (time := row.time) is not None:
             dollars = None if plan.price is None else time.dollars_per_billion_tokens(plan.price)
             table.add_row(
                 f"  {escape(row.preset)}:",
-                _seconds(time.step_s),
+                three_digits(time.step_s),
                 *[f"{time.tokens_per_s or 0:,.0f}", "" if time.mfu is None else f"{time.mfu:.0%}"] * has_tokens,
                 f"{(time.exposed_s + time.moving_s) / time.step_s:.0%}",
                 BOUNDS[time.bound_by],
@@ -167,15 +166,13 @@ def _title(plan: Plan) -> str:
 
 
 def _table(plan: Plan) -> Table:
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("", no_wrap=True)
     used = [name for name in CATEGORIES if any(_gb(row.categories[name]) for row in plan.rows)]
     tiers = [tier for tier in ("host", "disk") if any(row.tiers.get(tier) for row in plan.rows)]
     shares = ["share"] * _has_shares(plan)
     outside = ["out"] * (plan.hardware.nodes > 1)
     short = SHORT | ({"weights": "wts.", "logits": "log."} if outside else {})
-    for name in ("peak", "fits", *(short.get(name, name) for name in used), *tiers, "sent", *outside, *shares):
-        table.add_column(name, justify="right", no_wrap=True)
+    named = (short.get(name, name) for name in used)
+    table = plain_table("", "peak", "fits", *named, *tiers, "sent", *outside, *shares, gap=1)
     for row in plan.rows:
         mark = "[bold]→ " if row.preset == plan.advice.preset else "  "
         table.add_row(
@@ -198,10 +195,6 @@ def _has_shares(plan: Plan) -> bool:
 
 def _share(share: float | None) -> str:
     return "" if share is None else f"{share:.0%}" if share < 10 else f"{share:.0f}x"
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.0f}" if seconds >= 99.5 else f"{seconds:.3g}"
 
 
 def _is_mixed(plan: Plan) -> bool:
@@ -230,9 +223,7 @@ def _gb(size_bytes: int) -> str:
 
 def states(parameters: int, ranks: int, each: Accounting, name: str, sizes: dict[str, Fraction]) -> RenderableType:
     """Model states alone, by one accounting: their `sizes` for all stages."""
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for column in ("", "GB a rank", "of zero0"):
-        table.add_column(column, justify="right")
+    table = plain_table("", "GB a rank", "of zero0", left=())
     for preset, size in sizes.items():
         table.add_row(preset, f"{float(size) / 1e9:.4g}", f"1/{float(sizes['zero0'] / size):.3g}")
     kinds = f"weights {each.weights} + grads {each.grads} + master {each.master} + moments {each.moments} bytes"
@@ -243,7 +234,7 @@ def states(parameters: int, ranks: int, each: Accounting, name: str, sizes: dict
 
 
 _REST = formula(resting_kinds(PRESETS["zero3"], weights=2, grads=2, moments=8))
-_SENT = {preset: f"{wire_formula(PRESETS[preset]).removesuffix('f').replace(' ', ''):<9}" for preset in STAGES}
+_SENT = {preset: f"{wire_formula(PRESETS[preset]).removesuffix('f').replace(' ', ''):<9}" for preset in STAGE_PRESETS}
 _WHY = f"""\
 Where the bytes come from, in 16-bit training with Adam:
   weights  2Ψ   the weights that the model computes with, in bf16 or fp16
@@ -279,7 +270,7 @@ def explain(plan: Plan) -> str:
     lines = [_WHY, f"In numbers: Ψ = {parameters:,}, W = {ranks}, in GB"]
     lines.append(f"  {'':<8}{'weights':>9}{'grads':>9}{'optim':>9}{'in all':>9}{'saving':>9}{'W → ∞':>9}")
     each = ACCOUNTINGS["fp32" if plan.workload.precision == "fp32" else "full"]
-    for preset in STAGES:
+    for preset in STAGE_PRESETS:
         split = state_bytes(preset, parameters, ranks, each)
         sizes = [*split.values(), total_bytes(preset, parameters, ranks, each)]
         limit = "W" if preset == "zero3" else f"{float(saving(preset, 10**12, each)):.3g}x"

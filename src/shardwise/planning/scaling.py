@@ -6,19 +6,20 @@ them, and accumulate less.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from shardwise.errors import ConfigError
 from shardwise.estimate.estimate import estimate
 from shardwise.estimate.hardware import Hardware
-from shardwise.estimate.seconds import StepTime, computing_s, device_for, sketched, step_time
+from shardwise.estimate.seconds import StepTime, computing_s, device_times, sketched, step_time
 from shardwise.models.workload import ModelSpec, Workload
 from shardwise.planning.recommend import judge
+from shardwise.tables import plain_table
 from shardwise.timing.device import DeviceTimes
 
 PER_NODE = 8
@@ -40,8 +41,8 @@ class Way:
 
 @dataclass(frozen=True)
 class ScalePoint:
-    """One way on so many GPUs. `efficiency` is what the kernels of the model take on one GPU, without engine, links and
-    slower GPUs, over what the step takes."""
+    """One way on a number of GPUs. `efficiency` is what the kernels of the model take on one GPU, without engine, links
+    and slower GPUs, over what the step takes."""
 
     way: str
     gpus: int
@@ -80,11 +81,11 @@ class Scaling:
 
     def at(self, way: str, gpus: int) -> ScalePoint | None:
         """None where there are fewer samples than copies of the model."""
-        return next((point for point in self.points if (point.way, point.gpus) == (way, gpus)), None)
+        return next((point for point in self.of(gpus) if point.way == way), None)
 
     def best(self, gpus: int) -> ScalePoint | None:
         """The fastest that fits."""
-        fitting = [point for point in self.points if point.gpus == gpus and point.fits]
+        fitting = [point for point in self.of(gpus) if point.fits]
         return max(fitting, key=lambda point: point.time.tokens_per_s or 0.0, default=None)
 
     def stops_paying(self, way: str) -> int | None:
@@ -116,7 +117,8 @@ def scale(
 ) -> Scaling:
     """Every way on each number of GPUs, 8 to a node."""
     ways = [Way(preset) for preset in ("zero1", "zero2", "zero3", "zero3_hybrid")]
-    if model.dimensions is not None and _can_cut(model, PER_NODE) and not model.frozen:
+    with contextlib.suppress(ConfigError):  # it cannot be cut into as many parts
+        model.part(PER_NODE)
         ways += [Way("zero1", PER_NODE), Way("zero3", PER_NODE)]
     points = []
     for gpus in counts:
@@ -126,11 +128,6 @@ def scale(
         hardware = replace(on, gpus=gpus, nodes=nodes)
         points += [p for way in ways if (p := _point(model, workload, hardware, way, device, global_batch))]
     return Scaling(model, workload, on.gpu_bytes, points, global_batch)
-
-
-def _can_cut(model: ModelSpec, tp: int) -> bool:
-    of = model.dimensions
-    return of is not None and not of.experts and not of.latent and not (of.heads % tp or of.kv_heads % tp)
 
 
 def _point(
@@ -149,7 +146,7 @@ def _point(
         if not each:
             return None
         step = replace(step, accumulation=each)
-    times, shape, config = device_for(on, device), on.zero_shape(step.tp), step.config(way.preset)
+    times, shape, config = device_times(on, device), on.zero_shape(step.tp), step.config(way.preset)
     found = step_time(sketched(model, step, config, shape, times), model, step, times)
     alone = computing_s(model, replace(step, tp=1), replace(times, ranks=1)) / way.tp
     held = model.part(way.tp)
@@ -167,20 +164,12 @@ def _point(
 
 def render(found: Scaling) -> RenderableType:
     """Efficiency and peak of every way against GPUs, the fastest that fits, and where each stops paying."""
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    table.add_column("GPUs", justify="right")
-    for way in found.ways:
-        table.add_column(way, justify="right", no_wrap=True)
-    table.add_column("fastest that fits", no_wrap=True)
+    table = plain_table("GPUs", *found.ways, "fastest that fits", left=("fastest that fits",))
     for gpus in found.counts:
-        best = found.best(gpus)
-        cells = [_cell(found.at(way, gpus), best) for way in found.ways]
-        told = (
-            "nothing fits"
-            if best is None
-            else f"{best.time.step_s:.3g} s, {best.time.tokens_per_s or 0:,.0f} tok/s a GPU"
-        )
-        table.add_row(str(gpus), *cells, told)
+        best, fastest = found.best(gpus), "nothing fits"
+        if best is not None:
+            fastest = f"{best.time.step_s:.3g} s, {best.time.tokens_per_s or 0:,.0f} tok/s a GPU"
+        table.add_row(str(gpus), *(_cell(found.at(way, gpus), best) for way in found.ways), fastest)
     model, step = found.model, found.workload
     batch = f"{found.global_batch} samples a step" if found.global_batch else f"{step.micro_batch} a GPU"
     title = f"{model.name}, {step.sequence} tokens, {batch}, {PER_NODE} GPUs a node"

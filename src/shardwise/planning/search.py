@@ -8,22 +8,22 @@ that the engine itself uses.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from shardwise.engine.residency import stay
 from shardwise.errors import ConfigError
 from shardwise.estimate.arithmetic import moved_bytes, sent_by_axis, tp_bytes
-from shardwise.estimate.estimate import away_bytes, estimate
+from shardwise.estimate.estimate import estimate, units_of
 from shardwise.estimate.hardware import Hardware
-from shardwise.estimate.seconds import device_for, sketched
+from shardwise.estimate.seconds import device_times, sketched
 from shardwise.models.workload import ModelSpec, Workload
 from shardwise.planning.recommend import device_budget, judge, order_for
 from shardwise.sizes import format_bytes
+from shardwise.tables import plain_table
 from shardwise.timing.device import DeviceTimes
 
 LARGEST_MICRO_BATCH = 64
@@ -68,17 +68,10 @@ class Candidate:
 
 
 def search(
-    model: ModelSpec, workload: Workload, hardware: Hardware, count: int = COUNT, device: DeviceTimes | None = None
-) -> list[Candidate]:
-    """The `count` fastest that fit, best first, with as many samples per step as `workload`."""
-    return ranked(model, workload, hardware, device)[:count]
-
-
-def ranked(
     model: ModelSpec, workload: Workload, hardware: Hardware, device: DeviceTimes | None = None
 ) -> list[Candidate]:
-    """All that fit, the fastest first."""
-    times = device_for(hardware, device)
+    """All that fit, the fastest first, with as many samples per step as `workload`."""
+    times = device_times(hardware, device)
     found = [
         _candidate(model, part, step, hardware, preset, times)
         for tp, part in _parts(model, workload, hardware).items()
@@ -124,18 +117,20 @@ def _candidate(
     What is frozen does not: it rests where the preset has the weights. `model` is what a GPU holds of the whole.
     """
     config, shape = workload.config(preset), on.zero_shape(workload.tp)
+    made = units_of(model, workload, config, shape)
+    # Most are refused by what rests, before their passes are followed.
+    if not judge(config, made.resting.total() + on.reserved_bytes, made.tiers, on).fits:
+        return None
     estimated = estimate(model, workload, config, shape)
     peak = estimated.peak_bytes + on.reserved_bytes
-    units = away_bytes(model, workload, config, shape)
-    budget = device_budget(on)
-    staying = stay(units, budget + on.reserved_bytes - peak)
-    if not sum(units):
-        units, staying = [1], 0
+    units, budget = made.away_bytes, device_budget(on)
+    away_bytes = sum(units)
+    staying = stay(units, budget + on.reserved_bytes - peak) if away_bytes else 0
     keeps_frozen = not model.frozen or config.placement.weights.tier == "device"
-    if staying == len(units) and keeps_frozen:
+    if away_bytes and staying == len(units) and keeps_frozen:
         return None
     staying_bytes = sum(units[:staying])
-    resident = staying_bytes / sum(units)
+    resident = staying_bytes / (away_bytes or 1)
     # The host must have room for all states: the engine starts with all of them offloaded, and measures.
     fit = judge(config, peak + staying_bytes, estimated.tiers, on)
     if not fit.fits:
@@ -188,6 +183,21 @@ def _times(size: float, other: float) -> str:
     return "as much" if f"{factor:.2g}" == "1" else f"{factor:.2g} times as much"
 
 
+_COLUMNS: dict[str, Callable[[Candidate], str]] = {
+    "preset": lambda each: each.preset,
+    "tp": lambda each: str(each.tp),
+    "micro-batch": lambda each: str(each.micro_batch),
+    "K": lambda each: str(each.accumulation),
+    "recompute": lambda each: "yes" if each.checkpointing else "no",
+    "s/step": lambda each: f"{each.cost:.3g}",
+    "peak": lambda each: f"{each.peak_bytes / 1e9:.1f}",
+    "sent": lambda each: f"{each.sent_bytes_per_sample / 1e9:.3g}",
+    "out": lambda each: f"{each.outside_bytes / 1e9:.3g}",
+    "moved": lambda each: f"{each.moved_bytes_per_sample / 1e9:.3g}",
+    "resident": lambda each: f"{each.resident:.0%}",
+}
+
+
 def render(ranked: Sequence[Candidate], given: Workload) -> RenderableType:
     """A table of the first candidates, and why the first was taken."""
     candidates = ranked[:COUNT]
@@ -195,38 +205,12 @@ def render(ranked: Sequence[Candidate], given: Workload) -> RenderableType:
         return Text("\nNothing fits, with any preset, micro-batch or recomputation.", style="bold")
     cuts, leaves = any(each.tp > 1 for each in ranked), any(each.outside_bytes for each in ranked)
     moves = any(each.moved_bytes_per_sample for each in candidates)
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    columns = [
-        "",
-        "preset",
-        *["tp"] * cuts,
-        "micro-batch",
-        "K",
-        "recompute",
-        "s/step",
-        "peak",
-        "sent",
-        *["out"] * leaves,
-    ]
-    for name in [*columns, *(["moved", "resident"] if moves else [])]:
-        table.add_column(name, justify="left" if name == "preset" else "right", no_wrap=True)
+    shown = {"tp": cuts, "out": leaves, "moved": moves, "resident": moves}
+    columns = {name: cell for name, cell in _COLUMNS.items() if shown.get(name, True)}
+    table = plain_table("", *columns, left=("preset",))
     table.add_column("")  # the condition may wrap, so that figures need not be cut
     for number, each in enumerate(candidates, start=1):
-        cells = [
-            str(number),
-            each.preset,
-            *[str(each.tp)] * cuts,
-            str(each.micro_batch),
-            str(each.accumulation),
-            "yes" if each.checkpointing else "no",
-            f"{each.cost:.3g}",
-            f"{each.peak_bytes / 1e9:.1f}",
-            f"{each.sent_bytes_per_sample / 1e9:.3g}",
-            *[f"{each.outside_bytes / 1e9:.3g}"] * leaves,
-        ]
-        if moves:
-            cells += [f"{each.moved_bytes_per_sample / 1e9:.3g}", f"{each.resident:.0%}"]
-        table.add_row(*cells, each.condition)
+        table.add_row(str(number), *(cell(each) for cell in columns.values()), each.condition)
     legend = "GB; sent and moved are per rank and sample" + "; out is what leaves a node in a step" * leaves
     title = Text(f"\nThe fastest that fit, best first; {legend}")
     budgets = {each.device_memory for each in candidates if each.device_memory is not None}

@@ -17,18 +17,16 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from shardwise.tensors import map_tensors, tensors_in
 from shardwise.unit import Unit
-from shardwise.unit.param_guard import PLAINLY
+from shardwise.unit.params import PLAINLY
 from shardwise.unit.saved_tensors import Saved, has_other_hooks, save, storage_of
 from shardwise.unit.weights import WeightsState
 
-
-def current_task() -> int:
-    """The number of the backward that this thread is in; -1 outside of one."""
-    return torch._C._current_graph_task_id()
+current_task: Callable[[], int] = torch._C._current_graph_task_id
+"""The number of the backward that this thread is in; -1 outside of one."""
 
 
 def inside_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1  # current_task, without the call: hooks ask this all the time
+    return current_task() != -1
 
 
 def leaves_gradients_on(params: Iterable[torch.Tensor]) -> bool:
@@ -97,8 +95,14 @@ def _is_executed(node: Any) -> bool:
         return True
 
 
-def refuse_transforms() -> None:
-    """Raise inside the transforms of `torch.func`, where the schedule cannot follow the backward."""
+def refuse_transforms(is_sharded: bool) -> None:
+    """Raise inside the transforms of `torch.func`, where the schedule cannot follow the backward, and while
+    `torch.jit.trace` records sharded weights, together with the collectives that gather them."""
+    if is_sharded and torch._C._get_tracing_state() is not None:
+        raise RuntimeError(
+            "a module with sharded weights is being traced (torch.jit.trace, torch.onnx.export, TensorBoard's "
+            "add_graph): trace a plain copy, copy.deepcopy(engine.module), made on all ranks"
+        )
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise RuntimeError(
             "a module under an engine runs inside a transform of torch.func, whose backward cannot be followed: use "
@@ -181,7 +185,7 @@ def mark_inputs(args: Any, kwargs: Any, leave: OncePerBackward) -> Any:
 
     Returns new arguments if some were replaced, else None.
     """
-    marked = {id(t): t for t in tensors_in(args, kwargs) if t.requires_grad}
+    marked = {id(t): t for t in tensors_in(*args, *kwargs.values()) if t.requires_grad}
     made = [tensor for tensor in marked.values() if tensor.grad_fn is not None]
     for tensor in made:
         for hook in (tensor._backward_hooks or {}).values():

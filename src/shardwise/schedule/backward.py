@@ -7,6 +7,7 @@ of a module gathers its units and opens their gradients; a hook on its inputs te
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,13 +15,64 @@ from functools import partial
 import torch
 
 from shardwise.profiling import Clock
-from shardwise.schedule.autograd import BackwardEndCallback, SavedTensorGuard, leaves_gradients_on
+from shardwise.schedule.autograd import BackwardEndCallback, SavedTensorGuard, inside_backward, leaves_gradients_on
 from shardwise.schedule.gathers import Gathers
 from shardwise.schedule.graphs import ForwardGraph, ForwardGraphs
 from shardwise.schedule.hooks import RunningModules
-from shardwise.schedule.phase import Phase, PhaseMachine
 from shardwise.schedule.reduce_queue import CompleteUnits, ReduceQueue
 from shardwise.unit import Unit
+
+
+class Phase(enum.Enum):
+    """Which backward the schedule is in.
+
+        IDLE ──begin──▶ BACKWARD ──end──▶ IDLE
+          │                 ▲
+          │                 └────begin────┐
+          └──torch.autograd.grad──▶ AUTOGRAD_GRAD ──its end──▶ IDLE
+
+    BACKWARD leaves gradients on parameters, AUTOGRAD_GRAD does not. `rest` leads from anywhere to IDLE.
+    """
+
+    IDLE = "idle"
+    BACKWARD = "backward"
+    AUTOGRAD_GRAD = "torch.autograd.grad"
+
+
+_NEXT = {
+    Phase.IDLE: {Phase.BACKWARD, Phase.AUTOGRAD_GRAD},
+    Phase.BACKWARD: {Phase.IDLE},
+    Phase.AUTOGRAD_GRAD: {Phase.BACKWARD, Phase.IDLE},
+}
+
+
+class PhaseMachine:
+    """The current phase, and the call with which autograd ends it, if the user started the backward."""
+
+    def __init__(self) -> None:
+        self.current = Phase.IDLE
+        self._end_callback: BackwardEndCallback | None = None
+
+    def enter(self, phase: Phase) -> None:
+        """The one place where the phase changes."""
+        if phase is not self.current and phase not in _NEXT[self.current]:
+            raise RuntimeError(f"a {phase.value} cannot begin inside a {self.current.value}")
+        self.current = phase
+        self._end_callback = None
+
+    def end_with_backward(self, call: Callable[[], None]) -> None:
+        """Call `call`, which ends the phase, at the end of the backward that autograd is running."""
+        self._end_callback = BackwardEndCallback(call)
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether an exception ended a BACKWARD without a call of the schedule."""
+        return self.current is Phase.BACKWARD and not inside_backward()
+
+    @property
+    def was_dropped(self) -> bool:
+        """Whether an exception ended the backward at whose end autograd would have ended the phase."""
+        return self._end_callback is not None and not self._end_callback.is_pending()
 
 
 @dataclass(frozen=True)
@@ -79,8 +131,8 @@ class BackwardPass:
         self._finish_updates()  # a pending update reads the last step's gradients, whose memory this backward fills
         reduces = self._events.reduces()
         if reduces or self._is_cut_by_node:
-            self._gathers.order.agree()
-        self._gathers.orders.begin("backward")
+            self._gathers.unit_order.agree()
+        self._gathers.gather_orders.begin("backward")
         self._reduces.begin(self._in_order(), reduces)
 
     def end(self) -> None:
@@ -88,23 +140,23 @@ class BackwardPass:
         if self._phase.current is not Phase.BACKWARD:
             return
         self._reduces.advance()
-        self._gathers.orders.finish(between=self._reduces.advance)
+        self._gathers.gather_orders.finish(between=self._reduces.advance)
         self._reduces.reduce_rest()
         self.rest()
         self._saved_tensors.end()
         self._check_late()
         self._events.ended()
 
-    def bring(self, grads: Mapping[str, torch.Tensor]) -> None:
+    def add_gradients(self, grads: Mapping[str, torch.Tensor]) -> None:
         """Add gradients that were computed outside of a backward, by parameter, as if a backward had left them."""
         self._events.begins()
         self._finish_updates()
         for unit in self._trainable:
             if not grads.keys().isdisjoint(unit.names):
-                unit.grads.bring([grads.get(name) for name in unit.names])
+                unit.grads.add([grads.get(name) for name in unit.names])
         reduces = self._events.reduces()
         if reduces:
-            self._gathers.order.agree()
+            self._gathers.unit_order.agree()
         self._reduces.begin(self._in_order(), reduces)
         self._reduces.reduce_rest()
         self._reduces.begin([], reduces=False)
@@ -115,7 +167,7 @@ class BackwardPass:
         """Reduce every unit now: for gradients that were left to `step()`."""
         left = {unit for unit in self._trainable if not unit.grads.is_reduced}
         if left:
-            self._gathers.order.agree()
+            self._gathers.unit_order.agree()
             for unit in self._in_order():
                 if unit in left:
                     self._reduces.start(unit)
@@ -174,6 +226,8 @@ class BackwardPass:
     def reach(self, graph: ForwardGraph, units: Sequence[Unit], generations: Sequence[int]) -> None:
         """The backward reaches a module: its units' weights are needed, and their gradients will arrive."""
         self._begin_plain()
+        if self._phase.current is Phase.BACKWARD:
+            self._complete.enter(self._trainable)
         self._graphs.reach(graph)
         for unit, generation in zip(units, generations, strict=True):
             if unit.weights.generation != generation:
@@ -181,7 +235,7 @@ class BackwardPass:
                     f"the weights of {unit.name} were changed between this forward and its backward, so its "
                     "gradients would be wrong: call engine.step() only after the backward of every forward"
                 )
-            self._gathers.gather(unit, self._gathers.order.before(unit))
+            self._gathers.gather(unit, self._gathers.unit_order.before(unit))
             if torch.is_grad_enabled():
                 self._gathers.lock(unit)  # for the backward through the graph that this one makes, wherever it begins
             if unit.is_trainable and self._phase.current is Phase.BACKWARD:
@@ -249,7 +303,7 @@ class BackwardPass:
 
     def _in_order(self) -> list[Unit]:
         """The trainable units in the order of their reduction."""
-        return [unit for unit in self._gathers.order.backward if unit.is_trainable]
+        return [unit for unit in self._gathers.unit_order.backward if unit.is_trainable]
 
     def _finish_updates(self) -> None:
         for unit in self._units:

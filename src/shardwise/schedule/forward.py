@@ -6,7 +6,7 @@ unit, one on the inputs for where it leaves. In a recomputation, inside a backwa
 
 A release would lose what a forward has assigned (`param.data = ...`), so that forward raises when it is over.
 
-A parameter may also be used by a module that does not hold it. Released parameters notice (see `param_guard`): the unit
+A parameter may also be used by a module that does not hold it. Released parameters notice (see `unit.params`): the unit
 is then gathered at once and borrowed by the innermost hooked module that is running, until that returns.
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -47,6 +48,8 @@ class ForwardHooks:
         self._graphs = graphs
         self._backward = backward
         self._on_last_unit = on_last_unit
+        units = chain.from_iterable(module.units for module in running.modules.values())
+        self._is_sharded = any(unit.weights.policy.weights_sharded for unit in units)
         self._has_grad = False
         self._entered: list[Unit] = []
         self._place = -1
@@ -79,8 +82,8 @@ class ForwardHooks:
         return True
 
     def _enter(self, module: HookedModule, _: nn.Module, args: Any, kwargs: Any) -> Any:
-        refuse_transforms()
-        order = self._gathers.order
+        refuse_transforms(self._is_sharded)
+        order = self._gathers.unit_order
         if inside_backward():
             for unit in module.units:
                 self._gathers.gather(unit, order.before(unit))
@@ -132,11 +135,11 @@ class ForwardHooks:
         self._place = -1
         self._error = None
         self._has_grad = torch.is_grad_enabled()
-        self._gathers.orders.begin("forward" if self._has_grad else "evaluation")
+        self._gathers.gather_orders.begin("forward" if self._has_grad else "evaluation")
 
     def _end(self, root: HookedModule) -> None:
-        order = self._gathers.order
-        self._gathers.orders.finish((*root.units, *order.staying) if self._has_grad else ())
+        order = self._gathers.unit_order
+        self._gathers.gather_orders.finish((*root.units, *order.staying) if self._has_grad else ())
         # Evaluation passes do not update the recorded order: one rank alone may evaluate.
         if self._has_grad or order.learns_from_evaluation:
             order.record(self._entered)
@@ -165,19 +168,19 @@ class ForwardHooks:
         """Whether a unit stays gathered because the backward begins with it."""
         # A re-entrant checkpoint turns gradients off inside a forward that has them on.
         has_backward = torch.is_grad_enabled() or (self._has_grad and self._running.root.depth > 0)
-        return has_backward and (module.is_root or self._gathers.order.is_needed_next(unit, self._place + 1))
+        return has_backward and (module.is_root or self._gathers.unit_order.is_needed_next(unit, self._place + 1))
 
     def _borrow(self, module: HookedModule, unit: Unit) -> None:
         if unit not in module.units and unit not in module.borrowed_units:
             module.borrowed_units.append(unit)
             self._count_uses([unit])
         self._record(unit)
-        self._gathers.gather(unit, self._gathers.order.after(self._place))
+        self._gathers.gather(unit, self._gathers.unit_order.after(self._place))
 
     def _record(self, unit: Unit) -> None:
         if not self._entered or self._entered[-1] is not unit:
             self._entered.append(unit)
-            self._place = self._gathers.order.place(unit, self._place)
+            self._place = self._gathers.unit_order.place(unit, self._place)
 
     def _count_uses(self, units: Sequence[Unit]) -> list[Unit]:
         """Count a use of each unit; returns those that the backward leaves with this use: the first with gradients."""

@@ -1,10 +1,10 @@
 """Which weights are gathered when: for a unit in use and those after it, in one order on all ranks.
 
-A rank cannot know what the others' data make them do. So the order of the gathers of a pass (forward, evaluation or
-backward) is agreed on once and kept. In the first pass of its kind the ranks meet before every gather: each says which
-unit it needs next, and all of these are gathered in the order of the units. From then on nothing is exchanged. A rank
-that needs a unit first takes part in the gathers that come before it, and at the end of the pass in those that are
-left. Prefetches are the gathers that come next.
+A rank cannot know which units the other ranks' data will use. So the order of the gathers of a pass (forward,
+evaluation or backward) is agreed on once and kept. In the first pass of its kind the ranks meet before every gather:
+each says which unit it needs next, and all of these are gathered in the order of the units. From then on nothing is
+exchanged. A rank that needs a unit first takes part in the gathers that come before it, and at the end of the pass in
+those that are left. Prefetches are the gathers that come next.
 
 Members of one container (experts, layers) stand for each other: one that no rank entered in the first pass has its
 place in the order too. Any other unit that is entered later is gathered out of turn, which works if all ranks do so.
@@ -21,7 +21,7 @@ from torch import nn
 from shardwise.comm import Comm
 from shardwise.profiling import Clock
 from shardwise.schedule.hooks import containers
-from shardwise.schedule.order import Order, Prefetch
+from shardwise.schedule.order import Prefetch, UnitOrder
 from shardwise.unit import Unit
 from shardwise.unit.weights import WeightsState
 
@@ -29,7 +29,7 @@ _NOTHING = -1
 
 
 class GatherOrder:
-    """The order of the gathers in one kind of pass."""
+    """The order of the gathers in forwards, in evaluations or in backwards: `name` says in which."""
 
     def __init__(self, name: str, units: Sequence[Unit], containers: Collection[str], comm: Comm) -> None:
         self._name = name
@@ -37,7 +37,8 @@ class GatherOrder:
         self._containers = containers
         self._comm = comm
         self._is_backward = name == "backward"
-        self._agreed: list[Unit] | None = None
+        self._is_agreed = False
+        self._agreed: list[Unit] = []
         self._recorded: list[Unit] = []
         self._position = 0
         self._kept: set[str] = set()
@@ -58,10 +59,10 @@ class GatherOrder:
             self._passed.remove(unit)
         self._skip_prefetched(unit)
         if unit.weights.state is WeightsState.RELEASED:
-            if self._agreed is None:
-                self._meet(unit)
+            if self._is_agreed:
+                self._go_to(unit)
             else:
-                self._go_to(unit, self._agreed)
+                self._meet(unit)
         for other in ahead:
             if other.weights.state is WeightsState.RELEASED and self._is_next(other):
                 self._position += 1
@@ -74,13 +75,13 @@ class GatherOrder:
 
         Other ranks reduce the unit after they have gathered it, and wait for this rank in both.
         """
-        if self._agreed is None:
+        if not self._is_agreed:
             return unit in self._recorded
-        turn = self._turn_of(unit, self._agreed)
+        turn = self._turn_of(unit)
         if turn is not None:
             if any(is_to_come(other) for other in self._agreed[self._position : turn]):
                 return False
-            self._pass_to(turn + 1, self._agreed)
+            self._pass_to(turn + 1)
         return True
 
     def finish(self, keep: Collection[Unit], between: Callable[[], None]) -> bool:
@@ -88,13 +89,13 @@ class GatherOrder:
 
         `between` is called whenever another rank may have made progress.
         """
-        was_agreed = self._agreed is not None
-        if self._agreed is not None:
-            self._pass_to(len(self._agreed), self._agreed, keep)
+        was_agreed = self._is_agreed
+        if was_agreed:
+            self._pass_to(len(self._agreed), keep)
         else:
             while self._meet(None):
                 between()
-            self._agreed = self._with_siblings(self._recorded)
+            self._is_agreed, self._agreed = True, self._with_siblings(self._recorded)
         # A backward releases everything when it has reduced what is left: the plan counts on it.
         for unit in self._units if not self._is_backward else ():
             if not (was_agreed and unit in keep):
@@ -103,42 +104,40 @@ class GatherOrder:
 
     # In an agreed order
 
-    def _go_to(self, unit: Unit, agreed: list[Unit]) -> None:
-        turn = self._turn_of(unit, agreed)
+    def _go_to(self, unit: Unit) -> None:
+        turn = self._turn_of(unit)
         if turn is None:
-            if unit not in agreed:
-                agreed.insert(self._position, unit)
+            if unit not in self._agreed:
+                self._agreed.insert(self._position, unit)
                 self._position += 1
         else:
-            self._pass_to(turn, agreed)
+            self._pass_to(turn)
             self._position = turn + 1
         unit.weights.gather()
 
-    def _turn_of(self, unit: Unit, agreed: list[Unit]) -> int | None:
+    def _turn_of(self, unit: Unit) -> int | None:
         """The index of the next gather of a unit, if there is one. A kept unit skips its first."""
-        turns = [turn for turn in range(self._position, len(agreed)) if agreed[turn] is unit]
+        turns = [turn for turn in range(self._position, len(self._agreed)) if self._agreed[turn] is unit]
         if unit.name in self._kept:
             turns = turns[1:]
         return turns[0] if turns else None
 
     def _is_next(self, unit: Unit) -> bool:
-        if self._agreed is None:
-            return False
-        self._skip_kept(self._agreed)
+        self._skip_kept()
         return self._position < len(self._agreed) and self._agreed[self._position] is unit
 
-    def _skip_kept(self, agreed: list[Unit]) -> None:
-        while self._position < len(agreed) and agreed[self._position].name in self._kept:
-            self._kept.remove(agreed[self._position].name)
+    def _skip_kept(self) -> None:
+        while self._position < len(self._agreed) and self._agreed[self._position].name in self._kept:
+            self._kept.remove(self._agreed[self._position].name)
             self._position += 1
 
-    def _pass_to(self, turn: int, agreed: list[Unit], keep: Collection[Unit] = ()) -> None:
+    def _pass_to(self, turn: int, keep: Collection[Unit] = ()) -> None:
         """Take part in the gathers before `turn`, which other ranks may need."""
         while True:
-            self._skip_kept(agreed)
+            self._skip_kept()
             if self._position >= turn:
                 return
-            self._take_part(agreed[self._position], keep)
+            self._take_part(self._agreed[self._position], keep)
             self._position += 1
 
     def _take_part(self, unit: Unit, keep: Collection[Unit] = ()) -> None:
@@ -152,7 +151,7 @@ class GatherOrder:
         """Keep a unit that others need for a moment: this rank may be about to enter it, only in another order."""
         self._passed.append(unit)
         # In the first pass no rank could ask for it again while others wait for a reduction: all are kept.
-        while len(self._passed) > 1 and self._agreed is not None:
+        while len(self._passed) > 1 and self._is_agreed:
             self._passed.pop(0).weights.release()
 
     def _skip_prefetched(self, unit: Unit) -> None:
@@ -169,7 +168,8 @@ class GatherOrder:
         number = torch.tensor([mine], device=self._comm.device)
         shared = self._comm.share(number, f"what the {self._name} gathers next", channel="gather")
         numbers = sorted(
-            {number for number in shared.flatten().tolist() if number != _NOTHING}, reverse=self._is_backward
+            {number for number in self._comm.read(shared).flatten().tolist() if number != _NOTHING},
+            reverse=self._is_backward,
         )
         for index in numbers:
             self._recorded.append(self._units[index])
@@ -181,23 +181,39 @@ class GatherOrder:
         return bool(numbers)
 
     def _with_siblings(self, recorded: list[Unit]) -> list[Unit]:
-        """`recorded`, and next to them the members of their containers that no rank entered."""
+        """`recorded`, and next to them the units in members of their containers that no rank entered."""
         agreed = list(recorded)
-        used = {self._container(unit) for unit in recorded} - {None}
-        absent = [unit for unit in self._units if unit not in agreed and self._container(unit) in used]
-        for unit in absent:
-            family = [other for other in self._units if self._container(other) == self._container(unit)]
-            known = [other for other in family if other in agreed]
-            before = [other for other in known if other.number < unit.number]
-            turn = agreed.index(before[-1] if before else known[0])
-            agreed.insert(turn + (bool(before) != self._is_backward), unit)
+        for unit in [unit for unit in self._units if unit not in agreed]:
+            known = [other for other in self._family(unit, recorded) if other in agreed]
+            if known:
+                before = [other for other in known if other.number < unit.number]
+                turn = agreed.index(before[-1] if before else known[0])
+                agreed.insert(turn + (bool(before) != self._is_backward), unit)
         return agreed
 
-    def _container(self, unit: Unit) -> str | None:
-        """The path of the list or dictionary of modules that a unit's first module is a member of."""
-        path = unit.spec.runs[0][0] if unit.spec.runs and unit.spec.runs[0] else ""
-        parent = path.rpartition(".")[0]
-        return parent if path and parent in self._containers else None
+    def _family(self, unit: Unit, recorded: list[Unit]) -> list[Unit]:
+        """The units of the innermost list or dictionary of modules that was entered, but not in the member that this
+        unit lies in; none if there is no such container."""
+        member = _path(unit)
+        while member:
+            container = member.rpartition(".")[0]
+            if container in self._containers and not any(_lies_in(other, member) for other in recorded):
+                family = [other for other in self._units if _lies_in(other, container)]
+                if not set(recorded).isdisjoint(family):
+                    return family
+            member = container
+        return []
+
+
+def _path(unit: Unit) -> str:
+    """The path of a unit's first module."""
+    runs = unit.spec.runs
+    return runs[0][0] if runs and runs[0] else ""
+
+
+def _lies_in(unit: Unit, module: str) -> bool:
+    """Whether a unit's first module is that of the path `module`, or lies in it."""
+    return not module or f"{_path(unit)}.".startswith(f"{module}.")
 
 
 class GatherOrders:
@@ -206,16 +222,16 @@ class GatherOrders:
 
     def __init__(self, units: Sequence[Unit], containers: Collection[str]) -> None:
         sharded = [unit for unit in units if unit.weights.policy.weights_sharded]
-        kinds = ("forward", "evaluation", "backward") if sharded and sharded[0].comm.is_checked else ()
-        self._orders = {kind: GatherOrder(kind, sharded, containers, sharded[0].comm) for kind in kinds}
+        names = ("forward", "evaluation", "backward") if sharded and sharded[0].comm.is_checked else ()
+        self._orders = {name: GatherOrder(name, sharded, containers, sharded[0].comm) for name in names}
         self._current: GatherOrder | None = None
         self._kept: set[str] = set()
         self.all_locked = False
         """Whether everything stays gathered on all ranks, so that passes have nothing to gather."""
 
-    def begin(self, kind: str) -> None:
+    def begin(self, name: str) -> None:
         """A pass begins."""
-        self._current = self._orders.get(kind) if not self.all_locked else None
+        self._current = self._orders.get(name) if not self.all_locked else None
         if self._current is not None:
             self._current.begin(self._kept)
         self._kept = set()
@@ -248,23 +264,23 @@ class GatherOrders:
 class Gathers:
     """Gathers and releases the weights of one model's units.
 
-    sharded  the units that are gathered and released; the others' weights are replicated
-    order    that of the units in its passes: what is prefetched, what stays gathered, what is reduced first
-    orders   those of the gathers, one for each kind of pass
+    sharded        the units that are gathered and released; the others' weights are replicated
+    unit_order     that of the units in its passes: what is prefetched, what stays gathered, what is reduced first
+    gather_orders  those of the gathers in forwards, evaluations and backwards
 
-    The two orders are those of training, except within an `InferenceMode` (see `cycle`).
+    The two orders are those of training, except within an `InferenceMode` (see `inference`).
     """
 
     def __init__(self, model: nn.Module, units: Sequence[Unit], prefetch: Prefetch, clock: Clock) -> None:
         self.sharded = [unit for unit in units if unit.weights.policy.weights_sharded]
         self._clock = clock
-        self.order = Order(units, prefetch)
-        self.orders = GatherOrders(units, containers(model))
+        self.unit_order = UnitOrder(units, prefetch)
+        self.gather_orders = GatherOrders(units, containers(model))
         self._locked: list[Unit] = []
 
     def gather(self, unit: Unit, ahead: Sequence[Unit] = ()) -> None:
         """Gather a unit's weights; the gathers of those `ahead` are issued before it waits."""
-        self.orders.gather(unit, ahead)
+        self.gather_orders.gather(unit, ahead)
         if unit.weights.is_read:
             unit.weights.be_plain()
         if unit.weights.state is not WeightsState.GATHERED:
@@ -273,7 +289,7 @@ class Gathers:
 
     def drop(self) -> None:
         """The pass is over, or an exception ended it: release what rests sharded."""
-        self.orders.drop()
+        self.gather_orders.drop()
         self.release_all()
 
     def release_all(self) -> None:
@@ -292,11 +308,11 @@ class Gathers:
         for unit in self.sharded:
             self.gather(unit)
             self.lock(unit)
-        self.orders.all_locked = True
+        self.gather_orders.all_locked = True
 
     def unlock_all(self) -> None:
         """Release what was locked."""
-        self.orders.all_locked = False
+        self.gather_orders.all_locked = False
         while self._locked:
             self._locked.pop().weights.unlock()
 

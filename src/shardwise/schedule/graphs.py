@@ -12,6 +12,7 @@ import math
 import weakref
 from collections import defaultdict
 from dataclasses import dataclass
+from operator import call
 
 from shardwise.unit import Unit
 
@@ -30,9 +31,6 @@ class UseCounts:
     recomputed: int = 0
 
 
-_UNUSED = UseCounts()
-
-
 class ForwardGraph:
     """What a forward used. It is spent when a backward has been through it. Later ones have higher numbers."""
 
@@ -42,7 +40,8 @@ class ForwardGraph:
         self.uses: defaultdict[Unit, UseCounts] = defaultdict(UseCounts)
 
     def has_used(self, unit: Unit) -> bool:
-        return self.uses.get(unit, _UNUSED) != _UNUSED
+        uses = self.uses.get(unit)
+        return uses is not None and bool(uses.with_grad or uses.without_grad or uses.recomputed)
 
     def spend(self) -> None:
         """A backward has been through it; another one may follow if it retained the graph."""
@@ -77,6 +76,12 @@ class ForwardGraphs:
             self._reached.append(graph)
 
     @property
+    def are_recomputed(self) -> bool:
+        """Whether a re-entrant checkpoint will recompute something in a backward."""
+        graphs = (ref() for ref in self._waiting)
+        return any(uses.without_grad for graph in graphs if graph is not None for uses in graph.uses.values())
+
+    @property
     def in_backward(self) -> ForwardGraph:
         return self._reached[-1] if self._reached else self.newest
 
@@ -89,5 +94,5 @@ class ForwardGraphs:
     def using(self, unit: Unit, before: ForwardGraph | None = None) -> list[ForwardGraph]:
         """The graphs that use a unit and have had no backward, or are in one; of those `before` another, if given."""
         last = math.inf if before is None else before.number
-        graphs = {*self._reached, *[ref() for ref in self._waiting]}
+        graphs = {*self._reached, *map(call, self._waiting)}
         return [graph for graph in graphs if graph is not None and graph.number < last and graph.has_used(unit)]

@@ -1,7 +1,7 @@
 """The order in which a forward enters the units: what is prefetched, what stays gathered, and what is reduced first.
 
-One rank follows its own forwards. Several cannot know what the others' data make them do: they exchange what they
-recorded every hundredth backward, and keep one merged order. That of the gathers is agreed on apart (see `gathers`).
+One rank follows its own forwards. Several ranks may enter different units: they exchange their recorded orders every
+hundredth backward, and keep one merged order. The order of the gathers is agreed on separately (see `gathers`).
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def merged(sequences: Sequence[Sequence[int]]) -> list[int]:
     return whole
 
 
-class Order:
+class UnitOrder:
     """The order in which a forward entered the units; at first, that of registration.
 
     One rank follows its own forwards. Several keep an order that all of them have: the ranks' data may make them enter

@@ -4,7 +4,7 @@ Autograd runs nodes in the reverse order of their creation. So a backward is don
 of the unit's first use, except where an earlier forward, or something outside of the unit's modules, used it before.
 
 One reduce-scatter is in flight while the next is packed. Where a unit is reduced in the node and then across nodes, the
-second is in flight beside the first of the next unit.
+second is in flight together with the first of the next unit.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from shardwise.profiling import Clock
-from shardwise.schedule.autograd import adds_to, adds_to_all, awaits_gradient, inside_backward
+from shardwise.schedule.autograd import adds_to, adds_to_all, awaits_gradient, current_task, inside_backward
 from shardwise.schedule.gathers import Gathers
 from shardwise.schedule.graphs import ForwardGraph, ForwardGraphs
 from shardwise.unit import Unit
@@ -20,17 +20,32 @@ from shardwise.unit.weights import WeightsState
 
 
 class CompleteUnits:
-    """The units that this rank's backward has left, or has no part in."""
+    """The units that this rank's backward has left, or has no part in.
+
+    The backward inside a re-entrant checkpoint is a task of its own, in which autograd does not tell what the task
+    around it brings. So that is asked where the backward begins: units that get gradients there as well are reduced at
+    the end.
+    """
 
     def __init__(self, graphs: ForwardGraphs, gathers: Gathers) -> None:
         self._graphs = graphs
         self._gathers = gathers
         self._left: set[Unit] = set()
         self._used_before: list[Unit] = []
+        self._outer_task: int | None = None
+        self._outer_units: set[Unit] = set()
+
+    def enter(self, units: list[Unit]) -> None:
+        """The backward has reached the first module, in the outermost of its tasks."""
+        if self._outer_task is None:
+            self._outer_task = current_task()
+            if self._graphs.are_recomputed:
+                self._outer_units = {unit for unit in units if adds_to(unit.params)}
 
     def forget(self) -> None:
         """The backward is over."""
         self._left = set()
+        self._outer_task, self._outer_units = None, set()
 
     def leave(self, graph: ForwardGraph, unit: Unit) -> bool:
         """The backward has left all uses of a unit in a graph; returns whether that makes the unit complete."""
@@ -57,16 +72,20 @@ class CompleteUnits:
     def _is_used_before(self, unit: Unit) -> bool:
         """Whether something outside of the unit's modules used its parameters before they did. Then the unit is
         reduced at the end of the backward, from now on."""
-        if unit not in self._used_before and awaits_gradient(unit.params):
+        if unit not in self._used_before and (awaits_gradient(unit.params) or self._is_brought_outside(unit)):
             self._used_before.append(unit)
         return unit in self._used_before
+
+    def _is_brought_outside(self, unit: Unit) -> bool:
+        """Whether, in a re-entrant checkpoint, the backward around it brings gradients to a unit."""
+        return unit in self._outer_units and current_task() != self._outer_task
 
     def _is_skipped(self, unit: Unit) -> bool:
         """Whether this rank's backward has no part in a unit, and its gather, which others may need, is over."""
         if not unit.comm.is_checked or self._graphs.using(unit):
             return False
-        is_awaited = inside_backward() and adds_to(unit.params)
-        return not is_awaited and self._gathers.orders.passes(unit, self._is_to_come)
+        is_awaited = inside_backward() and (adds_to(unit.params) or self._is_brought_outside(unit))
+        return not is_awaited and self._gathers.gather_orders.passes(unit, self._is_to_come)
 
     def _is_to_come(self, unit: Unit) -> bool:
         """Whether the backward has yet to reach a unit."""
@@ -112,7 +131,7 @@ class ReduceQueue:
         self._finish_one_each()
         unit.grads.start_reduce(is_final)
         self._in_flight.append(unit)
-        if not unit.grads.reduce_plan.overlap:
+        if not unit.plan.reduce_plan.overlap:
             self.finish()
 
     def finish(self) -> None:

@@ -1,9 +1,9 @@
 """When units are gathered, released and reduced: what a model's hooks and its backwards have in common.
 
     forward     the hooks on modules: gather before use, release after, count uses
-    backward    gather again, open gradients, reduce when a unit is left (`phase`, `reduce_queue`)
+    backward    gather again, open gradients, reduce when a unit is left (`reduce_queue`)
     gathers     which gathers are issued, in the order that all ranks keep (`order`)
-    inference   another order, for passes that only compute (`cycle`)
+    inference   another order, for passes that only compute
 
 The order in which units are entered is recorded in a forward, and agreed on by all ranks; it decides what is prefetched
 and the order of the reduce-scatters. Gathers keep one order on all ranks too, even where ranks enter different units.
@@ -19,11 +19,11 @@ from torch import nn
 from shardwise.profiling import Clock
 from shardwise.schedule.autograd import SavedTensorGuard
 from shardwise.schedule.backward import BackwardPass, ScheduleEvents
-from shardwise.schedule.cycle import InferenceMode
 from shardwise.schedule.forward import ForwardHooks
 from shardwise.schedule.gathers import Gathers
 from shardwise.schedule.graphs import ForwardGraphs
 from shardwise.schedule.hooks import RunningModules, hooked_modules
+from shardwise.schedule.inference import InferenceMode
 from shardwise.schedule.order import Prefetch
 from shardwise.unit import Unit
 

@@ -14,12 +14,15 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwise.tensors import tensors_in
 from shardwise.timing.forms import Form
 from shardwise.timing.tape import Tape
 
 _COLD_BYTES = 96 << 20
 """Arguments take turns, so that they come from memory and not from a cache, as in training."""
 _LEAST_S, _REPEATS, _MOST_COPIES = 0.02, 5, 8
+_CALLS = 20
+_FRESH_BYTES = 16 << 20
 SIDES = (256, 1024, 2048, 4096, 8192)
 SIZES = tuple(1 << power for power in range(12, 30, 3))
 
@@ -32,7 +35,7 @@ def measure_forms(forms: Iterable[Form], device: torch.device) -> dict[str, floa
 def kernel_s(form: Form, device: torch.device) -> float:
     """Seconds of one call with arguments of this form."""
     func, args, kwargs = form.call
-    size = sum(t.nbytes for t in _leaves((args, kwargs)))
+    size = sum(tensor.nbytes for tensor in tensors_in(args, kwargs))
     count = max(1, min(_MOST_COPIES, _COLD_BYTES // max(1, size)))
     copies = [(_real(args, device), _real(kwargs, device)) for _ in range(count)]
     number = 0
@@ -59,31 +62,32 @@ def call_s(call: Callable[[], object], device: torch.device) -> float:
 
 def _host_s(call: Callable[[], object]) -> float:
     """The median of several runs: a step has many kernels, of which few take the least time that they can."""
-    started = time.perf_counter()
-    call()
-    once = time.perf_counter() - started
+    once = _seconds(call)
     times = max(_MOST_COPIES, min(200, int(_LEAST_S / _REPEATS / max(once, 1e-7))))
-    found = []
-    for _ in range(_REPEATS if once < _LEAST_S / _REPEATS else 2):
-        started = time.perf_counter()
-        for _ in range(times):
-            call()
-        found.append((time.perf_counter() - started) / times)
-    return statistics.median(found)
+    runs = _REPEATS if once < _LEAST_S / _REPEATS else 2
+    return statistics.median(_seconds(call, times) for _ in range(runs))
 
 
-def _device_s(call: Callable[[], object], times: int = 20) -> float:
+def _seconds(call: Callable[[], object], times: int = 1) -> float:
+    """The mean seconds of a call, over `times` calls."""
+    started = time.perf_counter()
+    for _ in range(times):
+        call()
+    return (time.perf_counter() - started) / times
+
+
+def _device_s(call: Callable[[], object]) -> float:
     """A delay lets the host issue all calls before the first one runs."""
     call()
     torch.cuda.synchronize()
     torch.cuda._sleep(20_000_000)
     events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
     events[0].record()
-    for _ in range(times):
+    for _ in range(_CALLS):
         call()
     events[1].record()
     torch.cuda.synchronize()
-    return float(events[0].elapsed_time(events[1])) / 1e3 / times
+    return float(events[0].elapsed_time(events[1])) / 1e3 / _CALLS
 
 
 def _real(value: Any, device: torch.device) -> Any:
@@ -101,13 +105,6 @@ def _real(value: Any, device: torch.device) -> Any:
     return device if isinstance(value, torch.device) else value
 
 
-def _leaves(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    values = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
-    return [leaf for each in values for leaf in _leaves(each)]
-
-
 class _Recorded(TorchDispatchMode):
     """Notes the operators of a real run."""
 
@@ -122,8 +119,8 @@ class _Recorded(TorchDispatchMode):
         return result
 
 
-def measure_issue_s(step: Callable[[], object], device: torch.device, times: int = 20) -> float:
-    """What the host takes for an operator beside its kernel, from a step of kernels that take hardly any time."""
+def measure_issue_s(step: Callable[[], object], device: torch.device) -> float:
+    """What an operator takes the host in addition to its kernel, from a step of kernels that take hardly any time."""
     step()
     tape = Tape(keeps_calls=True)
     tape.is_recording = True
@@ -131,16 +128,16 @@ def measure_issue_s(step: Callable[[], object], device: torch.device, times: int
         step()
     tape.end()
     kernels, issues = tape.entries[-1].kernels, tape.entries[-1].issues
-    seconds = min(_seconds(step) for _ in range(times))
+    seconds = min(_seconds(step) for _ in range(_CALLS))
     if device.type == "cuda":
         return seconds / issues  # the kernels are shorter than that, so the host is what a step waits for
     known = measure_forms(kernels, device)
     return max(0.0, seconds - sum(count * known[form.key] for form, count in kernels.items())) / issues
 
 
-def measure_fresh(device: torch.device, size_bytes: int = 16 << 20) -> float:
-    """Bytes a second of memory that is touched for the first time, beside what touching it takes at any time."""
-    there = torch.zeros(size_bytes // 4, device=device)
+def measure_fresh(device: torch.device) -> float:
+    """Bytes a second of memory that is touched for the first time, without what touching it takes at any time."""
+    there = torch.zeros(_FRESH_BYTES // 4, device=device)
     made: list[torch.Tensor] = []
 
     def touch() -> None:
@@ -149,13 +146,7 @@ def measure_fresh(device: torch.device, size_bytes: int = 16 << 20) -> float:
         made.append(torch.empty_like(there).fill_(1.0))
 
     more = _host_s(touch) - _host_s(lambda: there.fill_(1.0))
-    return size_bytes / max(more, 1e-9)
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    call()
-    return time.perf_counter() - started
+    return _FRESH_BYTES / max(more, 1e-9)
 
 
 def grid(dtypes: Sequence[torch.dtype], sides: Sequence[int] = SIDES, sizes: Sequence[int] = SIZES) -> list[Form]:

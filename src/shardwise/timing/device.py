@@ -2,25 +2,35 @@
 
 A kernel that was measured in just this form takes what it took. Others are interpolated: matrix products and attention
 from the rates of the nearest that were measured, everything else from the time that as many bytes take.
+
+Measurements are kept as JSON files in the user's cache folder, one for each kind of device.
 """
 
 from __future__ import annotations
 
 import bisect
+import json
 import math
+import os
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from statistics import NormalDist
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 from shardwise.errors import ConfigError
+from shardwise.machine.launch import cpu_field
 from shardwise.timing.forms import FRESH, Form
 from shardwise.timing.tape import Issued
 from shardwise.timing.timeline import COMPUTE, Operation
 
 _NEAREST = 3
 FREE = math.inf
+_SCHEMA = 1
 
 
 class Link(NamedTuple):
@@ -29,7 +39,7 @@ class Link(NamedTuple):
     rate       bytes a second that it sends, while all others do
     latency_s  of an operation between two ranks
     hop_s      more for each further rank
-    cores      bytes a second for which the cores have no time to compute; infinite where a device sends by itself
+    cores      bytes a second that occupy all cores, which then do not compute; infinite where a device sends by itself
     """
 
     rate: float
@@ -38,7 +48,7 @@ class Link(NamedTuple):
     cores: float = FREE
 
     def seconds(self, size_bytes: float, ranks: int) -> float:
-        """A gather or a reduction of `size_bytes` in all, over so many ranks."""
+        """A gather or a reduction of `size_bytes` in all, over `ranks` ranks."""
         if ranks < 2:
             return 0.0
         return self.latency_s + self.hop_s * (ranks - 2) + size_bytes * (ranks - 1) / ranks / self.rate
@@ -61,7 +71,7 @@ class Product(NamedTuple):
 class DeviceTimes:
     """The kernels and links of a device.
 
-    source     where the figures come from, for people
+    source     where the figures come from, as plans print it
     peak       operations a second by dtype, by the data sheet: what MFU is a fraction of
     attention  operations a second by dtype and pass (forward, backward)
     memory     seconds of an element-wise kernel by the bytes that it reads and writes, in ascending order
@@ -99,8 +109,17 @@ class DeviceTimes:
         normally distributed values (Blom's approximation)."""
         return 1.0 + self.spread * NormalDist().inv_cdf((self.ranks - 0.375) / (self.ranks + 0.25))
 
+    @cached_property
+    def _known(self) -> dict[Form, float]:
+        return {}
+
     def kernel_s(self, form: Form) -> float:
-        """One kernel."""
+        """One kernel. Most of a step's repeat in every layer, so each form is priced once."""
+        if (seconds := self._known.get(form)) is None:
+            seconds = self._known[form] = self._kernel_s(form)
+        return seconds
+
+    def _kernel_s(self, form: Form) -> float:
         if (measured := self.kernels.get(form.key)) is not None:
             return measured
         if form.key == FRESH:
@@ -137,8 +156,15 @@ class DeviceTimes:
     def kernels_s(self, kernels: Mapping[Form, float]) -> float:
         return self.slowdown * self.pace * sum(count * self.kernel_s(form) for form, count in kernels.items())
 
-    def operation(self, entry: Issued, after: tuple[int, ...]) -> Operation:
-        """An entry of a tape with its seconds."""
+    def priced(self, entries: Sequence[Issued], start: int) -> list[Operation]:
+        """The operations of a tape's step that begins at entry `start`, with their seconds."""
+        return [
+            self._operation(entry, tuple(number - other for other in entry.after))
+            for number, entry in enumerate(entries)
+            if number >= start
+        ]
+
+    def _operation(self, entry: Issued, after: tuple[int, ...]) -> Operation:
         what, stream, issue_s = entry.what, entry.stream, entry.issues * self.issue_s
         if what in ("up", "down", "disk"):
             seconds = entry.size_bytes / getattr(self, what)
@@ -152,7 +178,7 @@ class DeviceTimes:
             return Operation(stream, COMPUTE, seconds + issue_s, what, after)
         if stream == COMPUTE:
             return Operation(stream, COMPUTE, seconds, what, after, issue_s)
-        # Beside the compute stream: the device does both at once, at the expense of the other.
+        # Not on the compute stream: the device does both at once, and each slows the other down.
         return Operation(stream, stream, seconds, what, after, issue_s, stolen_s=seconds)
 
 
@@ -187,7 +213,7 @@ _PRODUCTS, _ATTENTION, _MEMORY, _LINKS, _NETWORK, _HOST = 0.7, 0.8, 0.8, 0.8, 0.
 not causal, as torch counts it: half of these operations are never made."""
 _LATENCY_S, _HOP_S, _NETWORK_LATENCY_S, _NETWORK_HOP_S = 15e-6, 2e-6, 30e-6, 6e-6
 _ISSUE_S = 10e-6
-"""Of an operator of eager torch, the engine's part included; about what an H200's host took (results, gpu-host)."""
+"""What an operator of eager torch takes the host, the engine's part included; about that of an H200's (gpu-host)."""
 _KERNEL_S = 3e-6
 """The shortest kernel."""
 _SPREAD = 0.01
@@ -234,3 +260,50 @@ def reaching(device: DeviceTimes, operations: float) -> DeviceTimes:
     nothing = ((1.0, 0.0), (1e9, 0.0))
     source = f"{operations / 1e12:g} TFLOP/s as given"
     return replace(device, source=source, products=flat, attention=attention, memory=nothing, kernels={}, issue_s=0.0)
+
+
+def device_name() -> str:
+    """The first GPU of this machine, or its processor."""
+    if torch.cuda.is_available():
+        return str(torch.cuda.get_device_name(0))
+    return cpu_field("model name") or "cpu"
+
+
+def calibration_path(name: str | None = None) -> Path:
+    """Where the calibration of a device is kept."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardwise"
+    return folder / f"calibration-{re.sub(r'[^a-z0-9]+', '-', (name or device_name()).lower()).strip('-')}.json"
+
+
+def kept_calibration() -> DeviceTimes | None:
+    """That of this machine's device, if there is one."""
+    path = calibration_path()
+    return load_calibration(path) if path.exists() else None
+
+
+def keep_calibration(device: DeviceTimes, made: dict[str, Any], path: Path | None = None) -> Path:
+    """Write a calibration, with what it was `made` with: date, versions, hardware."""
+    path = path or calibration_path(device.name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = asdict(device)
+    data["attention"] = [[*key, rate] for key, rate in device.attention.items()]
+    path.write_text(json.dumps({"schema": _SCHEMA, **made, "device": data}, indent=1) + "\n")
+    return path
+
+
+def load_calibration(path: Path) -> DeviceTimes:
+    """A calibration from its file."""
+    try:
+        kept = json.loads(path.read_text())
+        if kept["schema"] != _SCHEMA:
+            raise ValueError(f"its schema is {kept['schema']}")
+        data = kept["device"]
+        data["products"] = tuple(Product(*each) for each in data["products"])
+        data["attention"] = {(dtype, side): rate for dtype, side, rate in data["attention"]}
+        data["memory"] = tuple((size, seconds) for size, seconds in data["memory"])
+        data["inner"], data["outer"] = Link(*data["inner"]), Link(*data["outer"])
+        return DeviceTimes(**data)
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ConfigError(
+            f"{path} is no calibration of this version ({error}): make one with `shardwise env --calibrate`"
+        ) from None

@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from shardwise.partition.policy import DTYPE_NAMES
+from shardwise.tensors import dtype_name, tensors_in
+
 _FREE = re.compile(
     r"^(empty|new_empty|detach|alias|set_|resize_|lift|_local_scalar_dense|is_same_size|_has_same_storage|_version"
     r"|_reshape_alias|_unsafe_view)"
@@ -20,7 +23,6 @@ _LOOKUPS = {"embedding", "index", "index_select", "gather"}
 """They read only as much of their first argument as they return."""
 FRESH = "fresh memory"
 """The key of memory that is touched for the first time."""
-SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Form:
 
 
 class Forms:
-    """The forms that were met, so that each is described once."""
+    """The forms seen so far: each is described once."""
 
     def __init__(self, keeps_calls: bool = False) -> None:
         self._known: dict[Any, Form | None] = {}
@@ -70,8 +72,7 @@ def _described(value: Any) -> Any:
 
 
 def _form(name: str, func: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> Form | None:
-    tensors = list(_tensors((args, kwargs)))
-    made = list(_tensors(result))
+    tensors, made = tensors_in(args, kwargs), tensors_in(result)
     moved = [tensor.nbytes for tensor in (tensors[1:] if name in _LOOKUPS else tensors)]
     moved += [tensor.nbytes for tensor in made]
     moved += [tensor.nbytes for tensor in made[:1] if name in _LOOKUPS]
@@ -81,7 +82,7 @@ def _form(name: str, func: Any, args: Any, kwargs: Mapping[str, Any], result: An
         return None
     count = flop_registry.get(func._overloadpacket)
     flops = int(count(*args, **kwargs, out_val=result)) if count is not None else 0
-    dtype = next((SHORT[tensor.dtype] for tensor in (*tensors, *made) if tensor.dtype in SHORT), "fp32")
+    dtype = next((DTYPE_NAMES[tensor.dtype] for tensor in (*tensors, *made) if tensor.dtype in DTYPE_NAMES), "fp32")
     text = " ".join(_text(value) for value in (*args, *kwargs.values()))
     return Form(f"{name} {text}", dtype, flops, sum(moved), _product(name, tensors), (func, args, dict(kwargs)))
 
@@ -97,25 +98,14 @@ def _product(name: str, tensors: list[torch.Tensor]) -> tuple[int, int, int, int
 def _written(func: Any, args: Any) -> Iterator[torch.Tensor]:
     for argument, value in zip(func._schema.arguments, args, strict=False):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from _tensors(value)
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from _tensors(each)
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _tensors(each)
+            yield from tensors_in(value)
 
 
 def _text(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         shape = ",".join(map(str, value.shape))
         contiguous = "" if value.is_contiguous() else "t" if value.ndim > 1 and value.mT.is_contiguous() else "s"
-        return f"{SHORT.get(value.dtype, str(value.dtype).removeprefix('torch.'))}[{shape}]{contiguous}"
+        return f"{DTYPE_NAMES.get(value.dtype, dtype_name(value.dtype))}[{shape}]{contiguous}"
     if isinstance(value, (list, tuple)):
         texts = [_text(each) for each in value]
         if len(texts) < 5:

@@ -1,6 +1,7 @@
 """What a step issues, in its order: kernels, collectives and copies, on streams. Seconds come later.
 
-The fakes of a dry run write it. One tape serves every device and every link; `priced` makes operations of it for one.
+The fakes of a dry run write it. One tape serves every device and every link: `DeviceTimes.priced` makes operations of
+it for one.
 
 CUDA's order is assumed: a stream runs ahead of the host, and what a stream is told to wait for delays only what is
 issued to it afterwards. On the CPU the host computes, and waits where the compute stream would.
@@ -10,12 +11,12 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 from shardwise.config.shape import Axis
 from shardwise.timing.forms import FRESH, Form, Forms
-from shardwise.timing.timeline import COMPUTE, Operation
+from shardwise.timing.timeline import COMPUTE
 
 
 class Issued(NamedTuple):
@@ -33,14 +34,6 @@ class Issued(NamedTuple):
     ranks: int = 1
     axis: Axis = "inner"
     issues: float = 0.0
-
-
-class Pricing(Protocol):
-    """What operations take on a device with its links."""
-
-    def kernels_s(self, kernels: Mapping[Form, float]) -> float: ...
-
-    def operation(self, entry: Issued, after: tuple[int, ...]) -> Operation: ...
 
 
 class Uses(NamedTuple):
@@ -81,12 +74,12 @@ class Tape:
         self.stream = COMPUTE
         self.is_recording = False
         self._forms = Forms(keeps_calls)
-        self._open: dict[str, defaultdict[Form, float]] = {}
+        self._open: defaultdict[str, defaultdict[Form, float]] = defaultdict(lambda: defaultdict(float))
         self._issues: defaultdict[str, float] = defaultdict(float)
         self._after: dict[str, set[int]] = {}
         self._last: dict[str, int] = {}
         self.times = 1.0
-        """For how many of the same stands what is issued now."""
+        """How many equal operations each operation that is issued now represents."""
 
     def begin_step(self) -> None:
         """The step that counts begins."""
@@ -105,15 +98,14 @@ class Tape:
             return
         form = self._forms.find(func, args, kwargs, result)
         if form is not None:
-            self._open.setdefault(self.stream, defaultdict(float))[form] += self.times
+            self._open[self.stream][form] += self.times
         self._issues[self.stream] += self.times
 
     def note(self, kernels: Mapping[Form, float], issues: float = 1.0) -> None:
-        """Kernels of so many operators are issued to the current stream."""
+        """The kernels of `issues` operators are issued to the current stream."""
         self._issues[self.stream] += issues
-        held = self._open.setdefault(self.stream, defaultdict(float))
         for form, count in kernels.items():
-            held[form] += count
+            self._open[self.stream][form] += count
 
     def allocate(self, size_bytes: int) -> None:
         """The engine takes memory that is touched for the first time."""
@@ -186,12 +178,3 @@ class Tape:
         self.entries.append(Issued(stream, what, after, **({"kernels": {}} | more)))
         self._last[stream] = len(self.entries) - 1
         return self._last[stream]
-
-
-def priced(entries: Sequence[Issued], start: int, device: Pricing) -> list[Operation]:
-    """The operations of the step that begins at entry `start`, with their seconds on a device."""
-    return [
-        device.operation(entry, tuple(number - other for other in entry.after))
-        for number, entry in enumerate(entries)
-        if number >= start
-    ]

@@ -21,7 +21,7 @@ COMPUTE = "compute"
 SENDING = ("gather", "reduce", "share", "tp")
 MOVING = ("up", "down", "disk")
 _STEPS = 4
-"""So many steps are run. The last but one counts: it follows others, and another one follows it."""
+"""How many steps are run. The last but one counts: it follows others, and another one follows it."""
 
 
 class Operation(NamedTuple):

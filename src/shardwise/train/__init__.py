@@ -5,7 +5,7 @@
     worker    one rank: process group, signals, failure report
     job       the options resolved for a number of ranks
     run       builds the engine, resumes and trains
-    loop      the training loop; `step_watch` measures the memory of its last steps
+    loop      the training loop over an engine or a pipeline; measures the memory of its last steps
     finish    writes sample, report, export and plot
 
 `corpus` and `data` decide which sample comes when, with integers only.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import itertools
 import json
 import os
 import shutil
@@ -19,6 +20,8 @@ from shardwise.files import parse_json, read_json, validated, writing
 
 Count = Annotated[int, Field(strict=True, ge=0)]
 REMEDY = "--fresh starts over"
+ON_BOARD = ("loss", "val_loss", "lr", "grad_norm", "tokens_per_s", "memory_bytes", "peak_bytes")
+"""The metrics that TensorBoard shows."""
 
 
 class RunIdentity(BaseModel):
@@ -107,7 +110,7 @@ class RunFolder:
     def write(self, path: Path, text: str) -> None:
         """Write a file of the run; a DiskError names it if it cannot be written."""
         with writing(path, DiskError, len(text)):
-            path.write_text(text)
+            path.write_text(text, encoding="utf-8")
 
     def _read(self) -> RunRecord:
         try:
@@ -179,17 +182,16 @@ class MetricsFiles:
         with writing(self._table, DiskError), self._table.open("a", newline="") as table:
             csv.writer(table, lineterminator="\n").writerows(map(dataclasses.astuple, rows))
         if self._board is not None:
-            for row in rows:
-                for name in ("loss", "val_loss", "lr", "grad_norm", "tokens_per_s", "memory_bytes", "peak_bytes"):
-                    if (value := getattr(row, name)) is not None:
-                        self._board.add_scalar(name, value, row.step)
+            for row, name in itertools.product(rows, ON_BOARD):
+                if (value := getattr(row, name)) is not None:
+                    self._board.add_scalar(name, value, row.step)
             self._board.flush()
 
 
 def read(path: Path) -> list[StepMetrics]:
     """The rows of a file of JSON lines, up to the first that is none, such as a last line that a crash cut off."""
     rows = []
-    for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
         try:
             found = parse_json(line, str(path), ConfigError, REMEDY)
             rows.append(validated(StepMetrics, found, str(path), ConfigError, REMEDY))

@@ -54,7 +54,7 @@ class Shape(Section):
 
     @property
     def dimensions(self) -> Dimensions:
-        """Those of a Llama. The width inside a layer is 8/3 of hidden, a multiple of 32."""
+        """The dimensions of a Llama. The width inside a layer is 8/3 of hidden, a multiple of 32."""
         width = -(-8 * self.hidden // 96) * 32
         return Dimensions("llama", self.hidden, self.layers, self.heads, self.vocabulary, width)
 
@@ -79,10 +79,10 @@ SIZES: dict[str, dict[str, int]] = {
 }
 
 
-def shape_of(size: str, vocabulary: int, **given: int | None) -> Shape:
+def model_shape(size: str, vocabulary: int, **given: int | None) -> Shape:
     """A named size with some of its dimensions replaced. Raises a ConfigError for an invalid one.
 
-    >>> shape_of("small", 256, layers=8).layers
+    >>> model_shape("small", 256, layers=8).layers
     8
     """
     if size not in SIZES:
@@ -184,7 +184,7 @@ def prepare(options: TrainOptions, ranks: int) -> TrainJob:
     world_size = ranks // each
     config = _config(options, world_size)
     corpus = open_corpus(data.paths, data.glob, data.vocab)
-    shape = shape_of(model.size, corpus.vocabulary, **model.model_dump(exclude={"size"}))
+    shape = model_shape(model.size, corpus.vocabulary, **model.model_dump(exclude={"size"}))
     _check_tp(shape, tp)
     _check_pp(shape, pp, config)
     job = TrainJob(options, world_size, corpus, shape, config)

@@ -8,21 +8,146 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from shardwise.comm import Comm
+from shardwise.engine.engine import Engine
 from shardwise.machine.memory import process_memory
+from shardwise.observe.analyzer import MemoryAnalyzer, MemoryPoint
 from shardwise.train.data import Indices, SampleLoader, validation_batches
 from shardwise.train.folder import MetricsFiles, RunFolder, StepMetrics, TrainPosition
 from shardwise.train.job import TrainJob
 from shardwise.train.screen import Screen
-from shardwise.train.step_watch import MemoryTrace, StepWatch
-from shardwise.train.trainers import EngineTrainer, Phase, Trainer
 
+if TYPE_CHECKING:  # torch's pipelining takes seconds to import
+    from shardwise.pipelining.pipeline import Pipeline
+
+Samples = tuple[torch.Tensor, torch.Tensor]
+Phase = Callable[[str], contextlib.AbstractContextManager[Any]]
 WATCHED = 2
 """The memory of the last steps is measured; the report shows that of the very last one."""
+
+
+@dataclass
+class MemoryTrace:
+    """One step in short intervals: when each ended, and the bytes by kind at its peak."""
+
+    times_s: list[float]
+    kinds: list[dict[str, int]]
+    phases: list[tuple[str, float, float]]
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(self.at_peak.values())
+
+    @property
+    def at_peak(self) -> dict[str, int]:
+        """Bytes by kind at the peak of the step."""
+        return max(self.kinds, key=lambda kinds: sum(kinds.values()))
+
+
+class StepWatch(MemoryAnalyzer):
+    """Measures the memory of steps of an engine, on every rank: a point after each module and each gradient.
+
+    The optimizer's state gets its label when the optimizer runs, so watch one step before the step that counts.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self._hooked = engine.module
+        self._handles: list[Any] = []
+
+    def start(self) -> StepWatch:
+        super().start()
+        for module in self._hooked.modules():
+            if next(module.parameters(recurse=False), None) is not None:
+                self._handles.append(module.register_forward_hook(self._on_hook))
+        for param in self._hooked.parameters():
+            self._handles.append(param.register_post_accumulate_grad_hook(self._on_hook))
+        return self
+
+    def stop(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+        super().stop()
+
+    def begin_step(self) -> None:
+        """Drop the points of earlier steps."""
+        self.points.clear()
+        self.phases.clear()
+        self.record("before the step")
+
+    def end_step(self) -> MemoryTrace:
+        """The trace since `begin_step`."""
+        self.record("end of the step")
+        first, *points = self.points
+        times_s = [point.time_s - first.time_s for point in points]
+        phases = [(name, start - first.time_s, end - first.time_s) for name, start, end in self.phases]
+        return MemoryTrace(times_s, [complete_kinds(point) for point in points], phases)
+
+    def _on_hook(self, *_: Any) -> None:
+        self.record("")
+
+
+def complete_kinds(point: MemoryPoint) -> dict[str, int]:
+    """The bytes by kind at a point's peak, with all that no tensor holds as "other".
+
+    On CUDA that is what the allocator rounds up and what libraries keep (cuBLAS workspaces). A dry run counts both.
+    """
+    rest = point.peak_bytes - sum(point.peak_kinds.values())
+    return point.peak_kinds | {"other": point.peak_kinds.get("other", 0) + max(0, rest)}
+
+
+class EngineTrainer:
+    """Trains with one engine. `engines` are those of this rank."""
+
+    def __init__(self, model: Engine) -> None:
+        self.model = model
+        self.engines = (model,)
+
+    def step(self, batches: Iterable[Samples], count: int, phase: Phase) -> torch.Tensor:
+        """Train on the micro-batches of a step, `count` of them; their mean loss."""
+        losses = torch.zeros((), device=self.model.comm.device)
+        for inputs, targets in batches:
+            with phase("forward"):
+                loss = self.model(inputs, targets)
+            losses += loss.detach() / count
+            with phase("backward"):
+                self.model.backward(loss)
+            del loss
+            with phase("update"):
+                self.model.step()
+        return losses
+
+    @torch.no_grad()
+    def evaluate(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """The loss of a batch, without training on it."""
+        self.model.eval()
+        loss: torch.Tensor = self.model(inputs, targets)
+        self.model.train()
+        return loss
+
+
+class PipelineTrainer:
+    """Trains with a pipeline, which runs the micro-batches of a step itself."""
+
+    def __init__(self, model: Pipeline) -> None:
+        self.model = model
+        self.engines = tuple(model.engines.values())
+
+    def step(self, batches: Iterable[Samples], count: int, phase: Phase) -> torch.Tensor:
+        inputs, targets = zip(*batches, strict=True)
+        return self.model.train_step((torch.cat(inputs), torch.cat(targets)))
+
+    def evaluate(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return self.model.evaluate((inputs, targets))
+
+
+Trainer = EngineTrainer | PipelineTrainer
 
 
 @dataclass
@@ -65,25 +190,29 @@ class TrainLoop:
         """Train the remaining steps. False if a signal stopped the loop before the last one."""
         self.screen.start(self.step, self.job.steps)
         self._mark_s = time.perf_counter()
-        try:
-            with contextlib.ExitStack() as stack:
-                watch: StepWatch | None = None
-                while self.step < self.job.steps and not self._agree_to_stop():
-                    is_near_end = self.step >= self.job.steps - WATCHED
-                    if watch is None and is_near_end and isinstance(self.trainer, EngineTrainer):
-                        self._flush()  # measuring slows steps down: keep them out of the speed
-                        self.trainer.model.finish_save()  # and keep the buffers of a save out of the measured memory
-                        watch = StepWatch(self.trainer.model)
-                        stack.enter_context(watch)
-                    self._train_step(watch)
-                    self._after_step()
-        finally:
-            self.screen.stop()
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.screen.stop)
+            watch: StepWatch | None = None
+            while self.step < self.job.steps and not self._agree_to_stop():
+                if watch is None and self.step >= self.job.steps - WATCHED:
+                    watch = self._begin_watching(stack)
+                self._train_step(watch)
+                self._after_step()
         self._flush()
         if self.step > self._saved_step:
             self.save(blocking=True)
         self.trainer.model.finish_save()  # a save that started after this step
         return self.step >= self.job.steps
+
+    def _begin_watching(self, stack: contextlib.ExitStack) -> StepWatch | None:
+        """Measure the memory of the steps from here on. A pipeline is not measured."""
+        if not isinstance(self.trainer, EngineTrainer):
+            return None
+        self._flush()  # measuring slows steps down: keep them out of the speed
+        self.trainer.model.finish_save()  # and keep the buffers of a save out of the measured memory
+        watch = StepWatch(self.trainer.model)
+        stack.enter_context(watch)
+        return watch
 
     def evaluate(self) -> float:
         """The mean loss over the validation windows."""

@@ -1,9 +1,14 @@
-"""A run on one rank: open the folder, build the engine, resume, train; then sample, report, export and plot."""
+"""A run on one rank: open the folder, build the model and the engine, resume, train and finish.
+
+The model is the decoder of `shardwise.models`, with the names and the configuration with which Hugging Face's Llama
+reads its export.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import logging
 import os
 import warnings
@@ -11,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -21,18 +27,58 @@ from shardwise.config.sections import Batch
 from shardwise.config.shape import shape_on_nodes
 from shardwise.errors import ConfigError, ShardwiseWarning
 from shardwise.files import validated
+from shardwise.models.decoder import NORM_EPSILON, ROTARY_BASE, CausalDecoder
 from shardwise.models.tensor_parallel import tensor_parallel
 from shardwise.train.data import SampleLoader
 from shardwise.train.finish import finish
 from shardwise.train.folder import REMEDY, MetricsFiles, RunFolder, TrainPosition, check_identity
-from shardwise.train.job import TrainJob, rate_factor
-from shardwise.train.loop import RankProcess, TrainLoop
-from shardwise.train.model import LanguageModel
+from shardwise.train.job import Shape, TrainJob, rate_factor
+from shardwise.train.loop import EngineTrainer, PipelineTrainer, RankProcess, Trainer, TrainLoop
 from shardwise.train.screen import Screen, make_screen
-from shardwise.train.trainers import EngineTrainer, PipelineTrainer, Trainer
 
 BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1
+
+
+class HubConfig(dict[str, Any]):
+    """The config.json with which Hugging Face's Llama reads the exported weights."""
+
+    def to_json_string(self) -> str:
+        return json.dumps(self, indent=1) + "\n"
+
+
+class LanguageModel(CausalDecoder):
+    """A Llama of a given shape with fresh weights; an export of it loads wherever Llama checkpoints load."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__(shape.dimensions, fused=False)
+        self.config = hub_config(shape)
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)  # small: the first loss is that of a uniform guess
+
+
+def hub_config(shape: Shape) -> HubConfig:
+    """The configuration of a model of this shape."""
+    return HubConfig(
+        architectures=["LlamaForCausalLM"],
+        model_type="llama",
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.dimensions.width,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.heads,
+        max_position_embeddings=shape.context,
+        rms_norm_eps=NORM_EPSILON,
+        rope_theta=ROTARY_BASE,
+        hidden_act="silu",
+        attention_bias=False,
+        mlp_bias=False,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
 
 
 def run(job: TrainJob, process: RankProcess, comm: Comm) -> None:
@@ -45,9 +91,8 @@ def run(job: TrainJob, process: RankProcess, comm: Comm) -> None:
     foreseen_bytes = _foresee(job, process, screen) if foresees else None
     with _warnings_on(screen):
         trainer = build_trainer(job, process)
-    if foreseen_bytes is not None:
-        trainer.engines[0].expect(foreseen_bytes)
-    with _warnings_on(screen):
+        if foreseen_bytes is not None:
+            trainer.engines[0].expect(foreseen_bytes)
         state = _load(folder, job, trainer)
     metrics = None
     if comm.rank == 0:
@@ -166,18 +211,14 @@ def _load(folder: RunFolder, job: TrainJob, trainer: Trainer) -> TrainPosition |
 
 def _foresee(job: TrainJob, process: RankProcess, screen: Screen) -> int | None:
     """The peak of a rank's tensors in a step; None if a dry run is not possible (states on the disk)."""
-    from shardwise.dry_run.dry_run import Scenario, Untraceable, dry_run
-    from shardwise.dry_run.kernels import CPU, cuda
+    from shardwise.dry_run.dry_run import Scenario, Untraceable, blank_text, dry_run
+    from shardwise.dry_run.kernels import kernels_for
 
-    def make_batch(rank: int, step: int) -> dict[str, torch.Tensor]:
-        samples = torch.zeros(job.share(0).micro_batch, job.shape.context + 1, dtype=torch.long)
-        return {"tokens": samples[:, :-1], "targets": samples[:, 1:]}
-
-    kernels = CPU if process.device.type == "cpu" else cuda()
+    make_batch = blank_text(job.share(0).micro_batch, job.shape.context)
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", job.world_size))
+    ranks, kernels = shape_on_nodes(range(job.world_size), local), kernels_for(process.device.type)
+    scenario = Scenario(lambda: (LanguageModel(job.shape), make_batch), job.config, ranks, kernels)
     try:
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", job.world_size))
-        nodes = shape_on_nodes(range(job.world_size), local)
-        scenario = Scenario(lambda: (LanguageModel(job.shape), make_batch), job.config, job.world_size, kernels, nodes)
         peak_bytes = dry_run(scenario).peak_bytes
     except (Untraceable, ValueError):
         return None

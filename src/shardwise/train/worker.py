@@ -25,6 +25,7 @@ from shardwise.config import Config
 from shardwise.errors import ConfigError, ShardwiseError
 from shardwise.machine import local_ranks
 from shardwise.machine.local_ranks import FailureReport
+from shardwise.machine.output import make_printable
 from shardwise.train.folder import RunFolder
 from shardwise.train.job import TrainJob, check_memory, prepare
 from shardwise.train.loop import RankProcess
@@ -49,7 +50,7 @@ def choose_device(wanted: str, rank: int) -> torch.device:
 
 
 def _timeout(options: TrainOptions) -> timedelta:
-    """As the configuration says. An error in it is raised later, on all ranks alike."""
+    """The timeout of the configuration. An error in that is raised later, on all ranks alike."""
     with contextlib.suppress(ConfigError):
         seconds = Config.load(options.placing.config).runtime.timeout
         return timedelta(seconds=seconds) if seconds is not None else TIMEOUT
@@ -121,7 +122,7 @@ def report_failure(
     if not isinstance(error, ShardwiseError):
         path = RunFolder(options.outputs.out).error(rank)
         with contextlib.suppress(OSError):
-            path.write_text(traceback.format_exc())
+            path.write_text(traceback.format_exc(), encoding="utf-8")
             message += f" (traceback: {path})"
     if options.debug:
         message += "\n" + traceback.format_exc()
@@ -139,4 +140,5 @@ def report_failure(
 
 if __name__ == "__main__":
     local_ranks.stop_with_parent()
+    make_printable()
     serve(TrainOptions.model_validate_json(sys.argv[1]))

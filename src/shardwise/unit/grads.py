@@ -1,10 +1,10 @@
 """The gradients of a unit: where autograd leaves them, how they are reduced, and what is held of them.
 
 Names, used throughout:
-- *local*: gradients as autograd makes them, in `p.grad` (see `grad_source`).
-- *full*: where gradients are replicated, the unit's flat gradients of this rank. Local gradients are moved there when
-  the backward has left the unit, and `p.grad` is then a view of it, to which later micro-batches add in place, until
-  the reduce-scatter.
+- *local*: gradients as autograd makes them, in `p.grad` (see `reduce_scatter`).
+- *full*: where gradients are replicated, or one rank is alone, the unit's flat gradients of this rank. Local gradients
+  are moved there when the backward has left the unit, and `p.grad` is then a view of it, to which later micro-batches
+  add in place, until the reduce-scatter.
 - *node sum*: where gradients are sharded over a node, this rank's part of the mean over its node, added up over the
   micro-batches; across nodes it is reduced once, with the last one.
 - *shard*: this rank's shard of the mean over the ranks (see `reduced_shard`).
@@ -20,8 +20,8 @@ The states, and what makes the transitions:
                        │  └──────open───────┘                        └────start_reduce──────┘  │
                        └──────────────────────────────open─────────────────────────────────────┘
 
-LOCAL exists where gradients are replicated, or sharded over a node, where `finish_reduce` leads to it from all
-micro-batches but the last. `start_reduce` also leads from EMPTY and ARRIVING, and to REDUCED at once
+LOCAL exists where there are full gradients, or where they are sharded over a node: there `finish_reduce` leads to it
+from all micro-batches but the last. `start_reduce` also leads from EMPTY and ARRIVING, and to REDUCED at once
 where one rank is alone. Sharded gradients go from REDUCED back to ARRIVING with the next micro-batch. `forget` and
 `clear` lead from anywhere to EMPTY.
 """
@@ -38,18 +38,15 @@ from shardwise.comm import Comm, Handle
 from shardwise.config.shape import AXES, Axis, Sharding, axes_between
 from shardwise.errors import GradientError
 from shardwise.memory import Buffer, Entry, Kind, Ledger, Tier
-from shardwise.memory.reduce_plan import UpdateSizes
-from shardwise.offload.buckets import GRADS
 from shardwise.offload.offloaded_states import OffloadedStates
-from shardwise.offload.unit_states import UnitStates
+from shardwise.offload.unit_states import GRADS, UnitStates
 from shardwise.partition import Span
 from shardwise.partition.dtensors import like
 from shardwise.profiling import mark
-from shardwise.unit.grad_source import AutogradGrads, FlatGrads, Packing
 from shardwise.unit.held_grads import HeldGrads
-from shardwise.unit.param_guard import PLAINLY
+from shardwise.unit.params import PLAINLY
 from shardwise.unit.plan import UnitPlan
-from shardwise.unit.reduce_scatter import ReduceScatter
+from shardwise.unit.reduce_scatter import AutogradGrads, FlatGrads, Packing, ReduceScatter
 from shardwise.unit.reduced_shard import HeldShard, OffloadedShard, ReducedShard, SegmentShard
 
 
@@ -61,6 +58,8 @@ class GradsState(enum.Enum):
     LOCAL = "local"
     REDUCING = "being reduced"
     REDUCED = "reduced"
+
+    __hash__ = object.__hash__  # see `memory.Kind`
 
 
 _EMPTY, _ARRIVING, _LOCAL, _REDUCING, _REDUCED = GradsState
@@ -82,25 +81,22 @@ class Grads:
         layout, policy = plan.layout, plan.policy
         self.name = plan.name
         self.state = GradsState.EMPTY
-        self.reduce_plan = plan.reduce_plan
         self._plan = plan
         self._policy = policy
         self._comm = comm
         self._ledger = ledger
         self._gathering: Handle | None = None
         self._reducing: list[ReduceScatter] = []
+        self._reductions: dict[bool, list[ReduceScatter]] = {}
         self._is_final = True
+        self._apart: set[int] = set()
         self._whole: Buffer | None = None
-        self._full: Buffer | None = None
-        # With one rank nothing is sent: gradients go straight to where they are held.
-        self._is_alone = comm.world_size == 1 and policy.reduce_dtype == policy.grad_dtype
-        if policy.grads_cut != "replicated":
-            self._held = self._buffer(Kind.GRADS, plan.part_numel(policy.grads_cut), policy.accumulate_dtype)
-            packed = self._held if self._is_alone else self._buffer(Kind.WORK, layout.numel, policy.reduce_dtype)
-            self._packing = Packing(packed, layout)
-        else:
-            self._full = self._held = self._buffer(Kind.GRADS, layout.numel, policy.grad_dtype)
-            self._packing = Packing(self._full, layout)
+        self._is_alone = plan.is_alone
+        self._held = self._buffer(Kind.GRADS, plan.part_numel(policy.grads_cut), plan.held_dtype)
+        self._full = self._held if plan.adds_in_place else None
+        is_packed_apart = self._full is None and not self._is_alone
+        packed = self._buffer(Kind.WORK, layout.numel, policy.reduce_dtype) if is_packed_apart else self._held
+        self._packing = Packing(packed, layout)
         # What `p.grad` is while it is a view of `full`.
         views = self._packing.views if self._full is not None else ()
         self._grad_views = [like(param, view) for param, view in zip(params, views, strict=False)]
@@ -142,23 +138,17 @@ class Grads:
         """Whether a backward of this step has reached the unit, or it was reduced."""
         return self.state is not _EMPTY
 
-    @cached_property
-    def cast_bytes(self) -> int:
-        """See `UnitPlan.cast_bytes`."""
-        return self._plan.cast_bytes
-
-    @cached_property
-    def update_sizes(self) -> UpdateSizes:
-        """See `UnitPlan.update_sizes`."""
-        return self._plan.update_sizes
-
     # In a backward
 
     def open(self) -> None:
         """The backward reaches the unit: gradients are about to arrive."""
         self._check_not_final()
         self._shard.prefetch()
+        if self._full is not None and self.is_reduced:
+            self._local.add_to(self._grad_views)
         self._local.expect(self._arriving_bytes())
+        if self._full is not None and self._full.live and self.state is not _ARRIVING:
+            self._apart = self._local.take_hooked()
         if self.state is not _REDUCING:  # else they are late, which `late_gradient` reports
             self._enter(_ARRIVING)
 
@@ -171,40 +161,43 @@ class Grads:
         return largest * (grads.itemsize + (weights.itemsize if weights != grads else 0))
 
     def _check_not_final(self) -> None:
-        if self.is_reduced and self._policy.grads_cut != "sharded":
+        if self._policy.grads_cut != "sharded" and self.is_reduced:
             raise RuntimeError(
                 f"the gradients of {self.name} were already reduced in this step, and another backward would add to "
                 "them: call backward once on the sum of the losses, or inside engine.no_sync() all but the last "
                 'time, or set gradients.reduce_at to "step"'
             )
 
-    def bring(self, grads: Sequence[torch.Tensor | None]) -> None:
+    def add(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Add gradients of the parameters that were computed outside of a backward."""
         self.open()
         self._local.add([grad if grad is None else grad.detach().to(self._policy.grad_dtype) for grad in grads])
 
     def collect(self) -> None:
-        """Move the local gradients of this micro-batch into `full`, where gradients are replicated."""
+        """Move the local gradients of this micro-batch into `full`, where there is one."""
         if self._full is None:
             return
         self._check_not_final()
-        views, params = self._grad_views, self._local.params
+        pairs = list(zip(self._local.as_left(), self._grad_views, strict=True))
+        are_in_place = [grad is view for grad, view in pairs]
         # A unit that no backward has reached stays EMPTY, also while `full` holds zeros for it.
-        has_arrived = self.has_gradients or any(
-            param.grad is not None and param.grad is not view for param, view in zip(params, views, strict=True)
-        )
+        has_arrived = self.has_gradients or any(grad is not None and grad is not view for grad, view in pairs)
         if not self._full.live:
             self._full.allocate()
-        are_in_place = [param.grad is view for param, view in zip(params, views, strict=True)]
-        if not any(are_in_place):
+        if not any(are_in_place) and not self._apart:
             self._packing.fill(self._local.read())
         else:
-            for place, grad, is_in_place in zip(self._packing.views, self._local.read(), are_in_place, strict=True):
-                if grad is None:
+            arrived = zip(self._packing.views, self._local.read(), are_in_place, strict=True)
+            for index, (place, grad, is_in_place) in enumerate(arrived):
+                if index in self._apart:
+                    if grad is not None:
+                        place.add_(grad.detach())
+                elif grad is None:
                     place.zero_()
                 elif not is_in_place:
                     place.copy_(grad.detach())
-        self._local.replace(views)
+        self._apart = set()
+        self._local.replace(self._grad_views)
         if has_arrived:
             self._enter(_LOCAL)
 
@@ -216,26 +209,30 @@ class Grads:
     def start_reduce(self, is_final: bool = True) -> None:
         """Send every rank its part. `finish_reduce` waits for this rank's part and adds it up."""
         with mark("reduce", self.name):
+            if self._full is not None and self.is_reduced:
+                self.open()  # no backward of this micro-batch has
             self.collect()
             if self._is_alone:
                 self._reduce_alone()
                 return
             self._is_final = is_final
-            self._reducing = self._reductions()
+            if is_final not in self._reductions:
+                self._reductions[is_final] = self._make_reductions(is_final)
+            self._reducing = list(self._reductions[is_final])
             self._reducing[0].start()
             if self._full is not None:
                 self._local.drop()
             self._enter(_REDUCING)
 
-    def _reductions(self) -> list[ReduceScatter]:
-        """From local gradients to what is held, over the axes by which that is cut; from there to the shard, over the
-        others."""
+    def _make_reductions(self, is_final: bool) -> list[ReduceScatter]:
+        """The reduce-scatters to run: from local gradients to what is held, over the axes that cut it, and from there
+        to the shard, over the others."""
         cut, hops = self._policy.grads_cut, self._comm.hops
         arguments, made = (self._comm, self._ledger), []
         if cut != "replicated":
             held = self._shard if cut == "sharded" else HeldShard(self._held, ())
             made.append(ReduceScatter(self._plan, self._local, held, *arguments, hops(AXES[cut])))
-        if cut != "sharded" and self._is_final:
+        if cut != "sharded" and is_final:
             source = FlatGrads(self._held.tensor, self._policy.sum_dtype)
             made.append(ReduceScatter(self._plan, source, self._shard, *arguments, hops(axes_between("sharded", cut))))
         return made
@@ -267,7 +264,8 @@ class Grads:
 
     def late_gradient(self) -> bool:
         """Whether a gradient arrived after the unit was reduced, and so is in no rank's sum."""
-        may_be_late = self.is_reduced or (self.state in (_ARRIVING, _LOCAL) and self._full is None)
+        is_collected = self._policy.grads_cut == "replicated"
+        may_be_late = self.is_reduced or (self.state in (_ARRIVING, _LOCAL) and not is_collected)
         return may_be_late and self._local.exist()
 
     # Between backwards and updates
@@ -378,6 +376,7 @@ class Grads:
         """Hold the shard where `states` say from now on. Between steps."""
         assert not self.has_gradients, f"the gradients of {self.name} are {self.state.value}"
         self._shard = self._shard_in(states)
+        self._reductions.clear()
 
     def _enter(self, state: GradsState) -> None:
         """The one place where the state changes."""

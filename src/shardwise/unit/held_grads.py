@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 
 from shardwise.errors import GradientError
-from shardwise.unit.param_guard import PLAINLY
+from shardwise.unit.params import PLAINLY
 
 _ADD, _ADD_IN_PLACE = torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor
 

@@ -1,5 +1,7 @@
 """The master: the elements of a unit that this rank updates, in the dtype that is updated, wherever they rest.
 
+Their first values come from the model, or from the *origin* of a parameter that was built without any (`read_values`).
+
 `Weights` fills the part of the unit's full buffer that this rank owns (the *segment*) from the master, through one
 interface. The optimizer's parameters are *master pieces*: one flat tensor for each parameter group, or each tensor in
 its own shape where the optimizer needs whole ones (`Layout.updates`).
@@ -10,7 +12,7 @@ its own shape where the optimizer needs whole ones (`Layout.updates`).
     OffloadedMaster  on the host or a disk; the segment is filled from there
     MirroredMaster   on the host or a disk, with a copy of the weights of this rank's shard on the device
 
-Weights that rest beside a master, though the rank does not update them, are a `RestingPart`.
+Weights that a rank holds in addition to its master, and does not update, are a `RestingPart`.
 """
 
 from __future__ import annotations
@@ -23,16 +25,43 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from shardwise.comm import DONE, Handle
+from shardwise.comm import DONE, Comm, Handle
 from shardwise.config.shape import Axis
 from shardwise.memory import Buffer, Entry, Kind, Ledger, Tier
-from shardwise.offload.buckets import HERE, MASTER, Arrival
 from shardwise.offload.offloaded_states import OffloadedStates
-from shardwise.offload.storage import Origin
-from shardwise.offload.unit_states import UnitStates
-from shardwise.partition import Span
+from shardwise.offload.unit_states import HERE, MASTER, Arrival, UnitStates
+from shardwise.partition import Layout, Span
+from shardwise.partition.dtensors import local
 from shardwise.partition.layout import GroupRun
 from shardwise.unit.plan import UnitPlan
+
+ORIGIN = "_shardwise_origin"
+"""The attribute of a parameter that is built without values (see `deferred`): a function of a part of its flat elements
+that returns the values there."""
+SHARED_ORIGIN = "_shardwise_shared_origin"
+"""The same for values that the ranks hold together: a function that returns all flat elements. A collective."""
+
+
+def read_values(flat: torch.Tensor, plan: UnitPlan, params: Sequence[torch.Tensor], comm: Comm) -> None:
+    """Fill `flat` with the first values of a unit, rank 0's on all ranks. A collective.
+
+    From origins a rank reads only what it holds of the weights. Origins are used once.
+    """
+    needed, slots = comm.part(flat.numel(), plan.policy.weights_cut), plan.layout.slots
+    has_origins = any(hasattr(param, ORIGIN) or hasattr(param, SHARED_ORIGIN) for param in params)
+    for slot, param in zip(slots, params, strict=True):
+        origin, shared = param.__dict__.pop(ORIGIN, None), param.__dict__.pop(SHARED_ORIGIN, None)
+        if shared is not None:
+            flat[slot.span.slice].copy_(shared())
+        elif origin is None:
+            flat[slot.span.slice].copy_(local(param).detach().reshape(-1))
+        elif part := slot.span.intersect(needed):
+            flat[part.slice].copy_(origin(part.shift(-slot.span.start)))
+    for slot in slots:
+        if slot.spec.part is not None and slot.spec.part.dim is None:
+            comm.model_group.broadcast(flat[slot.span.slice])
+    if not has_origins:
+        comm.broadcast(flat, unit=plan.name)
 
 
 class MasterPiece(NamedTuple):
@@ -132,7 +161,7 @@ class Master(ABC):
 
 
 class SeparateMaster(Master):
-    """A master beside weights of another dtype."""
+    """A master of another dtype than the weights."""
 
     def __init__(self, pieces: list[MasterPiece], segment: torch.Tensor, buffer: Buffer) -> None:
         super().__init__(pieces, segment)
@@ -236,9 +265,16 @@ class OffloadedMaster(Master):
         self._states.write(MASTER, self._states.everything, values)
         self.bind()
 
-    def load(self, span: Span, origin: Origin, part: Span) -> None:
-        """Take the elements `part` of an origin as the first values of `span`."""
-        self._states.storages[MASTER].load(span, origin, part)
+    def load(self, layout: Layout, params: Sequence[torch.Tensor], owned: Span) -> bool:
+        """Read the owned elements from the origins of the parameters to where they rest; False if a parameter has
+        none."""
+        if not all(hasattr(param, ORIGIN) for param in params):
+            return False
+        for slot, param in zip(layout.slots, params, strict=True):
+            origin = param.__dict__.pop(ORIGIN)
+            if part := slot.span.intersect(owned):
+                self._states.storages[MASTER].load(part.shift(-owned.start), origin, part.shift(-slot.span.start))
+        return True
 
     def fill_segment(self) -> Arrival:
         return self._states.transfer(self._segment)

@@ -23,13 +23,13 @@ _BITS, _PARTS = 16, 4
 
 
 def clip_coefficient(norm: torch.Tensor, limit: float) -> torch.Tensor:
-    """What gradients are multiplied with so that their norm is at most `limit`; fp32, on the device. The small term is
-    that of `torch.nn.utils.clip_grad_norm_`."""
+    """The factor for gradients that makes their norm at most `limit`; fp32, on the device. The small term is that of
+    `torch.nn.utils.clip_grad_norm_`."""
     return (limit / (norm + 1e-6)).clamp(max=1.0).to(torch.float32)
 
 
 def sums_of_squares(shards: Sequence[Sequence[torch.Tensor]], comm: Comm) -> torch.Tensor:
-    """Of the parts of each shard, fp64; a shard's has the same bits alone and among others."""
+    """The sum of squares of each shard, given in parts; fp64. A shard's has the same bits alone and among others."""
     parts = [part for shard in shards for part in shard]
     if not parts:
         return torch.zeros(len(shards), dtype=torch.float64, device=comm.device)
@@ -44,7 +44,7 @@ def sums_of_squares(shards: Sequence[Sequence[torch.Tensor]], comm: Comm) -> tor
 
 
 def sum_of_squares(shard: Sequence[torch.Tensor], comm: Comm) -> torch.Tensor:
-    """As `sums_of_squares`, of one shard."""
+    """Like `sums_of_squares`, for one shard."""
     return sums_of_squares([shard], comm)[0]
 
 

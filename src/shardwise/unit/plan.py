@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -61,7 +62,7 @@ class UnitPlan:
         item = policy.grad_dtype.itemsize
         row = layout.shard_numel * policy.reduce_dtype.itemsize
         held_numel = self.part_numel("node" if policy.grads_cut == "node" else "sharded")
-        is_exact = policy.reduce_dtype == torch.float32  # summed in place, without a block beside
+        is_exact = policy.reduce_dtype == torch.float32  # summed in place, without a block of its own
         is_resident = policy.grads_tier == "device"
         return GradSizes(
             full=layout.numel * item,
@@ -75,23 +76,35 @@ class UnitPlan:
         )
 
     @property
+    def is_alone(self) -> bool:
+        """Whether nothing is sent: gradients go straight to where they are held."""
+        return self.shape.world_size == 1 and self.policy.reduce_dtype == self.policy.grad_dtype
+
+    @property
+    def adds_in_place(self) -> bool:
+        """Whether autograd adds the gradients of later micro-batches to those that are held."""
+        policy = self.policy
+        is_like_replicated = self.is_alone and policy.grad_dtype == policy.accumulate_dtype
+        return policy.grads_cut == "replicated" or (is_like_replicated and policy.grads_tier == "device")
+
+    @property
     def makes_whole(self) -> bool:
-        """Whether what is gathered for a replicated optimizer needs a buffer beside the gradients that are held."""
+        """Whether what is gathered for a replicated optimizer needs a buffer besides the gradients that are held."""
         cut = self.policy.optim_cut
         return cut not in ("sharded", self.policy.grads_cut) and self.shape.world_size > 1
 
     @property
     def held_dtype(self) -> torch.dtype:
-        """Of gradients between backward and update."""
+        """The dtype of gradients between backward and update."""
         policy = self.policy
         return policy.grad_dtype if policy.grads_cut == "replicated" else policy.accumulate_dtype
 
-    @property
+    @cached_property
     def cast_bytes(self) -> int:
         """The bytes of an fp32 copy of the gradients that this rank updates with; 0 where they are in fp32."""
         return 0 if self.held_dtype == torch.float32 else self.owned_numel * torch.float32.itemsize
 
-    @property
+    @cached_property
     def update_sizes(self) -> UpdateSizes:
         """What the unit's update makes of its gradients, where they are on the device."""
         whole = self.owned_numel * self.held_dtype.itemsize if self.makes_whole else 0

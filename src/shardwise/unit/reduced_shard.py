@@ -14,9 +14,9 @@ import torch
 
 from shardwise.comm import Comm
 from shardwise.memory import Buffer
-from shardwise.offload.buckets import GRADS
 from shardwise.offload.offloaded_states import OffloadedStates
 from shardwise.offload.streams import Event
+from shardwise.offload.unit_states import GRADS
 from shardwise.partition import Span
 from shardwise.unit import norm
 
@@ -49,7 +49,7 @@ class ReducedShard(ABC):
         change(self.tensor)
 
     def sum_of_squares(self, comm: Comm) -> torch.Tensor:
-        """Of the counted values: fp64, on the device."""
+        """The sum of squares of the counted values: fp64, on the device."""
         return norm.sum_of_squares(self.counted_in(self.tensor), comm)
 
     def counted_in(self, values: torch.Tensor) -> list[torch.Tensor]:

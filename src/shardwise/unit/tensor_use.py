@@ -50,7 +50,7 @@ _ALIASES = _names(
 )
 _ALIAS_ATTRIBUTES = _names("data T mT H mH real imag _base")
 _TEMPLATES = _names("to type_as expand_as view_as reshape_as")
-"""Of their second tensor they need the shape, dtype or device alone."""
+"""They read only the shape, dtype or device of their second tensor."""
 _OPERATORS = _names("__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __ipow__")
 
 

@@ -40,6 +40,7 @@ class Unit:
     ) -> None:
         self.name = plan.name
         self.number = next(_NUMBERS)
+        self.plan = plan
         self.spec = plan.spec
         self.layout = plan.layout
         self.is_trainable = plan.policy.trainable

@@ -4,7 +4,7 @@ Names, used throughout:
 - *full*: the unit's flat buffer in the dtype that computes; the parameters of the model are views of it.
 - *segment*: this rank's part of `full`, the elements it owns. It is filled from the *master* (see `master`), the other
   ranks' segments by a gather.
-- *stand-in*: what a parameter points to while released (see `param_binding`). Reads and writes raise.
+- *stand-in*: what a parameter points to while released (see `params`). Reads and writes raise.
 
 The states, and what makes the transitions:
 
@@ -14,7 +14,7 @@ The states, and what makes the transitions:
         └────────────────────release──────────────────────┘
 
 RELEASED goes straight to GATHERED where nothing has to be waited for; `free` leads from anywhere to FREED. Parameters
-are guarded (see `param_guard`) in every state but GATHERED, and there while the user reads them and no module does.
+are guarded (see `params`) in every state but GATHERED, and there while the user reads them and no module does.
 """
 
 from __future__ import annotations
@@ -27,18 +27,13 @@ import torch
 
 from shardwise.comm import DONE, Comm, Handle
 from shardwise.config.shape import AXES, Axis, axes_between
-from shardwise.errors import ModelChangedError, NotGatheredError
+from shardwise.errors import ModelChangedError
 from shardwise.memory import Buffer, Entry, Kind, Ledger, Tier
-from shardwise.offload.buckets import HERE, Arrival
-from shardwise.offload.unit_states import UnitStates
+from shardwise.offload.unit_states import HERE, Arrival, UnitStates
 from shardwise.profiling import mark
-from shardwise.unit.master import MasterPiece, OffloadedMaster, RestingPart, make_master, pieces_of
-from shardwise.unit.origins import ORIGIN, has_origin, read_values
-from shardwise.unit.param_binding import ParamBinding
-from shardwise.unit.param_guard import PLAINLY, ParamGuard, param_behind
+from shardwise.unit.master import MasterPiece, OffloadedMaster, RestingPart, make_master, pieces_of, read_values
+from shardwise.unit.params import ParamBinding, ParamGuard
 from shardwise.unit.plan import UnitPlan
-from shardwise.unit.saved_tensors import storage_of
-from shardwise.unit.tensor_use import DATA, Use, name_of
 
 
 class WeightsState(enum.Enum):
@@ -48,6 +43,8 @@ class WeightsState(enum.Enum):
     GATHERING = "being gathered"
     GATHERED = "gathered"
     FREED = "freed"
+
+    __hash__ = object.__hash__  # see `memory.Kind`
 
 
 _RELEASED, _GATHERING, _GATHERED, _FREED = WeightsState
@@ -85,7 +82,7 @@ class Weights:
         self._comm = comm
         self._ledger = ledger
         self._on_read = on_read
-        self._guard = ParamGuard(self.params, self)
+        self._guard = ParamGuard(plan, self.params, self)
         self._locks = 0
         self._readers = 0
         self.is_read = False
@@ -110,7 +107,7 @@ class Weights:
 
     @property
     def resting_part(self) -> torch.Tensor | None:
-        """The weights that rest beside the master, where there are any."""
+        """The weights that rest in addition to the master, if there are any."""
         return self._rest.buffer.tensor if self._rest is not None else None
 
     @property
@@ -144,7 +141,7 @@ class Weights:
     def adopt(self) -> None:
         """Take the model's values, rank 0's for all, and release them if they rest sharded.
 
-        Parameters that were built without values have an `ORIGIN` instead, from which each rank reads what it needs.
+        Parameters that were built without values have an origin instead, from which each rank reads what it needs.
         """
         if self._adopt_at_rest():
             return
@@ -154,13 +151,7 @@ class Weights:
             exact = self._full.allocate().zero_()
         else:
             exact = torch.zeros(self._full.tensor.numel(), dtype=self.policy.master_dtype, device=self._comm.device)
-        is_shared = not any(map(has_origin, self.params))
-        read_values(exact, self._plan.layout, self.params, self._comm.part(exact.numel(), self.policy.weights_cut))
-        for slot in self._plan.layout.slots:
-            if slot.spec.part is not None and slot.spec.part.dim is None:
-                self._comm.model_group.broadcast(exact[slot.span.slice])
-        if is_shared:
-            self._comm.broadcast(exact, unit=self.name)
+        read_values(exact, self._plan, self.params, self._comm)
         if self._rest is not None:
             self._rest.buffer.allocate().copy_(exact[self._rest.span.slice])
         self._master.adopt(exact[self.owned.slice], in_segment=True)
@@ -175,14 +166,10 @@ class Weights:
         """Read the values of a frozen unit that rests off the device from their origins to where they rest; returns
         whether it is one. They need no room on the device."""
         master, policy = self._master, self.policy
-        rests_away = isinstance(master, OffloadedMaster) and policy.weights_sharded and not policy.trainable
-        if not rests_away or not all(hasattr(param, ORIGIN) for param in self.params):
+        if not isinstance(master, OffloadedMaster) or not policy.weights_sharded or policy.trainable:
             return False
-        assert isinstance(master, OffloadedMaster)
-        for slot, param in zip(self._plan.layout.slots, self.params, strict=True):
-            origin = param.__dict__.pop(ORIGIN)
-            if part := slot.span.intersect(self.owned):
-                master.load(part.shift(-self.owned.start), origin, part.shift(-slot.span.start))
+        if not master.load(self._plan.layout, self.params, self.owned):
+            return False
         self._binding.bind_stand_ins()
         self._guard.begin()
         return True
@@ -195,7 +182,11 @@ class Weights:
             with mark("gather", self.name):
                 self._full.allocate()
                 self._binding.bind_views()
-                self._publish()
+                try:
+                    self._publish()
+                except BaseException:
+                    self._drop_what_arrived()
+                    raise
 
     def gather_for_others(self) -> None:
         """Take part in a gather that other ranks need, also if the values are here already."""
@@ -326,6 +317,7 @@ class Weights:
         full = owned.new_empty(self._full.tensor.numel())
         full[self.owned.slice] = owned
         self._comm.gather(full, "control", self.name, AXES[self.policy.optim_cut]).wait()
+        self._comm.confirm()
         return full
 
     def make_resident(self, states: UnitStates) -> None:
@@ -380,56 +372,19 @@ class Weights:
             self._rest.buffer.leave()
         self._enter(_FREED)
 
-    def react(self, tensor: torch.Tensor, use: Use, func_name: str) -> None:
-        """A guarded tensor is used by hand: in the middle of a pass, `on_read` gathers it; elsewhere it has no values.
+    @property
+    def is_freed(self) -> bool:
+        return self.state is _FREED
 
-        An alias of a stand-in never gets any. Once freed, a parameter may be given storage of its own.
-        """
-        if self.state is _FREED:
-            self._react_freed(tensor, use, func_name)
-            return
-        if use is Use.WRITE and not self.has_values(tensor):
-            raise NotGatheredError(
-                f"{self._name_of(tensor)!r}, a parameter of {self.name}, is sharded and not gathered, so {func_name} "
-                "would write nowhere: write inside `with shardwise.gathered(params, write=True):`"
-            )
-        if self._is_bound(tensor):
-            self._on_read()
-            self.wait_gather()
-        if use is Use.READ and not self.has_values(tensor):
-            name = self._name_of(tensor)
-            raise NotGatheredError(
-                f"{name!r}, a parameter of {self.name}, is sharded and not gathered, so {func_name} would find no "
-                "values: use it inside `with shardwise.gathered(params):`, on all ranks, read it with "
-                f"engine.full_param({name!r}), or call its module through the engine"
-            )
+    @property
+    def has_values(self) -> bool:
+        """Whether the parameters can be read now, after a wait at most."""
+        return self.state in (_GATHERING, _GATHERED)
 
-    def has_values(self, tensor: torch.Tensor) -> bool:
-        """Whether a parameter, or an alias of one, could be read now, after a wait at most."""
-        return self._is_bound(tensor) and self.state in (_GATHERING, _GATHERED)
-
-    def describe(self, tensor: torch.Tensor) -> str:
-        """What to print for a parameter, or an alias of one, that has no values."""
-        with PLAINLY():
-            return f"<{self._name_of(tensor)!r} {tuple(tensor.shape)} {tensor.dtype} {tensor.device}: not gathered>"
-
-    def _is_bound(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor has the unit's values while these are gathered: not an alias that was made before."""
-        return param_behind(tensor) is tensor or storage_of(tensor) == self.storage_id
-
-    def _name_of(self, tensor: torch.Tensor) -> str:
-        param = param_behind(tensor)
-        slots = zip(self._plan.layout.slots, self.params, strict=True)
-        return next((slot.spec.name for slot, each in slots if each is param), self.name)
-
-    def _react_freed(self, tensor: torch.Tensor, use: Use, func_name: str) -> None:
-        if use is Use.WRITE and func_name == name_of(DATA):
-            self._guard.give_up(tensor)
-        elif use is not Use.ALIAS:
-            raise NotGatheredError(
-                f"{self._name_of(tensor)!r}, a parameter of {self.name}, has no values for {func_name}: its engine was "
-                "destroyed, which freed them. Take engine.state_dict() before, or set `param.data = ...`"
-            )
+    def gather_for_use(self) -> None:
+        """A parameter is used by hand: gather the values in the middle of a pass, and wait for those on their way."""
+        self._on_read()
+        self.wait_gather()
 
     def _publish(self) -> None:
         """Fill this rank's part of `full`, and gather the others'."""
@@ -442,6 +397,14 @@ class Weights:
                 self._handle = self._comm.gather(self._full.tensor, "gather", self.name, self._axes)
         self._enter(_GATHERED if self._handle is DONE else _GATHERING)
 
+    def _drop_what_arrived(self) -> None:
+        """Values could not be read from where they rest: the next use reads them again."""
+        if self.state is _RELEASED and isinstance(self._master, OffloadedMaster):
+            if self._comm.device.type == "cuda":
+                torch.cuda.synchronize(self._comm.device)  # copies into `full` may be in flight
+            self._binding.bind_stand_ins()
+            self._full.free()
+
     def _fill(self, target: torch.Tensor, axes: Sequence[Axis], name: str) -> Handle:
         """Fill the segment in `target`, and gather the rest of it."""
         arrival = self._master.fill_segment()
@@ -453,7 +416,7 @@ class Weights:
             return _Both(arrival, self._comm.gather(target, "gather", name, axes))
 
     def _gather_aside(self) -> None:
-        """Take part in a gather beside the locked values, into which the user may have written."""
+        """Take part in a gather in a buffer of its own: the user may have written into the locked values."""
         self._drop_aside()
         entry, full = Entry(Kind.WORK, self.name, Tier.DEVICE), self._full.tensor
         buffer = Buffer(self._ledger, entry, full.numel(), full.dtype, full.device)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
+from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from shardwise.errors import CompatibilityError
 
@@ -42,13 +46,26 @@ def unwrap_in_trainers(engine: Any) -> None:
 class DeepSpeedZeRoOffload:
     """What TRL looks for to generate without gathering layer by layer: it removes the hooks and puts them back.
 
-    The engine's hooks stay: a forward on gathered parameters gathers nothing.
+    The engine's hooks stay: a forward on gathered parameters gathers nothing. The handles here stand for them.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.forward_hooks: list[Any] = []
         self.backward_hooks: list[Any] = []
+        self._register_deepspeed_module(module)
 
     def _register_deepspeed_module(self, module: nn.Module, *details: Any) -> None:
-        pass
+        self.forward_hooks.append(RemovableHandle(OrderedDict()))
+
+    _register_hooks_recursively = _register_deepspeed_module
+    """Its name up to DeepSpeed 0.16.3, which copies of TRL's functions call."""
+
+    @contextlib.contextmanager
+    def without_hooks(self) -> Iterator[None]:
+        """Within it there are none to see."""
+        removed, self.forward_hooks = self.forward_hooks, []
+        try:
+            yield
+        finally:
+            self.forward_hooks = removed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +13,17 @@ from torch import nn
 from shardwise.compat.engine.clients import unwrap_in_trainers
 from shardwise.compat.engine.facts import EngineFacts
 from shardwise.compat.engine.gradients import UnusedParameters, with_gradients_changed
-from shardwise.compat.zero.parameters import EarlyShard, early_device, mark_module, note_units, put_back
+from shardwise.compat.standalone.monitors import MonitorMaster, get_monitor_config
+from shardwise.compat.standalone.settings import OffloadDeviceEnum, OffloadStateTypeEnum
+from shardwise.compat.standalone.utils import ROUTE_EVAL, ROUTE_PREDICT, ROUTE_TRAIN, ThroughputTimer
+from shardwise.compat.zero.parameters import (
+    EarlyShard,
+    close_opened,
+    early_device,
+    mark_module,
+    note_units,
+    put_back,
+)
 from shardwise.errors import CompatibilityError
 
 if TYPE_CHECKING:
@@ -38,14 +48,19 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
         self.client_lr_scheduler: Any = None
         self.client_optimizer: Any = None
         self.collate_fn: Any = None
+        self.mpu: Any = None
         self.is_compiled = False
         self.micro_steps = 0
+        self.tput_timer = ThroughputTimer()
+        self.monitor = MonitorMaster(get_monitor_config(settings))
+        self._monitored_loss: torch.Tensor | None = None  # of the micro-batches of the step so far
         self.loss_total = 0.0
         self._unused = UnusedParameters.of(self.module, settings, stage)
         self.inside_no_sync_ctxt = False
         self._is_in_backward = False
         self._has_updated = False
         self._is_destroyed = False
+        self._reload = contextlib.ExitStack()
 
     # The loop
 
@@ -88,12 +103,11 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
             )
         count = self.gradient_accumulation_steps() if scale_wrt_gas else 1
         scaled = loss * (1.0 / count) if count > 1 else loss
+        if self.monitor.enabled:
+            self._monitored_loss = scaled.detach() + (0 if self._monitored_loss is None else self._monitored_loss)
         self._is_in_backward = True
         try:
-            if retain_graph:
-                self.shardwise_engine.scale(scaled).backward(retain_graph=True)
-            else:
-                self.shardwise_engine.backward(scaled, scale=False)
+            self.shardwise_engine.backward(scaled, scale=False, retain_graph=retain_graph)
         finally:
             self._is_in_backward = False
         return scaled
@@ -109,8 +123,26 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
         if self._unused is not None and self.is_gradient_accumulation_boundary():
             self._unused.check()
         self._has_updated = self.is_gradient_accumulation_boundary()
+        samples = self.global_samples
         self.shardwise_engine.step()
         self.micro_steps += 1
+        if self.lr_scheduler is not None:
+            # In fp16 the schedule steps when the outcome is known, and scripts read the rate right after a step.
+            self.shardwise_engine.was_skipped  # noqa: B018  # waits for it
+        if self.monitor.enabled and self._has_updated:
+            self._write_events(samples)
+
+    def _write_events(self, samples: int) -> None:
+        """Write what DeepSpeed's engine writes of a step, the loss by the number of samples before it."""
+        loss, self._monitored_loss = self._monitored_loss, None
+        if self.global_rank != 0:
+            return
+        events = [] if loss is None else [("Train/Samples/train_loss", loss.item(), samples)]
+        if rates := self.get_lr():
+            events.append(("Train/Samples/lr", rates[0], self.global_samples))
+        if self.fp16_enabled():
+            events.append(("Train/Samples/loss_scale", self.loss_scale(), self.global_samples))
+        self.monitor.write_events(events)
 
     def _check_has_optimizer(self, call: str) -> None:
         if self.basic_optimizer is None:
@@ -170,6 +202,8 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
         from shardwise.partition.stored import stored_tensors
 
         self._is_destroyed = True
+        for param in self.module.parameters():
+            close_opened(param)
         engine = self.shardwise_engine
         weights = engine.config.placement.weights
         device = early_device(weights.tier != "device")
@@ -184,6 +218,25 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
         for name, tensor in tensors.items():
             put_back(tensor, kept[name])
         unwrap_in_trainers(self)
+
+    def offload_states(
+        self,
+        include: Iterable[OffloadStateTypeEnum | str] | None = None,
+        device: OffloadDeviceEnum | str = OffloadDeviceEnum.cpu,
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Between steps, move masters, optimizer states and sharded weights to the host, until `reload_states`."""
+        for name in () if include is None else include:
+            OffloadStateTypeEnum(name)
+        if device != OffloadDeviceEnum.cpu:
+            raise CompatibilityError(f"engine.offload_states(device={str(device)!r}): states move to 'cpu' alone")
+        self.reload_states()
+        self._reload.enter_context(self.shardwise_engine.offloaded())
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Move back to the device what `offload_states` has moved."""
+        self._reload.close()
 
     # Weights and checkpoints
 
@@ -290,17 +343,18 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
         self,
         dataset: Any,
         batch_size: int | None = None,
-        route: str = "train",
+        route: str = ROUTE_TRAIN,
         pin_memory: bool = True,
         data_sampler: Any = None,
         collate_fn: Any = None,
         num_local_io_workers: int | None = None,
     ) -> Any:
-        """A loader of this rank's part of a dataset; on another route than "train", of all of it, in its order."""
+        """A loader of this rank's part of a dataset: shuffled, but in its order on the routes "eval" and "predict"."""
         from torch.utils.data import DataLoader, DistributedSampler
 
-        if data_sampler is None and route == "train":
-            data_sampler = DistributedSampler(dataset, self.world_size, self.global_rank, shuffle=True)
+        if data_sampler is None:
+            shuffle = route not in (ROUTE_EVAL, ROUTE_PREDICT)
+            data_sampler = DistributedSampler(dataset, self.world_size, self.global_rank, shuffle=shuffle)
         return DataLoader(
             dataset,
             batch_size=batch_size or self.train_micro_batch_size_per_gpu() or 1,
@@ -336,9 +390,17 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
                 ) from None
 
 
-def _check_is_loss(loss: torch.Tensor, call: str) -> None:
-    if loss.numel() != 1 or not loss.requires_grad:
-        raise AssertionError(f"{call}() takes a scalar tensor with a gradient, not one of shape {tuple(loss.shape)}")
+def _check_is_loss(loss: Any, call: str) -> None:
+    if not isinstance(loss, torch.Tensor):
+        raise AssertionError(f"{call}() takes a scalar tensor, not a {type(loss).__name__}: pass the model's loss")
+    if loss.numel() != 1:
+        raise AssertionError(
+            f"{call}() takes a scalar tensor, not one of shape {tuple(loss.shape)}: reduce it by .mean() or .sum()"
+        )
+    if not loss.requires_grad:
+        raise AssertionError(
+            f"{call}() takes a scalar tensor that requires a gradient: this one was detached, or made under no_grad"
+        )
 
 
 def _refuse_custom_load(function: Any) -> None:

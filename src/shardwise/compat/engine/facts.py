@@ -7,24 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardwise.compat.standalone.utils import Monitor
 from shardwise.errors import CompatibilityError
 
 if TYPE_CHECKING:
+    from shardwise.compat.standalone.settings import DeepSpeedConfig
     from shardwise.config.sections import Batch
     from shardwise.engine.engine import Engine
-
-_SETTINGS: dict[str, Any] = {
-    "amp_enabled": False,
-    "communication_data_type": None,
-    "dump_state": False,
-    "gradient_predivide_factor": 1.0,
-    "memory_breakdown": False,
-    "prescale_gradients": False,
-    "zero_allow_untested_optimizer": False,
-    "zero_force_ds_cpu_optimizer": True,
-}
-"""Methods that answer with a setting of their name, and the answer without one."""
 
 
 class EngineFacts:
@@ -35,10 +23,10 @@ class EngineFacts:
     _settings: dict[str, Any]
     _stage: int
     _has_updated: bool
+    _earlier_samples = 0
+    """By how much the samples so far differ from those of as many steps of today's size."""
 
     # What has one answer here
-    monitor = Monitor()
-    mpu = None
     has_moe_layers = pipeline_parallelism = False
     enable_backward_allreduce = gradient_average = True
 
@@ -47,12 +35,21 @@ class EngineFacts:
         return self._settings
 
     @property
+    def _config(self) -> DeepSpeedConfig:
+        """The configuration as DeepSpeed's object, which scripts ask for the sizes of a batch."""
+        from shardwise.compat.standalone.settings import DeepSpeedConfig
+
+        each, count = self.train_micro_batch_size_per_gpu() or 1, self.gradient_accumulation_steps()
+        sizes = {"train_micro_batch_size_per_gpu": each, "gradient_accumulation_steps": count}
+        return DeepSpeedConfig(self._settings | sizes | {"train_batch_size": each * count * self.world_size})
+
+    @property
     def global_steps(self) -> int:
         return self.shardwise_engine.steps
 
     @property
     def global_samples(self) -> int:
-        return self.global_steps * (self.train_batch_size() or 0)
+        return self._earlier_samples + self.global_steps * (self.train_batch_size() or 0)
 
     @property
     def skipped_steps(self) -> int:
@@ -86,6 +83,11 @@ class EngineFacts:
 
     def get_global_grad_norm(self) -> torch.Tensor | None:
         """The norm before clipping of the last step."""
+        return self.shardwise_engine.grad_norm
+
+    @property
+    def _global_grad_norm(self) -> torch.Tensor | None:
+        """The same, by the name that scripts read."""
         return self.shardwise_engine.grad_norm
 
     def train_batch_size(self) -> int | None:
@@ -127,7 +129,9 @@ class EngineFacts:
                 "the number of micro-batches decides in which dtype gradients are added up: initialize with "
                 f"gradient_accumulation_steps {accumulation}"
             )
+        samples = self.global_samples
         engine.set_batch(batch)
+        self._earlier_samples += samples - self.global_samples
 
     def get_lr(self) -> list[float]:
         return self._of_groups("lr")
@@ -229,10 +233,10 @@ class EngineFacts:
 
     def _configured(self, name: str) -> Any:
         """A method that answers with a setting: of the top level, or `zero_<key>` of the section; None for others."""
-        if name in _SETTINGS:
-            return lambda: self._settings.get(name, _SETTINGS[name])
-        from shardwise.compat.standalone.settings import DeepSpeedZeroConfig
+        from shardwise.compat.standalone.settings import KEYS, SWITCHES, DeepSpeedZeroConfig
 
+        if name in KEYS or name in SWITCHES:
+            return lambda: getattr(self._config, name)
         keys = [key for key in (name, name.removeprefix("zero_")) if key in DeepSpeedZeroConfig.model_fields]
         if not name.startswith("zero_") or not keys:
             return None

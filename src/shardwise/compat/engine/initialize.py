@@ -6,6 +6,7 @@ import copy
 import logging
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,17 +18,26 @@ from shardwise.compat.engine.engine import DeepSpeedEngine, adapt, release
 from shardwise.compat.engine.optimizer import OPTIMIZERS
 from shardwise.compat.standalone.accelerator import get_accelerator
 from shardwise.compat.standalone.comm import init_distributed
+from shardwise.compat.standalone.monitors import SECTIONS
+from shardwise.compat.standalone.ops import with_adam_mode
+from shardwise.compat.standalone.settings import deepspeed_errors
+from shardwise.compat.standalone.utils import set_log_level_from_string
 from shardwise.compat.zero.parameters import early_device, hand_over, is_early, mark_module, shard_early
 from shardwise.errors import CompatibilityError
 
 if TYPE_CHECKING:
     from shardwise.config import Config
 
-_LOG = logging.getLogger("shardwise")
+DeepSpeedOptimizerCallable = Callable[[Iterable[Any]], torch.optim.Optimizer]
+DeepSpeedSchedulerCallable = Callable[[torch.optim.Optimizer], Any]
+"""What `initialize` takes as `optimizer` and `lr_scheduler`, beside instances."""
+
 _said: set[str] = set()
-_LOADER_KEYS = ("dataloader_drop_last",)  # the loader of `training_data` follows them
+_LEAST_BUCKET = 1 << 16  # elements
+_FOLLOWED_HERE = ("dataloader_drop_last", "log_level")  # by the loader of `training_data`, and by DeepSpeed's logger
 
 
+@deepspeed_errors()
 def initialize(
     args: Any = None,
     model: nn.Module | None = None,
@@ -44,16 +54,20 @@ def initialize(
     config_params: Any = None,
 ) -> tuple[DeepSpeedEngine, Any, Any, Any]:
     """The engine, its optimizer, a loader of `training_data` if given, and the learning-rate schedule."""
-    if model is None:
-        raise AssertionError("deepspeed.initialize requires a model")
+    if not isinstance(model, nn.Module):
+        given = "none is given" if model is None else f"model is a {type(model).__name__}"
+        raise AssertionError(f"deepspeed.initialize requires a model, a torch.nn.Module: {given}")
     _refuse_parallelism(mpu, mesh_param, model)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     check_client_counts_all_ranks()
     settings, parsed = read_config(config if config is not None else config_params, args)
+    if settings.get("log_level") is not None:
+        set_log_level_from_string(settings["log_level"])
     _say_who_serves(parsed)
     stage, weights = _stage(parsed), parsed.placement.weights
     is_stage_3 = stage == 3
     parsed = _in_one_order(parsed)
+    _make_folders(parsed)
     if release(model):
         _say_once("the model was under an engine, which is destroyed: a model has one engine at a time")
     groups = list(model_parameters) if model_parameters is not None else []
@@ -73,7 +87,7 @@ def initialize(
     if engine.optimizer is not None:
         is_plain = parsed.placement.optim.sharding == "replicated" and parsed.precision.compute == "fp32"
         adapted.optimizer = engine.optimizer if is_plain else OPTIMIZERS[stage](engine, engine.optimizer)
-    adapted.client_optimizer, adapted.collate_fn = optimizer, collate_fn
+    adapted.client_optimizer, adapted.collate_fn, adapted.mpu = optimizer, collate_fn, mpu
     if training_data is not None:
         adapted.training_dataloader = adapted.deepspeed_io(training_data, collate_fn=collate_fn)
     return adapted, adapted.optimizer, adapted.training_dataloader, engine.lr_scheduler
@@ -84,13 +98,15 @@ def read_config(config: Any, args: Any = None) -> tuple[dict[str, Any], Config]:
     from shardwise.compat.standalone.settings import read_settings
     from shardwise.config import Config
 
-    if config is None:
-        config = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
+    named = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
+    if None not in (named, config):
+        raise AssertionError("initialize(config=...) and args.deepspeed_config are both given: pass one of the two")
+    config = named if config is None else config
     if config is None:
         raise AssertionError("DeepSpeed requires --deepspeed_config to specify configuration file")
     config = read_settings(config)
-    settings = copy.deepcopy(config)
-    return config, Config.load(_without_idle_sections(settings) or {"zero_optimization": {"stage": 0}})
+    settings = _without_tiny_buckets(_without_idle_sections(copy.deepcopy(config)))
+    return config, Config.load(settings or {"zero_optimization": {"stage": 0}})
 
 
 def _stage(config: Config) -> int:
@@ -114,9 +130,30 @@ def _in_one_order(config: Config) -> Config:
     return config.with_sections(placement=offloaded(sharded, weights=row.weights.tier, optim=row.optim.tier))
 
 
+def _make_folders(config: Config) -> None:
+    """Make the folders for states on disk, as DeepSpeed does."""
+    for folder in (config.offload.nvme_path, config.offload.weights_nvme_path):
+        if folder is not None:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+
+
+def _without_tiny_buckets(settings: dict[str, Any]) -> dict[str, Any]:
+    """The same settings with buckets of some size: DeepSpeed's hold at least one parameter, and the engine cuts
+    gradients into pieces of any size, which takes a message for each."""
+    zero = settings.get("zero_optimization")
+    if isinstance(zero, dict):
+        size = zero.get("reduce_bucket_size")
+        if isinstance(size, int | float) and 0 < size < _LEAST_BUCKET:
+            zero["reduce_bucket_size"] = _LEAST_BUCKET
+    return settings
+
+
 def _without_idle_sections(settings: dict[str, Any]) -> dict[str, Any]:
     """The same settings without those that do nothing in DeepSpeed: offload sections that the stage has no use for, and
-    the tier of saved activations where the model's own code decides what is saved."""
+    the tier of saved activations where the model's own code decides what is saved; without those of monitors, which
+    `DeepSpeedEngine` follows."""
+    for monitor in SECTIONS:
+        settings.pop(monitor, None)
     zero = settings.get("zero_optimization")
     if isinstance(zero, dict):
         stage = zero.get("stage", 0)
@@ -226,13 +263,18 @@ def _optimizer(given: Any, groups: list[Any], config: Config) -> Any:
     if isinstance(given, torch.optim.Optimizer):
         _drop_states_of_shards(given)
         return given
+    if given is not None and not callable(given):
+        raise AssertionError(
+            f"optimizer is a {type(given).__name__}: pass an optimizer of torch's kind, or a callable that takes the "
+            "parameters"
+        )
     if callable(given):
         return (lambda params: given(groups)) if groups else given
     if config.optimizer is None:
         return None
     section = config.optimizer
     trainable = [group for group in groups if not isinstance(group, torch.Tensor) or group.requires_grad]
-    return lambda params: section.build(trainable or params)
+    return lambda params: with_adam_mode(section.build(trainable or params))
 
 
 def _drop_states_of_shards(optimizer: torch.optim.Optimizer) -> None:
@@ -260,7 +302,7 @@ def _say_who_serves(config: Config) -> None:
             f"shardwise {__version__} serves DeepSpeed's API (weights {weights}; optimizer states {optim}; "
             f"computes in {config.precision.compute})"
         )
-        if idle := [name for key in config.idle_keys if (name := key.rpartition(".")[2]) not in _LOADER_KEYS]:
+        if idle := [name for key in config.idle_keys if (name := key.rpartition(".")[2]) not in _FOLLOWED_HERE]:
             names = ", ".join(idle)
             _say_once(f"of the configuration, these keys have no effect in shardwise: {names}")
 

@@ -39,6 +39,21 @@ class DeepSpeedOptimizer:
         return [piece.detach() for group in self.param_groups for piece in group["params"]]
 
     @property
+    def _global_grad_norm(self) -> torch.Tensor | None:
+        """The norm before clipping of the last step, by the name that scripts read."""
+        return self._engine.grad_norm  # type: ignore[no-any-return]
+
+    def refresh_fp32_params(self) -> None:
+        """Make what was written into the weights in place the value that is updated. A collective.
+
+        It has the precision of the weights then.
+        """
+        from shardwise.engine.access import gathered
+
+        with gathered(self._engine.module.parameters(), write=True):
+            pass
+
+    @property
     def overflow(self) -> bool:
         """Whether the last step was skipped, in fp16."""
         return bool(self._engine.was_skipped)
@@ -55,10 +70,26 @@ class DeepSpeedOptimizer:
 
     @property
     def loss_scaler(self) -> DeepSpeedOptimizer:
-        """Itself: it has the attributes `loss_scale`, `cur_scale` and `dynamic` of DeepSpeed's scaler."""
+        """Itself: it has the attributes of DeepSpeed's scaler."""
         return self
 
     dynamic = dynamic_loss_scale
+
+    @property
+    def cur_iter(self) -> int:
+        """How many steps there were, skipped ones included."""
+        return int(self._engine.steps)
+
+    @property
+    def scale_window(self) -> int:
+        """How many good steps double the scale."""
+        return int(self._engine.config.precision.loss_scale.window)
+
+    @property
+    def min_loss_scale(self) -> float:
+        return float(self._engine.config.precision.loss_scale.minimum)
+
+    min_scale = min_loss_scale
 
     def needs_scaler(self) -> bool:
         """Whether the loss has to be multiplied, as `engine.backward` and `engine.scale` do: in fp16."""
@@ -128,6 +159,14 @@ class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):
         self.parameter_offload = DeepSpeedZeRoOffload(engine.module)
 
     fp32_partitioned_groups_flat = DeepSpeedOptimizer.fp32_groups_flat
+
+    def refresh_fp32_params(self) -> None:
+        """Does nothing: weights in shards are written through `GatheredParameters`, which keeps both."""
+
+    def _set_fp32_optimizer_param_groups(self) -> None:
+        """Does nothing. Scripts call it before `optimizer.state_dict()`, which always has the master copy here."""
+
+    _clear_fp32_optimizer_param_groups = _set_fp32_optimizer_param_groups
 
 
 OPTIMIZERS = (FP16_Optimizer, DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3)

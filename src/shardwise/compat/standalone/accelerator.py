@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
+
+from shardwise.machine.memory import host_bytes, process_memory
 
 
 class DeepSpeedAccelerator:
@@ -65,13 +68,21 @@ class DeepSpeedAccelerator:
         torch.manual_seed(seed)
 
     def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
-        return torch.cuda.get_rng_state(device_index or "cuda") if self._name == "cuda" else torch.get_rng_state()
+        if self._name == "cpu":
+            return torch.get_rng_state()
+        return torch.cuda.get_rng_state("cuda" if device_index is None else device_index)
 
     def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
-        if self._name == "cuda":
-            torch.cuda.set_rng_state(new_state, device_index or "cuda")
-        else:
+        if self._name == "cpu":
             torch.set_rng_state(new_state)
+        else:
+            torch.cuda.set_rng_state(new_state, "cuda" if device_index is None else device_index)
+
+    def random(self) -> Any:
+        return torch.random
+
+    def amp(self) -> Any:
+        return self._torch.amp
 
     def synchronize(self, device_index: int | None = None) -> None:
         if self._name == "cuda":
@@ -81,13 +92,48 @@ class DeepSpeedAccelerator:
         if self._name == "cuda":
             torch.cuda.empty_cache()
 
+    def total_memory(self, device_index: int | None = None) -> int:
+        return host_bytes("MemTotal") if self._name == "cpu" else torch.cuda.mem_get_info(device_index)[1]
+
+    def available_memory(self, device_index: int | None = None) -> int:
+        return host_bytes("MemAvailable") if self._name == "cpu" else torch.cuda.mem_get_info(device_index)[0]
+
     def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
         return tensor.pin_memory() if self._name == "cuda" else tensor
 
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        return tensor.is_pinned()
+
+    def on_accelerator(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type == self._name
+
+    def is_triton_supported(self) -> bool:
+        return self._name == "cuda"
+
+    def range_push(self, message: str) -> None:
+        if self._name == "cuda":
+            torch.cuda.nvtx.range_push(message)
+
+    def range_pop(self) -> None:
+        if self._name == "cuda":
+            torch.cuda.nvtx.range_pop()
+
     def __getattr__(self, name: str) -> Any:
+        """What torch has of this name: for the device, or on the CPU for the process."""
         if name.startswith("_"):
             raise AttributeError(name)
-        return getattr(self._torch, name)
+        if self._name == "cpu" and (counted := _of_process(name)) is not None:
+            return counted
+        return getattr(self._torch, name) if hasattr(self._torch, name) else getattr(torch, name)
+
+
+def _of_process(name: str) -> Callable[..., int | None] | None:
+    """What stands for one of torch.cuda's counts of memory: that of this process. Its peak is not reset."""
+    if name in ("reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached"):
+        return lambda device_index=None: None
+    if name.removeprefix("max_") in ("memory_allocated", "memory_reserved", "memory_cached"):
+        return lambda device_index=None: process_memory()[name.startswith("max_")]
+    return None
 
 
 @cache

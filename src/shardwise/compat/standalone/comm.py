@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -78,8 +80,12 @@ def all_gather_into_tensor(
     return gather(output_tensor, tensor.reshape(-1) if tensor.ndim == 0 else tensor, group=group, async_op=async_op)
 
 
-def inference_all_reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None) -> Any:
-    return dist.all_reduce(tensor, op=op, group=group)
+def inference_all_reduce(
+    tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, **options: Any
+) -> torch.Tensor:
+    """torch's all_reduce; returns the tensor."""
+    dist.all_reduce(tensor, op=op, group=group)
+    return tensor
 
 
 def get_world_group() -> Any:
@@ -162,8 +168,27 @@ _get_model_parallel_world_size = _get_sequence_parallel_world_size
 get_model_parallel_rank = get_tensor_model_parallel_rank = _get_sequence_parallel_rank
 
 
+_LOGGED = (
+    "all_gather all_gather_coalesced all_gather_object all_reduce all_reduce_coalesced all_to_all all_to_all_single "
+    "barrier broadcast broadcast_object_list gather irecv isend monitored_barrier recv reduce reduce_scatter "
+    "reduce_scatter_tensor scatter send"
+)
+
+
+@cache
+def _logged(name: str) -> Callable[..., Any]:
+    """torch's function, with the arguments of DeepSpeed's that say how to log the call; they have no effect."""
+    function = getattr(dist, name)
+
+    @wraps(function)
+    def call(*args: Any, prof: bool = False, log_name: str = "", debug: Any = None, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return call
+
+
 def __getattr__(name: str) -> Any:
-    return getattr(dist, name)
+    return _logged(name) if name in _LOGGED.split() else getattr(dist, name)
 
 
 __all__ = [

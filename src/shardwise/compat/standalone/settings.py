@@ -5,28 +5,70 @@ Programs read them. The engine does not: `initialize` translates the configurati
 
 from __future__ import annotations
 
+import base64
 import enum
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from shardwise.compat.standalone.monitors import get_monitor_config
+from shardwise.compat.standalone.sections import OwnSection
 from shardwise.config.files import read_file, read_text
 from shardwise.config.sections import Batch
 from shardwise.errors import ConfigError
 
-DeepSpeedConfigError = ConfigError
 ADAM_OPTIMIZER, ADAMW_OPTIMIZER = "adam", "adamw"
 ADAGRAD_OPTIMIZER, LION_OPTIMIZER = "adagrad", "lion"
 _STAGE_3 = "stage3_"
+KEYS: dict[str, Any] = {
+    "communication_data_type": None,
+    "dataloader_drop_last": False,
+    "dump_state": False,
+    "gradient_clipping": 0.0,
+    "gradient_predivide_factor": 1.0,
+    "log_level": None,
+    "memory_breakdown": False,
+    "prescale_gradients": False,
+    "steps_per_print": 10,
+    "wall_clock_breakdown": False,
+    "zero_allow_untested_optimizer": False,
+    "zero_force_ds_cpu_optimizer": True,
+}
+"""Attributes of `DeepSpeedConfig` that are keys of the top level, and their values without one."""
+SWITCHES = {
+    "amp_enabled": "amp",
+    "curriculum_enabled_legacy": "curriculum_learning",
+    "data_efficiency_enabled": "data_efficiency",
+    "eigenvalue_enabled": "eigenvalue",
+    "elasticity_enabled": "elasticity",
+    "pld_enabled": "progressive_layer_drop",
+    "torch_autocast_enabled": "torch_autocast",
+}
+"""Attributes of `DeepSpeedConfig` that say whether a section is switched on."""
 _BATCH_KEYS = {
     "global_batch_size": "train_batch_size",
     "micro_batch_size": "train_micro_batch_size_per_gpu",
     "accumulation": "gradient_accumulation_steps",
 }
+
+
+class DeepSpeedConfigError(ConfigError, AssertionError):
+    """A configuration that cannot be used. Programs catch DeepSpeed's errors of both kinds, by the key."""
+
+
+@contextmanager
+def deepspeed_errors() -> Iterator[None]:
+    """Within it, an invalid configuration is a DeepSpeedConfigError."""
+    try:
+        yield
+    except ConfigError as error:
+        raise DeepSpeedConfigError(*error.args).with_traceback(error.__traceback__) from None
 
 
 class ZeroStageEnum(int, enum.Enum):
@@ -57,18 +99,7 @@ class OffloadStateTypeEnum(enum.StrEnum):
     contiguous_grad_buffer = "contiguous_grad_buffer"
 
 
-class DeepSpeedConfigModel(BaseModel):
-    """A section. Keys without a field become attributes as they are; those that are "auto" have their default."""
-
-    model_config = ConfigDict(extra="allow", validate_default=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_auto(cls, data: dict[str, Any]) -> dict[str, Any]:
-        return {key: value for key, value in data.items() if value != "auto"}
-
-
-class DeepSpeedZeroOffloadParamConfig(DeepSpeedConfigModel):
+class DeepSpeedZeroOffloadParamConfig(OwnSection):
     device: OffloadDeviceEnum = OffloadDeviceEnum.none
     nvme_path: Path | None = None
     buffer_count: int = Field(5, ge=0)
@@ -77,7 +108,7 @@ class DeepSpeedZeroOffloadParamConfig(DeepSpeedConfigModel):
     pin_memory: bool = False
 
 
-class DeepSpeedZeroOffloadOptimizerConfig(DeepSpeedConfigModel):
+class DeepSpeedZeroOffloadOptimizerConfig(OwnSection):
     device: OffloadDeviceEnum = OffloadDeviceEnum.none
     nvme_path: Path | None = None
     buffer_count: int = Field(4, ge=0)
@@ -92,7 +123,7 @@ class DeepSpeedZeroOffloadOptimizerConfig(DeepSpeedConfigModel):
         return self.pipeline_read or self.pipeline_write
 
 
-class DeepSpeedZeroConfig(DeepSpeedConfigModel):
+class DeepSpeedZeroConfig(OwnSection):
     """The section `zero_optimization`; its keys are given with or without `stage3_`."""
 
     stage: ZeroStageEnum = ZeroStageEnum.disabled
@@ -112,6 +143,9 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
     max_reuse_distance: float = Field(1e9, ge=0)
     gather_16bit_weights_on_model_save: bool = False
     module_granularity_threshold: float = 0
+    adaptive_prefetch_bucket_size: bool = False
+    adaptive_prefetch_min_size: float = 1e7
+    adaptive_prefetch_max_size: float = 5e8
     elastic_checkpoint: bool = False
     load_from_fp32_weights: bool = True
     ignore_unused_parameters: bool = True
@@ -142,10 +176,10 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
         return self
 
 
-class DeepSpeedFP16Config(DeepSpeedConfigModel):
+class DeepSpeedFP16Config(OwnSection):
     enabled: bool = False
     auto_cast: bool = False
-    loss_scale: float = Field(0, ge=0)
+    loss_scale: float = Field(0, ge=0, allow_inf_nan=False)
     initial_scale_power: int = Field(16, ge=0)
     loss_scale_window: int = Field(1000, ge=0)
     hysteresis: int = Field(2, ge=0)
@@ -154,7 +188,7 @@ class DeepSpeedFP16Config(DeepSpeedConfigModel):
     fp16_master_weights_and_grads: bool = False
 
 
-class DeepSpeedBF16Config(DeepSpeedConfigModel):
+class DeepSpeedBF16Config(OwnSection):
     enabled: bool = False
     immediate_grad_update: bool = False
     bf16_master_weights_and_grads: bool = False
@@ -177,10 +211,20 @@ def get_bfloat16_enabled(settings: dict[str, Any]) -> bool:
     return get_bfloat16_config(settings).enabled
 
 
+def _json_text(config: str) -> str | None:
+    """A configuration that is given as text, plain or in base64; None for a path."""
+    if not config.lstrip().startswith("{"):
+        try:
+            config = base64.b64decode(config, altchars=b"-_", validate=True).decode()
+        except ValueError:
+            return None
+    return config if config.lstrip().startswith("{") else None
+
+
 def read_settings(config: Any) -> dict[str, Any]:
-    """A configuration as DeepSpeed's dictionary, from a dictionary, a path or JSON text."""
-    if isinstance(config, str) and config.lstrip().startswith("{"):
-        config = read_text(config, "JSON text")
+    """A configuration as DeepSpeed's dictionary, from a dictionary, a path or JSON text, also in base64."""
+    if isinstance(config, str) and (text := _json_text(config)):
+        config = read_text(text, "JSON text")
     elif isinstance(config, str | os.PathLike):
         if not Path(config).is_file():
             raise ConfigError(f"{config}: no such file")
@@ -193,6 +237,7 @@ def read_settings(config: Any) -> dict[str, Any]:
 class DeepSpeedConfig:
     """A configuration, from a dictionary, a path or JSON text, with the batch sizes for the ranks that there are."""
 
+    @deepspeed_errors()
     def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
         settings = read_settings(config)
         self._param_dict = settings
@@ -206,9 +251,11 @@ class DeepSpeedConfig:
         self.zero_enabled = self.zero_optimization_stage > 0
         self.float16_config, self.bfloat16_config = get_float16_config(settings), get_bfloat16_config(settings)
         self.fp16_enabled, self.bfloat16_enabled = self.float16_config.enabled, self.bfloat16_config.enabled
-        self.gradient_clipping = settings.get("gradient_clipping", 0.0)
-        self.steps_per_print = settings.get("steps_per_print", 10)
-        self.wall_clock_breakdown = settings.get("wall_clock_breakdown", False)
+        for key, value in KEYS.items():
+            setattr(self, key, settings.get(key, value))
+        for name, section in SWITCHES.items():
+            setattr(self, name, bool((settings.get(section) or {}).get("enabled", False)))
+        self.monitor_config = get_monitor_config(settings)
         optimizer, scheduler = settings.get("optimizer") or {}, settings.get("scheduler") or {}
         self.optimizer_name, self.optimizer_params = optimizer.get("type"), optimizer.get("params")
         self.scheduler_name, self.scheduler_params = scheduler.get("type"), scheduler.get("params")

@@ -1,22 +1,51 @@
-"""Constants, small functions and contexts by DeepSpeed's names: logging, loaders, versions, experts."""
+"""Timers, constants, small functions and contexts by DeepSpeed's names: logging, loaders, versions, experts."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+import operator
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardwise.compat.standalone.accelerator import get_accelerator
 from shardwise.errors import CompatibilityError
+from shardwise.tensors import map_tensors
 
 MIN_SWAPPABLE_BYTES = 1 << 20
+ROUTE_TRAIN, ROUTE_EVAL, ROUTE_PREDICT = "train", "eval", "predict"
+TRAIN_BATCH_SIZE, TRAIN_MICRO_BATCH_SIZE_PER_GPU = "train_batch_size", "train_micro_batch_size_per_gpu"
+GRADIENT_ACCUMULATION_STEPS = "gradient_accumulation_steps"
 
-logger = logging.getLogger("DeepSpeed")
+
+class _Output(logging.StreamHandler[TextIO]):
+    """Writes to what is the standard output by then."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stdout
+        super().emit(record)
+
+
+def _make_logger() -> logging.Logger:
+    """DeepSpeed's logger, which shows information on the standard output, unless the program gave it a handler."""
+    made = logging.getLogger("DeepSpeed")
+    if not made.handlers:
+        shown = _Output(sys.stdout)
+        shown.setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] [%(filename)s:%(lineno)d] %(message)s"))
+        made.addHandler(shown)
+        made.setLevel(logging.INFO)
+        made.propagate = False
+    return made
+
+
+logger = _make_logger()
 log_levels = {
     "debug": logging.DEBUG,
     "info": logging.INFO,
@@ -34,10 +63,10 @@ torch_info: dict[str, Any] = {
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """Log on some ranks; -1, or none given, means all."""
+    """Log on some ranks; -1, or none given, means all. Without a process group, log."""
     rank = dist.get_rank() if dist.is_initialized() else -1
-    if not ranks or -1 in ranks or rank in ranks:
-        logger.log(level, "[Rank %d] %s", rank, message)
+    if not ranks or rank == -1 or -1 in ranks or rank in ranks:
+        logger.log(level, "[Rank %d] %s", rank, message, stacklevel=2)
 
 
 @cache
@@ -73,15 +102,6 @@ def set_random_seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-class Monitor:
-    """`engine.monitor`: nothing is written; log from the loop."""
-
-    enabled = False
-
-    def write_events(self, event_list: Any) -> None:
-        """Does nothing."""
-
-
 def required_torch_version(min_version: Any = None, max_version: Any = None) -> bool:
     """Whether torch's version lies between two, both included."""
     own = _numbers(torch.__version__)
@@ -103,6 +123,26 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """torch's, for parameters outside an engine; `engine.clip_grad_norm_` clips those of an engine."""
     return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
+
+
+def move_to_device(item: Any, device: Any, criterion_func: Callable[[torch.Tensor], bool] | None = None) -> Any:
+    """The same containers with their tensors on `device`; with a criterion, those that meet it."""
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device) if criterion_func is None or criterion_func(tensor) else tensor
+
+    return map_tensors(item, moved)
+
+
+def recursive_getattr(model: Any, module_name: str) -> Any:
+    """What an object has under a dotted name."""
+    return operator.attrgetter(module_name)(model)
+
+
+def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
+    """Replace what an object has under a dotted name."""
+    owner, _, name = module_name.rpartition(".")
+    setattr(recursive_getattr(model, owner) if owner else model, name, module)
 
 
 def instrument_w_nvtx(func: Any) -> Any:
@@ -180,3 +220,96 @@ def disable(func: Any) -> Any:
 
 def is_compiling() -> bool:
     return torch.compiler.is_compiling()
+
+
+class Timer:
+    """The times between `start` and `stop`, in milliseconds. Both wait for the device."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.records: list[float] = []
+        self._since: float | None = None
+
+    def start(self) -> None:
+        if self._since is not None:
+            raise AssertionError(f"{self.name} timer has already been started: call stop() first")
+        self._since = _now()
+
+    def stop(self, reset: bool = False, record: bool = False) -> None:
+        if self._since is None:
+            raise AssertionError(f"{self.name} timer is not started: call start() first")
+        self.records.append((_now() - self._since) * 1e3)
+        self._since = None
+
+    def elapsed(self, reset: bool = True) -> float:
+        """The sum; a timer that runs goes on."""
+        runs = self._since is not None
+        if runs:
+            self.stop()
+        total = sum(self.records)
+        if reset:
+            self.reset()
+        if runs:
+            self.start()
+        return total
+
+    def mean(self) -> float:
+        return sum(self.records) / len(self.records) if self.records else 0.0
+
+    def reset(self) -> None:
+        self.records = []
+        self._since = None
+
+
+def _now() -> float:
+    get_accelerator().synchronize()
+    return time.perf_counter()
+
+
+class SynchronizedWallClockTimer:
+    """Timers by name, made when they are first asked for."""
+
+    def __init__(self) -> None:
+        self.timers: dict[str, Timer] = {}
+
+    def __call__(self, name: str) -> Timer:
+        return self.timers.setdefault(name, Timer(name))
+
+    def has_timer(self, name: str) -> bool:
+        return name in self.timers
+
+    def get_timers(self) -> dict[str, Timer]:
+        return self.timers
+
+    def log(
+        self,
+        names: Iterable[str],
+        normalizer: float = 1.0,
+        reset: bool = True,
+        memory_breakdown: bool = False,
+        ranks: Sequence[int] | None = None,
+    ) -> None:
+        """Log the sums of some timers, each divided by `normalizer`."""
+        found = [self.timers[name] for name in names if name in self.timers]
+        times = [f"{timer.name}: {timer.elapsed(reset=reset) / normalizer:.2f}" for timer in found]
+        log_dist(" | ".join(["time (ms)", *times]), ranks or [0])
+
+    def get_mean(self, names: Iterable[str], normalizer: float = 1.0, reset: bool = True) -> dict[str, float]:
+        """The mean of each timer, divided by `normalizer`."""
+        return {name: self.timers[name].mean() / normalizer for name in names if name in self.timers}
+
+
+class ThroughputTimer:
+    """`engine.tput_timer`: it counts epochs for scripts that say when one ends, and measures nothing."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self.epoch_count = 0
+
+    def update_epoch_count(self) -> None:
+        self.epoch_count += 1
+
+    def start(self) -> None:
+        """Does nothing."""
+
+    def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
+        """Does nothing."""

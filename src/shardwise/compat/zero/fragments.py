@@ -31,6 +31,8 @@ __all__ = [
     "safe_set_local_optimizer_state",
     "safe_update_full_grad_vectorized",
 ]
+_MASTER, _STATE = "param", "optim/"
+"""The keys of the values that one can set: the master, and the optimizer's states by name."""
 _ENGINES: MutableMapping[torch.Tensor, tuple[weakref.ref[Engine], str]] = WeakTensorKeyDictionary()
 
 
@@ -81,18 +83,19 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     """Replace the value that is updated. All ranks pass the same."""
-    _write(param, "param", value.reshape(-1))
+    _write(param, _MASTER, value)
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
     """Replace a state of the optimizer. All ranks pass the same."""
-    _write(param, f"optim/{optim_state_key}", value.reshape(-1))
+    _write(param, _STATE + optim_state_key, value)
 
 
 def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     """Replace the reduced gradient, before `step()`. All ranks pass the same."""
+    _check_has_gradient(param)
     _, part = _own_part(param)
-    _write_local_grad(param, value.reshape(-1)[part.shift(-_slot(param).start).slice] if part else value)
+    _write_local_grad(param, _flat(value, param.numel())[part.shift(-_slot(param).start).slice])
 
 
 def safe_update_full_grad_vectorized(
@@ -119,26 +122,27 @@ def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
 
 def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     """Replace this rank's elements of the reduced gradient, before `step()`. All ranks call it."""
-    _write_local_grad(param, value.reshape(-1))
+    _check_has_gradient(param)
+    _write_local_grad(param, value)
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
     """This rank's elements of a state of the optimizer, flat; None of a frozen parameter."""
-    return _local(param, f"optim/{optim_state_key}") if _find_trained(param) is not None else None
+    return _local(param, _STATE + optim_state_key) if _find_trained(param) is not None else None
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
     """Replace this rank's elements of the value that is updated. All ranks call it."""
-    _write_local(param, "param", value)
+    _write_local(param, _MASTER, value)
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
     """Replace this rank's elements of a state of the optimizer."""
-    _write_local(param, f"optim/{optim_state_key}", value)
+    _write_local(param, _STATE + optim_state_key, value)
 
 
 def local_values(param: nn.Parameter) -> torch.Tensor:
-    return _local(param, "param")
+    return _local(param, _MASTER)
 
 
 def _find(param: torch.Tensor) -> tuple[Engine, str] | None:
@@ -158,8 +162,16 @@ def _own_part(param: torch.Tensor) -> tuple[Span, Span]:
     return shard, _slot(param).intersect(shard)
 
 
+def _flat(values: Any, numel: int) -> Any:
+    """The elements of a tensor, which are as many as are replaced."""
+    if values.numel() != numel:
+        raise AssertionError(f"Number of elements do not match: {values.numel()} are given, and {numel} are replaced")
+    return values.reshape(-1)
+
+
 def _write_local_grad(param: torch.Tensor, values: torch.Tensor) -> None:
     shard, part = _own_part(param)
+    values = _flat(values, part.numel)
 
     def change(grads: torch.Tensor) -> None:
         if part:
@@ -178,16 +190,50 @@ def _unit(param: torch.Tensor) -> Unit:
 
 
 def _slot(param: torch.Tensor) -> Span:
-    found = _find(param)
+    unit, found = _unit(param), _find(param)
     assert found is not None
-    return _unit(param).layout.slot(found[1]).span
+    return unit.layout.slot(found[1]).span
+
+
+def _check_has_gradient(param: torch.Tensor) -> None:
+    """Raise where there is no reduced gradient that could be replaced."""
+    unit = _unit(param)
+    if not unit.is_trainable:
+        raise ValueError(f"{_name(param)} is frozen, and has no gradient to set: pass parameters that are trained")
+    if not unit.grads.is_reduced:
+        raise ValueError(
+            f"{_name(param)} has no reduced gradient now: set it after the last backward of a step, and before step()"
+        )
+
+
+def _check_has(param: torch.Tensor, key: str) -> None:
+    """Raise where there are no values of a key, and setting them would change nothing."""
+    if key == _MASTER:
+        return
+    name = key.removeprefix(_STATE)
+    unit, found = _unit(param), _find(param)
+    assert found is not None
+    if not unit.is_trainable:
+        raise ValueError(f"{_name(param)} is frozen, and has no state to set: pass parameters that are trained")
+    optimizer = found[0].optimizer
+    groups = optimizer.param_groups if optimizer is not None else []
+    known = {each for state in optimizer.state.values() for each in state} if optimizer is not None else set()
+    has_elements = any(piece.numel() for group in groups for piece in group["params"])  # a rank may own none
+    if name not in known and (has_elements or optimizer is None):
+        has = ", ".join(map(repr, sorted(known))) or "none before its first step"
+        raise ValueError(f"the optimizer has no state {name!r}: it has {has}")
+
+
+def _name(param: torch.Tensor) -> str:
+    found = _find(param)
+    return repr(found[1]) if found is not None else "the parameter"
 
 
 def _views(param: torch.Tensor, key: str) -> Iterator[tuple[StateView, Span]]:
     """The values of a key that this rank has of a parameter, and where they lie in the unit's flat buffer."""
     from shardwise.optim.states import state_views
 
-    found, slot = _find(param), _slot(param)
+    slot, found = _slot(param), _find(param)
     assert found is not None
     for view in state_views(_unit(param), found[0].optimizer):
         part = slot.intersect(view.span)
@@ -201,20 +247,23 @@ def _local(param: torch.Tensor, key: str) -> torch.Tensor:
 
 
 def _write(param: torch.Tensor, key: str, values: torch.Tensor) -> None:
-    start = _slot(param).start
+    start, values = _slot(param).start, _flat(values, param.numel())
+    _check_has(param, key)
     for view, part in _views(param, key):
         view.write(part, values[part.shift(-start).slice])
     _refresh(param, key)
 
 
 def _write_local(param: torch.Tensor, key: str, values: Any) -> None:
-    position = 0
+    own, position = [part for _, part in _views(param, _MASTER)], 0
+    values = _flat(values, sum(part.numel for part in own))
+    _check_has(param, key)
     for view, part in _views(param, key):
-        view.write(part, values.reshape(-1)[position : position + part.numel])
+        view.write(part, values[position : position + part.numel])
         position += part.numel
     _refresh(param, key)
 
 
 def _refresh(param: torch.Tensor, key: str) -> None:
-    if key == "param":
+    if key == _MASTER:
         _unit(param).weights.refresh()

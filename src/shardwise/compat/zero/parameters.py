@@ -7,16 +7,18 @@ engine gathers and releases it.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import enum
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, MutableMapping
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwise.compat.standalone.accelerator import get_accelerator
 
@@ -142,12 +144,26 @@ class ZeroParameter(nn.Parameter):
     def all_gather(self, param_list: Iterable[ZeroParameter] | None = None, **options: Any) -> None:
         """Open the whole values until `partition`. A collective."""
         for param in param_list if param_list is not None else [self]:
-            open_whole(param)
+            _open_until_partition(param)
 
-    def partition(self, param_list: Iterable[ZeroParameter] | None = None, **options: Any) -> None:
-        """Keep the shard alone again. A collective."""
+    def all_gather_coalesced(self, params: Iterable[ZeroParameter], **options: Any) -> MultipleAllGatherHandles:
+        """The same of several parameters; they are whole when it returns."""
+        self.all_gather(params)
+        return MultipleAllGatherHandles([])
+
+    def partition(
+        self, param_list: Iterable[ZeroParameter] | None = None, has_been_updated: bool = False, **options: Any
+    ) -> None:
+        """Keep the shard alone again; with `has_been_updated`, of what all ranks have written. A collective."""
+        from shardwise.engine.access import gathered
+
         for param in param_list if param_list is not None else [self]:
-            close_whole(param, modifier_rank=None)
+            values = param.detach().clone() if has_been_updated and param.early is None else None
+            if not close_opened(param):
+                close_whole(param, modifier_rank=0 if has_been_updated else None)
+            if values is not None:
+                with gathered(param, write=True):
+                    param.data.copy_(values)
 
     def partition_numel(self) -> int:
         return self.ds_tensor.numel()
@@ -177,14 +193,38 @@ def put_back(param: torch.Tensor, values: torch.Tensor | EarlyShard) -> None:
     if isinstance(values, EarlyShard):
         assert isinstance(param, ZeroParameter)
         param.early = values
-        param.data = torch.empty(0, dtype=values.dtype, device=values.tensor.device)
+        _leave_empty(param, values)
     else:
         param.data = values
 
 
+def _leave_empty(param: ZeroParameter, early: EarlyShard) -> None:
+    param.data = torch.empty(0, dtype=early.dtype, device=early.tensor.device)
+    _EMPTY[param.untyped_storage()._cdata] = param
+
+
+def meant_by(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The parameter that a tensor from `state_dict()` stands for; of another tensor, the tensor itself.
+
+    transformers 4.57 passes what `state_dict()` returns to `GatheredParameters`, to fill the parameters that no file
+    has. These tensors lack its mark on the others, so it passes them all: for a marked one this is None.
+    """
+    if isinstance(tensor, nn.Parameter) or tensor.shape != (0,):
+        return tensor
+    storage = tensor.untyped_storage()._cdata
+    param = _EMPTY.get(storage)
+    if param is None or param.untyped_storage()._cdata != storage:  # the number of a storage that is no more
+        return tensor
+    return None if getattr(param, "_is_hf_initialized", False) else param
+
+
+_EMPTY: MutableMapping[int, ZeroParameter] = weakref.WeakValueDictionary()
+"""Parameters that rest in shards without an engine, by the storage that they show meanwhile."""
+
+
 def hand_over(param: nn.Parameter, device: torch.device) -> None:
     """Have the engine that is about to be built read the values of a parameter that rests in an early shard."""
-    from shardwise.unit.origins import SHARED_ORIGIN
+    from shardwise.unit.master import SHARED_ORIGIN
 
     assert isinstance(param, ZeroParameter)
     early, param.early = param.early, None
@@ -192,6 +232,41 @@ def hand_over(param: nn.Parameter, device: torch.device) -> None:
     blank = torch.full((), float("nan") if early.dtype.is_floating_point else 0, dtype=early.dtype, device=device)
     param.data = blank.expand(early.shape)
     setattr(param, SHARED_ORIGIN, early.whole)
+
+
+def _open_until_partition(param: ZeroParameter) -> None:
+    """Open the whole values; those of an engine's parameter once, however often it is called."""
+    from shardwise.engine.access import gathered
+
+    if param.early is not None:
+        open_whole(param)
+    elif param not in _OPENED:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(gathered(param))
+            _OPENED[param] = stack.pop_all()
+
+
+def close_opened(param: torch.Tensor) -> bool:
+    """Close an engine's parameter; whether `all_gather` had opened it."""
+    opened = _OPENED.pop(param, None)
+    if opened is not None:
+        opened.close()
+    return opened is not None
+
+
+_OPENED: MutableMapping[torch.Tensor, contextlib.ExitStack] = WeakTensorKeyDictionary()
+"""Parameters of engines that `all_gather` opened."""
+
+
+class MultipleAllGatherHandles:
+    """Several handles as one."""
+
+    def __init__(self, handles: Iterable[Any]) -> None:
+        self.handles = list(handles)
+
+    def wait(self, **options: Any) -> None:
+        for handle in self.handles:
+            handle.wait(**options)
 
 
 def is_zero_param(param: torch.Tensor) -> bool:
@@ -220,7 +295,7 @@ def close_whole(param: ZeroParameter, modifier_rank: int | None) -> None:
         early.take_back(param, modifier_rank)
     early.users -= 1
     if early.users == 0:
-        param.data = torch.empty(0, dtype=early.dtype, device=early.tensor.device)
+        _leave_empty(param, early)
     elif modifier_rank is not None:
         param.data = early.whole().view(early.shape)
 

@@ -11,12 +11,14 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from shardwise.compat.standalone.comm import init_distributed
+from shardwise.compat.standalone.settings import read_settings
 from shardwise.compat.zero.parameters import (
     ZeroParameter,
     close_whole,
     early_device,
     is_early,
     mark,
+    meant_by,
     open_whole,
     shard_early,
 )
@@ -54,7 +56,8 @@ class Init:
         self._dtype = dtype
         self._built: dict[int, nn.Module] = {}
         self._remove: Callable[[], None] = _nothing
-        zero = _zero_section(config_dict_or_path if config_dict_or_path is not None else config)
+        given = config_dict_or_path if config_dict_or_path is not None else config
+        zero = _zero_section(given) if enabled else {}
         offload = zero.get("offload_param")
         self._offloads = remote_device == "cpu" or (
             isinstance(offload, dict) and offload.get("device") in ("cpu", "nvme")
@@ -112,9 +115,9 @@ def _refuse_options(group: Any, options: dict[str, Any]) -> None:
 
 
 def _zero_section(config: Any) -> dict[str, Any]:
-    if not isinstance(config, dict):
+    if config is None:
         return {}
-    section = config.get("zero_optimization")
+    section = read_settings(config).get("zero_optimization")
     return section if isinstance(section, dict) else {}
 
 
@@ -135,7 +138,8 @@ class GatheredParameters:
         fwd_module: nn.Module | None = None,
         enabled: bool = True,
     ) -> None:
-        given = [params] if isinstance(params, torch.Tensor) or params is None else list(params)
+        listed = [params] if isinstance(params, torch.Tensor) else () if params is None else params
+        given = [meant_by(tensor) for tensor in listed if tensor is not None]
         # A caller may pass a set, whose order differs between ranks.
         early = {param.ds_id: param for param in given if isinstance(param, ZeroParameter) and is_early(param)}
         self._early = [early[key] for key in sorted(early)] if enabled else []
@@ -185,17 +189,6 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
     """Does nothing, see `register_external_parameter`."""
 
 
-class MultipleAllGatherHandles:
-    """Several handles as one."""
-
-    def __init__(self, handles: Iterable[Any]) -> None:
-        self.handles = list(handles)
-
-    def wait(self, **options: Any) -> None:
-        for handle in self.handles:
-            handle.wait(**options)
-
-
 def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Iterable[Any], raise_if_not_found: bool = True, **options: Any
 ) -> list[nn.Module]:
@@ -240,7 +233,9 @@ def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
 def unwrap_model_for_generation(model: Any) -> Iterator[nn.Module]:
     """The model inside an engine, with whole parameters under stage 3. A collective."""
     inner = getattr(model, "module", model)
-    with GatheredParameters(inner.parameters()):
+    offload = getattr(getattr(model, "optimizer", None), "parameter_offload", None)
+    hidden = offload.without_hooks() if offload is not None else contextlib.nullcontext()
+    with hidden, GatheredParameters(inner.parameters()):
         yield inner
 
 

@@ -230,6 +230,8 @@ def _optimizer(top: FileSection) -> None:
     params = _given_params(section)
     if name.lower() in ("adam", "adamw"):
         name = _adam(section, params)
+    if name.lower() == "lion":
+        params = {"lr": 1e-3, "betas": [0.9, 0.999], **params}  # the defaults of DeepSpeed's kernels
     for key in [key for key in params if key in ds.OPTIMIZER_NO_EFFECT]:
         section.inner("params").note(key, ds.OPTIMIZER_NO_EFFECT[key])
         del params[key]

@@ -37,6 +37,23 @@ def scale_power(value: object) -> float:
     return float(2**power)
 
 
+def mean_alone(value: object) -> object:
+    """The only value of gradient_allreduce_op that changes nothing."""
+    if value != "mean":
+        raise ValueError("gradients are averaged over the ranks: remove the key, or multiply the loss by their number")
+    return value
+
+
+def counted(value: object) -> bool:
+    """The only value of managed_gradient_accumulation that changes nothing."""
+    if not flag(value):
+        raise ValueError(
+            "the engine counts the micro-batches of a step: remove the key, and say which step() updates with "
+            "engine.set_boundary(), or engine.set_gradient_accumulation_boundary() of DeepSpeed's API"
+        )
+    return True
+
+
 _BOUND = "derived here; acts as an upper bound"
 _UNIT = "no effect: communication goes unit by unit, not in buckets"
 _STAYS_GATHERED = "derived here: a unit stays gathered where that does not raise the peak"
@@ -57,6 +74,10 @@ ZERO: Rules = {
     "stage3_use_all_reduce_for_fetch_params": KeyRule(flag, "no effect: weights are gathered"),
     "stage3_module_granularity_threshold": KeyRule(bound, "no effect: whole blocks are units already"),
     "stage3_allgather_sequential": KeyRule(flag, _UNIT),
+    "stage3_partition_stream_chunk_size": KeyRule(bound, _UNIT),
+    "stage3_adaptive_prefetch_bucket_size": KeyRule(flag, _UNIT),
+    "stage3_adaptive_prefetch_min_size": KeyRule(bound, _UNIT),
+    "stage3_adaptive_prefetch_max_size": KeyRule(bound, _UNIT),
     "sub_group_size": KeyRule(bound, _UPDATE),
     "overlap_comm": KeyRule(flag, "no effect: communication always overlaps, at no cost in memory or bits"),
     "contiguous_gradients": KeyRule(flag, "no effect: gradients always land in one flat buffer per unit"),
@@ -109,6 +130,7 @@ OFFLOAD_OPTIMIZER: Rules = OFFLOAD | {
     "ratio": KeyRule(real, "part of the optimizer states that leaves the device", "offload.ratio"),
     **dict.fromkeys(("pipeline", "pipeline_read", "pipeline_write"), KeyRule(flag, _ALWAYS)),
     "fast_init": KeyRule(flag, "no effect: states are created where they rest"),
+    "convert_grad_on_cpu": KeyRule(flag, "no effect: gradients are converted on the device"),
     "cpuadam_cores_perc": KeyRule(real, "no effect: states are updated by the device's own kernel"),
 }
 
@@ -126,7 +148,7 @@ FP16: Rules = {
 }
 BF16: Rules = {
     **{key: KeyRule(any_value, "no effect: bf16 has the range of fp32 and needs no loss scale") for key in FP16},
-    "check_grad_overflow": KeyRule(any_value, "no effect: bf16 has the range of fp32 and needs no loss scale"),
+    "check_grad_overflow": Refused("skipping steps in bf16 whose gradients are not finite (it is done in fp16)"),
     "immediate_grad_update": KeyRule(flag, _ALWAYS),
     "enabled": BY_CODE,
     "bf16_master_weights_and_grads": Refused(_MASTER),
@@ -204,8 +226,12 @@ TOP: Rules = {
     "zero_force_ds_cpu_optimizer": KeyRule(
         flag, "no effect: states off the device are updated by the device's own kernel"
     ),
+    "sparse_gradients": KeyRule(flag, "no effect: gradients of embeddings are sent whole", warns=True),
+    "gradient_allreduce_op": KeyRule(mean_alone, "the mean over the ranks"),
+    "managed_gradient_accumulation": KeyRule(counted, "the engine counts the micro-batches of a step"),
     "prescale_gradients": KeyRule(flag, "no effect: the sum is divided once, after it is reduced"),
     "gradient_predivide_factor": KeyRule(real, "no effect: the sum is divided once, after it is reduced"),
+    "log_level": KeyRule(text, "no effect: `import deepspeed` sets the level of DeepSpeed's logger"),
     "disable_allgather": KeyRule(flag, "no effect: updated weights are always gathered, during the next forward"),
     "dataloader_drop_last": KeyRule(flag, "no effect: the data loader is the caller's"),
     "seq_parallel_communication_data_type": KeyRule(dtype, "no effect: there is no sequence parallelism"),
@@ -238,7 +264,6 @@ TOP: Rules = {
     "quantize_training": Refused("quantised training (MoQ)"),
     "sequence_parallel_size": Refused("sequence parallelism (Ulysses)"),
     "sparse_attention": Refused("sparse attention"),
-    "sparse_gradients": Refused("sparse gradients of embeddings"),
     "tensor_parallel": Refused("tensor parallelism (AutoTP)"),
     "weight_quantization": Refused("quantised weights"),
 }

@@ -1,8 +1,9 @@
-"""The order of units in passes that only compute, one after the other: the first unit follows the last.
+"""Passes that only compute, one after the other: the order of their units, and what stays gathered between them.
 
-Generating text is many forwards of the same units, so the next unit is known across the end of a pass: the units that
-the next pass begins with are gathered while this one ends. Each unit is gathered again in each pass, except those that
-stay gathered throughout; they are locked (see `InferenceMode`).
+Under `zero3` a forward gathers each unit and releases it. Generating text calls the model once for each token, so that
+the whole model would be sent once for each token. Within `Engine.inference`, as many units stay gathered as memory
+allows (see `choose_kept`). The first unit follows the last: the units that the next pass begins with are gathered while
+this one ends.
 
 With one rank, a window of units ahead of the one in use moves along the recorded order. With several, the gathers are
 collectives in an agreed order (see `gathers`), and every rank has issued the same ones when a pass ends.
@@ -10,18 +11,29 @@ collectives in an agreed order (see `gathers`), and every rank has issued the sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from inspect import signature
+from typing import Any
 
+import torch
 from torch import nn
 
+from shardwise.comm import Comm
+from shardwise.errors import ConfigError
+from shardwise.machine.memory import host_share_bytes
+from shardwise.memory.placement import UnitSize, place
 from shardwise.schedule.gathers import GatherOrder, GatherOrders, Gathers
 from shardwise.schedule.hooks import containers
-from shardwise.schedule.order import Order, Prefetch
+from shardwise.schedule.order import Prefetch, UnitOrder
 from shardwise.unit import Unit
 from shardwise.unit.weights import WeightsState
 
+_SHARE = 0.75
+"""The part of the free memory that gathered weights may take: caches and activations need the rest."""
 
-class CyclicOrder(Order):
+
+class CyclicOrder(UnitOrder):
     """The order in which passes without gradients enter the units. Several ranks agree on it after the first pass."""
 
     learns_from_evaluation = True
@@ -51,18 +63,18 @@ class CyclicGatherOrder(GatherOrder):
     @property
     def first(self) -> list[Unit]:
         """What the next pass begins with: different units, whose gathers are issued ahead of it."""
-        agreed = self._agreed or []
+        agreed = self._agreed
         count = next((n for n in range(len(agreed)) if agreed[n] in agreed[:n]), len(agreed))
         return agreed[: min(count, self._ahead)]
 
     def _is_next(self, unit: Unit) -> bool:
-        if self._agreed is None or self._position < len(self._agreed):
+        if not self._is_agreed or self._position < len(self._agreed):
             return super()._is_next(unit)
         turn = self._position - len(self._agreed)
         return self.first[turn : turn + 1] == [unit]
 
     def finish(self, keep: Collection[Unit], between: Callable[[], None]) -> bool:
-        done = max(0, self._position - len(self._agreed)) if self._agreed is not None else 0
+        done = max(0, self._position - len(self._agreed))
         super().finish(self.first[:done], between)
         for unit in self.first[done:]:
             unit.weights.gather()
@@ -78,13 +90,13 @@ class CyclicGatherOrders(GatherOrders):
             self._orders = {"evaluation": CyclicGatherOrder(units, containers, ahead)}
         self._window: Sequence[Unit] = ()
 
-    def begin(self, kind: str) -> None:
-        if kind != "evaluation":
+    def begin(self, name: str) -> None:
+        if name != "evaluation":
             raise RuntimeError(
-                f"a {kind} with gradients inside engine.inference(), where weights are only read: call it after the "
+                f"a {name} with gradients inside engine.inference(), where weights are only read: call it after the "
                 "`with` block, or evaluate under torch.no_grad()"
             )
-        super().begin(kind)
+        super().begin(name)
 
     def gather(self, unit: Unit, ahead: Sequence[Unit]) -> None:
         if self._current is None and ahead is not self._window:
@@ -112,7 +124,7 @@ class InferenceMode:
         self._model = model
         self._units = units
         self._gathers = gathers
-        self._for_training: tuple[Order, GatherOrders] | None = None
+        self._for_training: tuple[UnitOrder, GatherOrders] | None = None
         self._kept: list[Unit] = []
 
     def begin(self, keeps: Sequence[Unit], ahead: int) -> None:
@@ -124,14 +136,53 @@ class InferenceMode:
         for unit in self._kept:
             unit.weights.lock()
         moving = [unit for unit in gathers.sharded if unit not in self._kept]
-        self._for_training = gathers.order, gathers.orders
-        gathers.order = CyclicOrder(self._units, moving, ahead)
-        gathers.orders = CyclicGatherOrders(moving, containers(self._model), ahead)
+        self._for_training = gathers.unit_order, gathers.gather_orders
+        gathers.unit_order = CyclicOrder(self._units, moving, ahead)
+        gathers.gather_orders = CyclicGatherOrders(moving, containers(self._model), ahead)
+
+    @contextlib.contextmanager
+    def keeping_gathered(self, comm: Comm, device_bytes: int | None) -> Iterator[None]:
+        """Within it, as many units stay gathered as fit `device_bytes`, or three quarters of what is free. A
+        collective."""
+        room = min(comm.share_object(_free_bytes(comm.device), "the room for gathered weights"))
+        self.begin(*choose_kept(self._units, int(room * _SHARE) if device_bytes is None else device_bytes))
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.end()
 
     def end(self) -> None:
         """Release what stayed gathered, and what was gathered ahead for a next pass."""
         if self._for_training is not None:
-            (self._gathers.order, self._gathers.orders), self._for_training = self._for_training, None
+            (self._gathers.unit_order, self._gathers.gather_orders), self._for_training = self._for_training, None
             while self._kept:
                 self._kept.pop().weights.unlock()
             self._gathers.release_all()
+
+
+def generate_together(generate: Callable[..., Any], world_size: int, *args: Any, **kwargs: Any) -> Any:
+    """Call a model's `generate` with the option that keeps ranks that are done calling the model until all are done."""
+    if world_size > 1 and "synced_gpus" in signature(generate).parameters:
+        kwargs = {"synced_gpus": True, **kwargs}
+    return generate(*args, **kwargs)
+
+
+def choose_kept(units: Sequence[Unit], room_bytes: int) -> tuple[list[Unit], int]:
+    """The units that stay gathered in `room_bytes`, and how many of the others are gathered ahead."""
+    sharded = [unit for unit in units if unit.weights.policy.weights_sharded]
+    sizes = [
+        UnitSize(unit.name, size := unit.weights.full_bytes, size, max(1, len(unit.spec.runs))) for unit in sharded
+    ]
+    try:
+        found = place(sizes, "host", room_bytes)
+    except ConfigError:  # as little as a forward takes
+        return [], 0
+    return [unit for unit, tier in zip(sharded, found.tiers, strict=True) if tier == "device"], found.ahead
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type != "cuda":
+        return host_share_bytes()
+    reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + reserved

@@ -1,6 +1,6 @@
 """Checkpoints in an object store: the same all-or-nothing commit without a rename.
 
-Here the store is a folder behind fsspec's `file://`, which processes share. `make test-object-store` runs the same
+Here the store is a folder that processes share (`support/object_folder.py`). `make test-object-store` runs the same
 tests against an S3 server.
 """
 
@@ -19,13 +19,16 @@ from shardwise.checkpoint.object_store import ObjectStore, locate, storage_of
 from shardwise.checkpoint.storage import RemotePath
 from shardwise.errors import CheckpointError
 from support import run_ranks
+from support.object_folder import ObjectFolder
 from support.training import digest, start, train_step
+
+STORE = ObjectFolder.protocol
 
 
 @pytest.fixture
 def root(tmp_path):
     store = os.environ.get("SHARDWISE_OBJECT_STORE")
-    return locate(f"{store}/{tmp_path.parent.name}/{tmp_path.name}" if store else f"file://{tmp_path}/store")
+    return locate(f"{store}/{tmp_path.parent.name}/{tmp_path.name}" if store else f"{STORE}://{tmp_path}/store")
 
 
 def trained(rank, steps=1, preset="zero3"):
@@ -179,5 +182,6 @@ def test_whatever_a_client_library_raises_is_one_message(root):
 
 def test_an_address_is_not_a_path(tmp_path):
     assert isinstance(locate("s3://bucket/folder"), RemotePath)
+    assert locate(f"file://{tmp_path}") == locate(f"local://{tmp_path}") == tmp_path, "with renames, as any folder"
     assert locate(str(tmp_path)) == tmp_path
     assert locate(tmp_path) == tmp_path

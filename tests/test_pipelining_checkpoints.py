@@ -14,6 +14,7 @@ from shardwise.errors import CheckpointError
 from shardwise.models.built_in import GPT
 from shardwise.models.tensor_parallel import tensor_parallel
 from support import ranks
+from support.object_folder import ObjectFolder
 
 BATCH = 8
 adamw = partial(torch.optim.AdamW, lr=0.01)
@@ -120,7 +121,7 @@ def test_a_resumed_pipeline_is_never_having_stopped(rank, world_size, tmp_path, 
 
 @ranks(2)
 def test_a_pipeline_goes_on_from_an_object_store(rank, world_size, tmp_path):
-    address = f"file://{tmp_path}/store"
+    address = f"{ObjectFolder.protocol}://{tmp_path}/store"
     pipe = Training(2, 1, 1, "zero1")
     for step, blocking in enumerate((True, False)):
         pipe.train(step)

@@ -23,7 +23,7 @@ from shardwise.errors import CheckpointError
 
 _READ_AHEAD_BYTES = 8 << 20
 _PART_BYTES = 16 << 20  # S3 takes at most 10,000 parts of an object
-_LOCAL = ("file://", "local://")
+_LOCAL = ("file", "local")
 _FILE_SYSTEM = FileSystem()
 
 
@@ -37,8 +37,7 @@ class ObjectStore(Storage):
         try:
             import fsspec
 
-            options = {"auto_mkdir": True} if address.startswith(_LOCAL) else {}
-            self._files, _ = fsspec.core.url_to_fs(address, **options)
+            self._files, _ = fsspec.core.url_to_fs(address)
         except (ImportError, ValueError) as error:
             raise CheckpointError(
                 f"{address} needs a package that reads {protocol}:// ({error}): pip install 'shardwise[s3]' for s3://, "
@@ -184,6 +183,8 @@ def storage_of(path: Location) -> Storage:
 
 def locate(path: str | Location) -> Location:
     """Where a path or an address such as `s3://bucket/folder` leads."""
-    if isinstance(path, RemotePath):
-        return path
-    return RemotePath(path) if isinstance(path, str) and "://" in path else Path(path)
+    if not isinstance(path, str) or "://" not in path:
+        return path if isinstance(path, RemotePath) else Path(path)
+    protocol, _, place = path.partition("://")
+    # A folder by its address is a folder: fsspec would show files before they are complete, and sync none.
+    return Path(place) if protocol in _LOCAL else RemotePath(path)

@@ -147,7 +147,7 @@ def is_light(row):
 
 @matrix(
     {
-        "world_size": [2, 4],
+        "world_size": [1, 2, 4],
         "name": [name for name in MODELS if name != "mlp-thin"],
         "precision": ["fp32", "bf16"],
         "accumulation": [1, 3],

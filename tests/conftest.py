@@ -1,6 +1,7 @@
 """pytest's side of the test support: two settings for all processes, and workers that end with the session."""
 
 import contextlib
+import gc
 import os
 import subprocess
 import sys
@@ -38,6 +39,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
+    # What thousands of tests and their imports are made of is never garbage: collections and observers of live tensors
+    # need not go through it each time.
+    gc.collect()
+    gc.freeze()
     if any("world_size" in item.fixturenames for item in session.items if isinstance(item, pytest.Function)):
         fork_server()  # imports while the first tests run
 

@@ -5,6 +5,8 @@ TORCH := torch==2.13.0
 STAMP := $(VENV)/.installed
 # Some virtual machines announce AMX and then kill whoever uses it (bf16 matrix products end in SIGILL).
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
+# Where the environment forbids Python to keep what it has compiled, every process would compile torch again, for seconds.
+export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help train test test-full test-programs test-clients test-swift test-gpu test-hosts test-slurm test-ray test-object-store deepspeed-suite lint types format clean bench-env bench-carry readme-tables models-page errors-page architectures soak

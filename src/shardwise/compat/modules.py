@@ -85,7 +85,7 @@ SERVED: dict[str, dict[str, str]] = {
     "monitor": {},
     "monitor.comet": {"standalone.monitors": "CometMonitor"},
     "monitor.config": {
-        "standalone.monitors": "CometConfig CSVConfig DeepSpeedMonitorConfig TensorBoardConfig WandbConfig "
+        "standalone.settings": "CometConfig CSVConfig DeepSpeedMonitorConfig TensorBoardConfig WandbConfig "
         "get_monitor_config"
     },
     "monitor.csv_monitor": {"standalone.monitors": "csvMonitor"},
@@ -119,7 +119,7 @@ SERVED: dict[str, dict[str, str]] = {
     "runtime.bf16_optimizer": {"engine.optimizer": "BF16_Optimizer"},
     "runtime.base_optimizer": {"engine.optimizer": "DeepSpeedOptimizer ZeROOptimizer"},
     "runtime.compiler": {"standalone.utils": "is_compile_supported disable is_compiling"},
-    "runtime.config_utils": {"standalone.sections": "DeepSpeedConfigModel"},
+    "runtime.config_utils": {"standalone.settings": "DeepSpeedConfigModel"},
     "runtime.config": {
         "standalone.settings": "DeepSpeedConfig DeepSpeedConfigError get_bfloat16_enabled get_fp16_enabled "
         f"ADAGRAD_OPTIMIZER ADAM_OPTIMIZER ADAMW_OPTIMIZER LION_OPTIMIZER {_PRECISION}"

@@ -13,8 +13,8 @@ from torch import nn
 from shardwise.compat.engine.clients import unwrap_in_trainers
 from shardwise.compat.engine.facts import EngineFacts
 from shardwise.compat.engine.gradients import UnusedParameters, with_gradients_changed
-from shardwise.compat.standalone.monitors import MonitorMaster, get_monitor_config
-from shardwise.compat.standalone.settings import OffloadDeviceEnum, OffloadStateTypeEnum
+from shardwise.compat.standalone.monitors import MonitorMaster
+from shardwise.compat.standalone.settings import OffloadDeviceEnum, OffloadStateTypeEnum, get_monitor_config
 from shardwise.compat.standalone.utils import ROUTE_EVAL, ROUTE_PREDICT, ROUTE_TRAIN, ThroughputTimer
 from shardwise.compat.zero.parameters import (
     EarlyShard,

@@ -23,12 +23,11 @@ from multiprocessing.connection import Connection
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore
 
 from shardwise.compare.job import SEED, CompareJob
 from shardwise.compare.systems import System, make_system, whole_numel
 from shardwise.machine import env
+from shardwise.machine.local_ranks import join
 from shardwise.machine.memory import process_memory
 from shardwise.models import loading
 from shardwise.observe.labels import Labelling, by_kind
@@ -39,6 +38,7 @@ from shardwise.tensors import map_tensors
 WARM_STEPS = 2
 """The first step creates the optimizer's state; DDP rearranges its buckets in the second."""
 OBSERVED_STEPS = 2
+TIMEOUT = timedelta(minutes=10)
 
 
 class Worker:
@@ -200,24 +200,15 @@ class StepTimer:
         return [first.elapsed_time(second) / 1e3 for first, second in pairwise(self._ticks)]
 
 
-def _start(job: CompareJob) -> None:
-    settings = job.settings
-    torch.set_num_threads(job.threads)
-    if settings.deterministic:
-        torch.use_deterministic_algorithms(True)
-    backend, world_size = "gloo", settings.world_size
-    if settings.device == "cuda":
-        torch.cuda.set_device(job.device)
-        if world_size <= torch.cuda.device_count():
-            backend = "cpu:gloo,cuda:nccl"
-    store = FileStore(job.store, world_size)
-    dist.init_process_group(backend, None, timedelta(minutes=10), world_size, job.rank, store)
-
-
 def serve(connection: Connection) -> None:
     """Answer requests until the parent closes the pipe."""
     worker = Worker(connection.recv())
-    _start(worker.job)
+    job = worker.job
+    if job.settings.deterministic:
+        torch.use_deterministic_algorithms(True)
+    if job.device.type == "cuda":
+        torch.cuda.set_device(job.device)
+    join(job.rank, job.device, TIMEOUT)
     while True:
         try:
             verb, arguments = connection.recv()

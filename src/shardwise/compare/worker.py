@@ -17,7 +17,6 @@ import time
 import traceback
 from collections import Counter
 from datetime import timedelta
-from functools import partial
 from itertools import pairwise
 from multiprocessing.connection import Connection
 from typing import Any, cast
@@ -66,7 +65,7 @@ class Worker:
             before = memory.current_bytes
             system = self._make()
             system.watch_wire()
-            label_system(labelling, memory, system)
+            system.label(labelling, memory)
             for step in range(WARM_STEPS):
                 self._train_step(system, step)
             startup_peak_bytes = memory.peak_bytes - before
@@ -139,14 +138,6 @@ class Worker:
     def _batch(self, number: int) -> dict[str, Any]:
         batch = loading.arguments(self._make_batch, self.job.rank, number)
         return cast(dict[str, Any], map_tensors(batch, lambda tensor: tensor.to(self.job.device)))
-
-
-def label_system(labelling: Labelling, memory: StorageObserver, system: System) -> None:
-    """Label what the system holds from now on."""
-    labelling.attach(memory, system.model, system.optimizer, master=system.has_master)
-    system.on_grads(partial(labelling.label, "grads"))
-    for shard in system.shards():
-        labelling.label("weights", "shard", shard)
 
 
 def is_control(record: WireRecord) -> bool:

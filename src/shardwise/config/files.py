@@ -117,7 +117,7 @@ def _yaml(text: str, source: str) -> Any:
 
 
 def _count(node: Any, counts: dict[int, int]) -> int:
-    """The values below a node of a YAML document, repeated ones each time. A node inside itself has endlessly many."""
+    """The values below a node of a YAML document, repeated ones each time. A node inside itself has too many."""
     if id(node) not in counts:
         counts[id(node)] = MOST_VALUES + 1  # until its own count is known
         children = node.value if isinstance(node.value, list) else []

@@ -78,7 +78,7 @@ class TensorBoardMonitor(Monitor):
 
 
 class csvMonitor(Monitor):
-    """Into `output_path/job_name`, a file for each label, which goes on where there is one."""
+    """Into `output_path/job_name`, a file for each label; one that is there is appended to."""
 
     log_dir: Path | None = None
 

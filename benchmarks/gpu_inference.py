@@ -319,7 +319,7 @@ class Row:
         """Random values for each parameter; returns the files of those that rest on the disk."""
         from safetensors.torch import save_file
 
-        from shardwise.deferred.pretrained import PretrainedTensor
+        from shardwise.deferred.pretrained import PretrainedParam, PretrainedTensor
         from shardwise.unit.master import ORIGIN
 
         tile = (torch.randn(1 << 24) * 0.02).to(torch.bfloat16)
@@ -341,7 +341,8 @@ class Row:
                     os.fsync(file.fileno())
             for name in names:
                 shape = tuple(params[name].shape)
-                setattr(params[name], ORIGIN, PretrainedTensor(files[-1], name, shape) if on_disk else values)
+                stored = PretrainedParam((PretrainedTensor(files[-1], name, shape),), shape) if on_disk else values
+                setattr(params[name], ORIGIN, stored)
         return files
 
     def run(self) -> dict[str, Any]:

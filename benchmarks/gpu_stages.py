@@ -41,7 +41,7 @@ def measure(row: CompareRow, rank: int, args: argparse.Namespace) -> dict:
     settings = Settings(args.model, args.nproc, args.precision, "cuda", args.accumulate, steps=args.steps)
     torch.manual_seed(SEED)
     model, make_batch = loading.load(args.model, "cuda:0")
-    system = make_system(CompareJob(settings, row, rank, store="", threads=8), model)
+    system = make_system(CompareJob(settings, row, rank), model)
     batches = [
         {key: value.cuda() for key, value in make_batch(rank, index).items()} for index in range(args.accumulate)
     ]

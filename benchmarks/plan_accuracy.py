@@ -105,7 +105,7 @@ def measure(rank: int, cases: list[tuple[int, Case]], device: str, folder: str) 
             dist.init_process_group(
                 "gloo", store=store, rank=rank, world_size=case.world_size, timeout=timedelta(minutes=3)
             )
-            seen = observe(CompareJob(case.settings(device), CompareRow(case.preset), rank, "", 1))
+            seen = observe(CompareJob(case.settings(device), CompareRow(case.preset), rank))
             dist.destroy_process_group()
             write(Path(folder, f"{number}-{rank}.json"), seen)
     os._exit(0)

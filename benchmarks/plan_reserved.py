@@ -17,7 +17,7 @@ from gpu_offload import LENGTH, SIZES, VOCABULARY
 
 from shardwise.config import Config
 from shardwise.dry_run.dry_run import Scenario, dry_run
-from shardwise.dry_run.kernels import cuda
+from shardwise.dry_run.kernels import CUDA
 from shardwise.models import loading
 from shardwise.models.built_in import GPT, ModelAndData
 
@@ -55,7 +55,7 @@ def cases() -> list[tuple[str, Scenario, dict[str, Any], str]]:
 
 
 def scenario(build: Any, config: dict[str, Any], ranks: int) -> Scenario:
-    return Scenario(build, Config.load(config), ranks, cuda())
+    return Scenario(build, Config.load(config), ranks, CUDA)
 
 
 def main() -> None:

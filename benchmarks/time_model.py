@@ -35,7 +35,7 @@ from shardwise.comm import Hop, ProcessGroupComm
 from shardwise.config import Config
 from shardwise.config.shape import NodeShape
 from shardwise.dry_run.dry_run import Scenario, dry_run
-from shardwise.dry_run.kernels import CPU, cuda
+from shardwise.dry_run.kernels import CPU, CUDA
 from shardwise.estimate import calibration
 from shardwise.estimate.seconds import fitted, recorded, sketched
 from shardwise.estimate.sketch import Sketch, sketch_units
@@ -288,7 +288,7 @@ def gpt_tape(
         return model, lambda rank, step: {"tokens": torch.zeros(batch, length + 1, dtype=torch.long)}
 
     tape = Tape(keeps_calls)
-    dry_run(Scenario(build, Config.load(config), world_size, cuda()), tape)
+    dry_run(Scenario(build, Config.load(config), world_size, CUDA), tape)
     return tape
 
 

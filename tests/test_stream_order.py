@@ -13,7 +13,7 @@ from shardwise.config import Config
 from shardwise.config.shape import NodeShape
 from shardwise.dry_run.comm import DryComm, PipelineRank
 from shardwise.dry_run.dry_run import Scenario, build_of, dry_run
-from shardwise.dry_run.kernels import cuda
+from shardwise.dry_run.kernels import CUDA
 from shardwise.dry_run.observer import DryHostMemory
 from shardwise.inference import streamed_model
 from shardwise.inference.start import StreamRequest, _start
@@ -53,7 +53,7 @@ def follow(config, world_size, nodes=1, build=gpt, order=None, tp=1, pipeline=No
     small = {"min_unit_bytes": 1, **config.get("runtime", {})}
     loaded = Config.load({**config, "runtime": small})
     with order.watching():
-        dry_run(Scenario(build, loaded, shape, cuda(), tp, pipeline), order)
+        dry_run(Scenario(build, loaded, shape, CUDA, tp, pipeline), order)
     return order
 
 

@@ -52,7 +52,7 @@ def test_the_peak_is_the_measured_one(rank, world_size):
 
 def check_peak(settings, preset, rank):
     gc.collect()  # garbage of an earlier test would be freed in the middle of this one
-    seen = Worker(CompareJob(settings, CompareRow(preset), rank, "", 1)).observe()
+    seen = Worker(CompareJob(settings, CompareRow(preset), rank)).observe()
     shared = [foresee_settings(settings, preset) if rank == 0 else None]
     dist.broadcast_object_list(shared)
     (foreseen,) = shared

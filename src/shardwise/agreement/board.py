@@ -168,7 +168,7 @@ class Board:
 
     def _answer(self, place: str) -> None:
         """Answer the last call, with the operation that was asked for last: a call without a question may follow one
-        with it, before anybody has read the answer."""
+        with it, before its answer is read."""
         answer = json.dumps([self.called, place, self._describe(self._asked) if self._asked else ""])
         self._link.run(lambda store: store.set(f"answer/{self._rank}", answer))
 

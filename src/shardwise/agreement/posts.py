@@ -118,7 +118,7 @@ class Silence:
         self._calls: list[tuple[int, float]] = []
 
     def hear(self, called: int, now_s: float) -> None:
-        """Take in the number of the last call."""
+        """Record the number of the last call."""
         if not self._calls or called > self._calls[-1][0]:
             self._calls = [*self._calls[-_REMEMBERED:], (called, now_s)]
 

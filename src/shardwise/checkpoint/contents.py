@@ -96,7 +96,7 @@ def _staged(slices: list[TensorSlice], device: torch.device) -> list[TensorSlice
 
 def own_buffers(model: ModelParts) -> OwnBuffers:
     """Which buffers this rank writes. Running statistics of local batches differ from rank to rank. A collective."""
-    mine = {name: _digest(buffer) for name, buffer in model.buffers.items()}
+    mine = {name: hashlib.sha256(as_bytes(buffer)).hexdigest() for name, buffer in model.buffers.items()}
     everyone = model.everyone
     before = everyone.share_object(mine, "checkpoint, buffers")[: everyone.rank] if mine or model.pp > 1 else []
     theirs = {name: digest for each in reversed(before) for name, digest in each.items()}
@@ -184,10 +184,6 @@ def _facts(unit: Unit, slot: Slot, aliases: list[str]) -> dict[str, Any]:
 
 def _shifted(view: StateView, start: int) -> Callable[[Span], torch.Tensor]:
     return lambda part: view.read(part.shift(start))
-
-
-def _digest(tensor: torch.Tensor) -> str:
-    return hashlib.sha256(as_bytes(tensor)).hexdigest()
 
 
 def group_options(group: Mapping[str, Any]) -> dict[str, Any]:

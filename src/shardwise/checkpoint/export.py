@@ -93,7 +93,7 @@ class ExportSource:
         self.tensors = {written[key]: tensor for key, tensor in self.kinds.items() if key in written}
 
     def _add_other_stages(self) -> None:
-        """Know the tensors of all ranks, in the model's order, and which of them this one is the first to have. A
+        """Add the tensors of other stages, in the model's order, and find those that this rank is the first to have. A
         collective."""
         everyone = self._model.everyone.share_object(self.kinds, "export, tensors")
         self._first -= {key for kinds in everyone[: self._model.everyone.rank] for key in kinds}

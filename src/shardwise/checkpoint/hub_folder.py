@@ -160,11 +160,11 @@ def base_of(model: nn.Module) -> nn.Module:
     return get() if has_adapters(model) and get is not None else model
 
 
-def adapter_names(model: nn.Module, names: Mapping[str, torch.Tensor]) -> set[str]:
+def adapter_names(model: Any, names: Mapping[str, torch.Tensor]) -> set[str]:
     """The names of the tensors that PEFT saves as adapters; `names` has a tensor without values for each."""
     found: set[str] = set()
     by_id = {id(tensor): name for name, tensor in names.items()}
-    for adapter in _adapters(model):
+    for adapter in model.peft_config:
         for key, tensor in _adapter_state(model, names, adapter).items():
             if id(tensor) not in by_id:
                 raise CheckpointError(
@@ -182,7 +182,7 @@ def save_adapters(model: Any, values: dict[str, torch.Tensor], folder: Path) -> 
         return
     from safetensors.torch import save_file
 
-    for adapter in _adapters(model):
+    for adapter in model.peft_config:
         target = folder if adapter == "default" else folder / adapter
         target.mkdir(exist_ok=True)
         state = {f"{PREFIX}{key}": tensor for key, tensor in _adapter_state(model, values, adapter).items()}
@@ -231,10 +231,6 @@ def merged_tensors(
     with torch.no_grad():
         plain = unloaded(copy.deepcopy(layer, memo), merges=True)
     yield from plain.state_dict().items()
-
-
-def _adapters(model: Any) -> list[str]:
-    return list(model.peft_config)
 
 
 def _adapter_state(model: nn.Module, tensors: Mapping[str, torch.Tensor], adapter: str) -> dict[str, torch.Tensor]:

@@ -100,7 +100,7 @@ class ObjectStore(Storage):
     def unfinished(self, root: RemotePath) -> set[str]:
         names = set()
         for draft in self.drafts(root):
-            with contextlib.suppress(FileNotFoundError):  # it has become a checkpoint in this moment
+            with contextlib.suppress(FileNotFoundError):  # it has become a checkpoint meanwhile
                 names.add(self.read([root / draft])[0].decode())
         return names
 

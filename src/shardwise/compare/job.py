@@ -77,13 +77,11 @@ ALONE = CompareRow("zero0", "alone")
 
 @dataclass(frozen=True)
 class CompareJob:
-    """One rank of one row. `store` is the file through which the ranks find each other."""
+    """One rank of one row."""
 
     settings: Settings
     row: CompareRow
     rank: int
-    store: str
-    threads: int
 
     @property
     def dtype(self) -> torch.dtype:

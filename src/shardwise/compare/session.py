@@ -58,10 +58,9 @@ class RowRanks:
     def __init__(self, settings: Settings, row: CompareRow) -> None:
         self._ranks = LocalRanks("compare", GRACE_S)
         self._connections: list[Connection] = []
-        threads = launch.threads_per_rank(settings.world_size)
         try:
             for rank in range(settings.world_size):
-                self._start(CompareJob(settings, row, rank, str(self._ranks.folder / "store"), threads))
+                self._start(CompareJob(settings, row, rank))
         except BaseException:
             self.close()
             raise
@@ -120,7 +119,7 @@ def _environment(job: CompareJob) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(settings.world_size),
         "MASTER_ADDR": "127.0.0.1",  # read by DeepSpeed; the ranks meet through the store
         "MASTER_PORT": "29500",
-        "OMP_NUM_THREADS": str(job.threads),
+        "OMP_NUM_THREADS": str(launch.threads_per_rank(settings.world_size)),
         "DS_ACCELERATOR": settings.device,
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, cast
 
@@ -22,7 +22,8 @@ from shardwise.compare.job import ALONE, LEARNING_RATE, WEIGHT_DECAY, CompareJob
 from shardwise.config.costs import sent, wire_times
 from shardwise.config.presets import PRESETS
 from shardwise.models.loading import loss_of
-from shardwise.observe.analyzer import watch_grads
+from shardwise.observe.labels import Labelling
+from shardwise.observe.storage import StorageObserver
 from shardwise.partition.units import divide
 from shardwise.tensors import map_tensors
 
@@ -35,9 +36,6 @@ class System:
         self.model = model
         self.wrapped, self.optimizer = self.wrap(model)
         self.scaler = torch.amp.GradScaler(job.device.type, enabled=job.dtype == torch.float16)
-
-    has_master = False
-    """Whether the optimizer's parameters are a master copy that the model does not compute with."""
 
     def wrap(self, model: nn.Module) -> tuple[Any, torch.optim.Optimizer]:
         """What is called instead of the model, and the optimizer."""
@@ -60,15 +58,12 @@ class System:
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def shards(self) -> Iterable[torch.Tensor]:
-        """Shards of weights that neither the model nor the optimizer references."""
-        return ()
+    def label(self, labelling: Labelling, memory: StorageObserver) -> None:
+        """Label what the system holds from now on."""
+        labelling.attach(memory, self.model, self.optimizer)
 
     def watch_wire(self) -> None:
         """Prepare for the wire observer: route collectives that are issued in C++ through Python."""
-
-    def on_grads(self, hook: Callable[[str, torch.Tensor], None]) -> None:
-        """Call `hook` on gradients that hooks on the parameters do not see."""
 
     def weights(self) -> Iterator[torch.Tensor]:
         """The full trained values of one parameter after another, on every rank."""
@@ -110,12 +105,8 @@ class Shardwise(EngineSystem):
         engine = shardwise.initialize(model, _adamw(model, fused=None), config)
         return engine, cast(torch.optim.Optimizer, engine.optimizer)
 
-    @property
-    def has_master(self) -> bool:  # type: ignore[override]  # a property here
-        return self.job.dtype != torch.float32
-
-    def on_grads(self, hook: Callable[[str, torch.Tensor], None]) -> None:
-        watch_grads(self.wrapped, hook)
+    def label(self, labelling: Labelling, memory: StorageObserver) -> None:
+        labelling.attach_engine(memory, self.wrapped)
 
     def weights(self) -> Iterator[torch.Tensor]:
         for unit in self.wrapped.units:
@@ -183,8 +174,6 @@ class DeepSpeed(EngineSystem):
     A bucket size of "auto" is the whole model, at most 5e8 elements (DeepSpeed's own default).
     """
 
-    has_master = True
-
     def wrap(self, model: nn.Module) -> tuple[Any, torch.optim.Optimizer]:
         os.environ.setdefault("DS_ACCELERATOR", self.job.device.type)
         import deepspeed  # type: ignore[import-not-found]  # a peer
@@ -198,8 +187,11 @@ class DeepSpeed(EngineSystem):
         dtype = self.job.dtype
         return super().forward(map_tensors(batch, lambda t: t.to(dtype) if t.is_floating_point() else t), is_last)
 
-    def shards(self) -> Iterable[torch.Tensor]:
-        return (param.ds_tensor for param in self.model.parameters() if hasattr(param, "ds_tensor"))
+    def label(self, labelling: Labelling, memory: StorageObserver) -> None:
+        labelling.attach(memory, self.model, self.optimizer, master=True)
+        for param in self.model.parameters():
+            if hasattr(param, "ds_tensor"):  # a shard, which neither the model nor the optimizer references
+                labelling.label("weights", "shard", param.ds_tensor)
 
     def weights(self) -> Iterator[torch.Tensor]:
         import deepspeed

@@ -17,18 +17,16 @@ import time
 import traceback
 from collections import Counter
 from datetime import timedelta
-from functools import partial
 from itertools import pairwise
 from multiprocessing.connection import Connection
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore
 
 from shardwise.compare.job import SEED, CompareJob
 from shardwise.compare.systems import System, make_system, whole_numel
 from shardwise.machine import env
+from shardwise.machine.local_ranks import join
 from shardwise.machine.memory import process_memory
 from shardwise.models import loading
 from shardwise.observe.labels import Labelling, by_kind
@@ -39,6 +37,7 @@ from shardwise.tensors import map_tensors
 WARM_STEPS = 2
 """The first step creates the optimizer's state; DDP rearranges its buckets in the second."""
 OBSERVED_STEPS = 2
+TIMEOUT = timedelta(minutes=10)
 
 
 class Worker:
@@ -66,7 +65,7 @@ class Worker:
             before = memory.current_bytes
             system = self._make()
             system.watch_wire()
-            label_system(labelling, memory, system)
+            system.label(labelling, memory)
             for step in range(WARM_STEPS):
                 self._train_step(system, step)
             startup_peak_bytes = memory.peak_bytes - before
@@ -141,14 +140,6 @@ class Worker:
         return cast(dict[str, Any], map_tensors(batch, lambda tensor: tensor.to(self.job.device)))
 
 
-def label_system(labelling: Labelling, memory: StorageObserver, system: System) -> None:
-    """Label what the system holds from now on."""
-    labelling.attach(memory, system.model, system.optimizer, master=system.has_master)
-    system.on_grads(partial(labelling.label, "grads"))
-    for shard in system.shards():
-        labelling.label("weights", "shard", shard)
-
-
 def is_control(record: WireRecord) -> bool:
     """Whether a message is control: norms, flags, counters (fp64, integers, single numbers). Data is fp32 or 16-bit."""
     is_data = record.dtype in (torch.float32, torch.bfloat16, torch.float16)
@@ -200,24 +191,15 @@ class StepTimer:
         return [first.elapsed_time(second) / 1e3 for first, second in pairwise(self._ticks)]
 
 
-def _start(job: CompareJob) -> None:
-    settings = job.settings
-    torch.set_num_threads(job.threads)
-    if settings.deterministic:
-        torch.use_deterministic_algorithms(True)
-    backend, world_size = "gloo", settings.world_size
-    if settings.device == "cuda":
-        torch.cuda.set_device(job.device)
-        if world_size <= torch.cuda.device_count():
-            backend = "cpu:gloo,cuda:nccl"
-    store = FileStore(job.store, world_size)
-    dist.init_process_group(backend, None, timedelta(minutes=10), world_size, job.rank, store)
-
-
 def serve(connection: Connection) -> None:
     """Answer requests until the parent closes the pipe."""
     worker = Worker(connection.recv())
-    _start(worker.job)
+    job = worker.job
+    if job.settings.deterministic:
+        torch.use_deterministic_algorithms(True)
+    if job.device.type == "cuda":
+        torch.cuda.set_device(job.device)
+    join(job.rank, job.device, TIMEOUT)
     while True:
         try:
             verb, arguments = connection.recv()

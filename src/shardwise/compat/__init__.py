@@ -11,7 +11,6 @@ checkpoints        `save_checkpoint`, `load_checkpoint`, `zero_to_fp32`, `ds_to_
 
 standalone/        what works without an engine
   comm, accelerator  what DeepSpeed puts around torch.distributed and torch.cuda
-  sections           the base classes of sections of a configuration
   settings           DeepSpeed's configuration classes and enumerations
   schedules          DeepSpeed's learning-rate schedules as classes
   recompute          `deepspeed.checkpointing`

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from functools import cache
 from importlib import import_module
 from importlib.abc import InspectLoader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -20,6 +21,21 @@ from shardwise.errors import CompatibilityError
 _ROOT = "deepspeed"
 ALL = "*"
 """Every name of a module that has `__all__`."""
+
+
+class Instead(str):
+    """In place of a module here: what to use instead of names that are not served."""
+
+
+_DATA_ALONE = "shard the data alone, with stage 3 for models that do not fit"
+_STREAM = "shardwise.stream(model) generates with models that do not fit"
+_PLAN = "`shardwise plan MODEL` predicts the memory of every stage"
+_SEVERAL_MACHINES = "start torchrun on each machine, with --nnodes, --node-rank and --rdzv-endpoint"
+_TORCHS = "use torch's own operators and optimizers"
+_HYBRID = "engine.shardwise_engine.generate(...) keeps the weights gathered while it generates"
+_NO_TILES = "stage 3 gathers one layer at a time; cut a layer that does not fit by hand"
+_NO_INFERENCE = "pass no optimizer to deepspeed.initialize, and call engine.eval()"
+_NO_MICS = "use zero.Init, and zero_hpz_partition_size for shards inside each node"
 
 _PRECISION = "DeepSpeedFP16Config DeepSpeedBF16Config get_float16_config get_bfloat16_config"
 _OFFLOAD = "DeepSpeedZeroOffloadParamConfig DeepSpeedZeroOffloadOptimizerConfig"
@@ -36,7 +52,8 @@ _RECOMPUTE = (
 _ZERO = {
     "zero.zero": f"Init GatheredParameters unwrap_model_for_generation {_EXTERNAL}",
     "zero.parameters": "ZeroParamStatus ZeroParamType",
-    "modules": "MiCS_Init TiledLinear",
+    Instead(_NO_MICS): "MiCS_Init",
+    Instead(_NO_TILES): "TiledLinear",
 }
 
 SERVED: dict[str, dict[str, str]] = {
@@ -49,9 +66,12 @@ SERVED: dict[str, dict[str, str]] = {
         "standalone.comm": "init_distributed",
         "standalone.settings": "ADAM_OPTIMIZER DeepSpeedConfig DeepSpeedConfigError",
         "standalone.utils": "OnDevice is_compile_supported log_dist logger",
-        "modules": "PipelineModule PipelineEngine InferenceEngine DeepSpeedHybridEngine init_inference tp_model_init "
-        "default_inference_config DeepSpeedInferenceConfig DeepSpeedTransformerConfig DeepSpeedTransformerLayer "
-        "replace_transformer_layer revert_transformer_layer",
+        Instead(_DATA_ALONE): "PipelineModule PipelineEngine tp_model_init",
+        Instead(_STREAM): "InferenceEngine",
+        Instead(_HYBRID): "DeepSpeedHybridEngine",
+        Instead(_NO_INFERENCE): "init_inference default_inference_config DeepSpeedInferenceConfig",
+        Instead(_TORCHS): "DeepSpeedTransformerConfig DeepSpeedTransformerLayer replace_transformer_layer",
+        Instead("a model's layers are never replaced"): "revert_transformer_layer",
     },
     "accelerator": {"standalone.accelerator": _ACCELERATOR},
     "accelerator.real_accelerator": {"standalone.accelerator": _ACCELERATOR},
@@ -73,7 +93,9 @@ SERVED: dict[str, dict[str, str]] = {
         "standalone.utils": "torch_info",
     },
     "launcher": {},
-    "launcher.multinode_runner": {"modules": "MultiNodeRunner PDSHRunner OpenMPIRunner MPICHRunner SlurmRunner"},
+    "launcher.multinode_runner": {
+        Instead(_SEVERAL_MACHINES): "MultiNodeRunner PDSHRunner OpenMPIRunner MPICHRunner SlurmRunner"
+    },
     "launcher.runner": {
         "launcher": "DEEPSPEED_ENVIRONMENT_NAME main fetch_hostfile _parse_hostfile parse_inclusion_exclusion "
         "parse_resource_filter"
@@ -85,7 +107,7 @@ SERVED: dict[str, dict[str, str]] = {
     "monitor": {},
     "monitor.comet": {"standalone.monitors": "CometMonitor"},
     "monitor.config": {
-        "standalone.monitors": "CometConfig CSVConfig DeepSpeedMonitorConfig TensorBoardConfig WandbConfig "
+        "standalone.settings": "CometConfig CSVConfig DeepSpeedMonitorConfig TensorBoardConfig WandbConfig "
         "get_monitor_config"
     },
     "monitor.csv_monitor": {"standalone.monitors": "csvMonitor"},
@@ -100,7 +122,7 @@ SERVED: dict[str, dict[str, str]] = {
     "ops.adagrad.cpu_adagrad": {"standalone.ops": "DeepSpeedCPUAdagrad"},
     "ops.adam": {"standalone.ops": "DeepSpeedCPUAdam FusedAdam"},
     "ops.adam.cpu_adam": {"standalone.ops": "DeepSpeedCPUAdam"},
-    "ops.adam.fused_adam": {"standalone.ops": "FusedAdam", "modules": "multi_tensor_applier"},
+    "ops.adam.fused_adam": {"standalone.ops": "FusedAdam", Instead(_TORCHS): "multi_tensor_applier"},
     "ops.aio": {"standalone.ops": "AsyncIOBuilder"},
     "ops.lamb": {"standalone.ops": "FusedLamb"},
     "ops.lamb.fused_lamb": {"standalone.ops": "FusedLamb"},
@@ -119,7 +141,7 @@ SERVED: dict[str, dict[str, str]] = {
     "runtime.bf16_optimizer": {"engine.optimizer": "BF16_Optimizer"},
     "runtime.base_optimizer": {"engine.optimizer": "DeepSpeedOptimizer ZeROOptimizer"},
     "runtime.compiler": {"standalone.utils": "is_compile_supported disable is_compiling"},
-    "runtime.config_utils": {"standalone.sections": "DeepSpeedConfigModel"},
+    "runtime.config_utils": {"standalone.settings": "DeepSpeedConfigModel"},
     "runtime.config": {
         "standalone.settings": "DeepSpeedConfig DeepSpeedConfigError get_bfloat16_enabled get_fp16_enabled "
         f"ADAGRAD_OPTIMIZER ADAM_OPTIMIZER ADAMW_OPTIMIZER LION_OPTIMIZER {_PRECISION}"
@@ -131,7 +153,9 @@ SERVED: dict[str, dict[str, str]] = {
     "runtime.dataloader": {"standalone.utils": "RepeatingLoader"},
     "runtime.data_pipeline": {},
     "runtime.data_pipeline.data_sampling": {},
-    "runtime.data_pipeline.data_sampling.indexed_dataset": {"modules": "MMapIndexedDataset MMapIndexedDatasetBuilder"},
+    "runtime.data_pipeline.data_sampling.indexed_dataset": {
+        Instead("read and write the samples by a torch Dataset"): "MMapIndexedDataset MMapIndexedDatasetBuilder"
+    },
     "runtime.engine": {
         "engine.engine": "DeepSpeedEngine",
         "engine.initialize": "DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable",
@@ -143,7 +167,9 @@ SERVED: dict[str, dict[str, str]] = {
     "runtime.lr_schedules": {"standalone.schedules": ALL},
     "runtime.precision_config": {"standalone.settings": _PRECISION},
     "runtime.superoffload": {},
-    "runtime.superoffload.superoffload_stage3": {"modules": "SuperOffloadOptimizer_Stage3"},
+    "runtime.superoffload.superoffload_stage3": {
+        Instead("offload_optimizer updates states on the device"): "SuperOffloadOptimizer_Stage3"
+    },
     "runtime.swap_tensor": {"standalone.utils": "MIN_SWAPPABLE_BYTES"},
     "runtime.utils": {
         "standalone.accelerator": "empty_cache see_memory_usage",
@@ -157,19 +183,19 @@ SERVED: dict[str, dict[str, str]] = {
         "zero.zero": f"Init GatheredParameters {_EXTERNAL}",
         "zero.parameters": "MultipleAllGatherHandles ZeroParamStatus ZeroParamType is_zero_param "
         "partitioned_param_data_shape",
-        "modules": "CUDAQuantizer",
+        Instead("weights are sent in the dtype that computes"): "CUDAQuantizer",
     },
     "runtime.zero.stage3": {
         "engine.optimizer": "DeepSpeedZeroOptimizer_Stage3",
-        "modules": "estimate_zero3_model_states_mem_needs_all_live estimate_zero3_model_states_mem_needs_all_cold",
+        Instead(_PLAN): "estimate_zero3_model_states_mem_needs_all_live estimate_zero3_model_states_mem_needs_all_cold",
     },
     "runtime.zero.stage_1_and_2": {
         "engine.optimizer": "DeepSpeedZeroOptimizer",
-        "modules": "estimate_zero2_model_states_mem_needs_all_live estimate_zero2_model_states_mem_needs_all_cold "
-        "split_half_float_double",
+        Instead(_PLAN): "estimate_zero2_model_states_mem_needs_all_live estimate_zero2_model_states_mem_needs_all_cold",
+        Instead("the engine reduces gradients of all dtypes itself"): "split_half_float_double",
     },
     "runtime.zero.tensor_fragment": {"zero.fragments": ALL},
-    "runtime.zero.tiling": {"modules": "TiledLinear TiledLinearReturnBias"},
+    "runtime.zero.tiling": {Instead(_NO_TILES): "TiledLinear TiledLinearReturnBias"},
     "runtime.zero.utils": {"zero.zero": "ZeRORuntimeException", "zero.parameters": "is_zero_param"},
     "utils": {
         "standalone.comm": "is_initialized",
@@ -190,7 +216,7 @@ SERVED: dict[str, dict[str, str]] = {
         "standalone.utils": "log_dist log_levels logger get_current_level set_log_level_from_string should_log_le "
         "warning_once"
     },
-    "utils.numa": {"launcher": "parse_range_list", "modules": "get_numactl_cmd"},
+    "utils.numa": {"launcher": "parse_range_list", Instead("start the command under numactl"): "get_numactl_cmd"},
     "utils.nvtx": {"standalone.utils": "instrument_w_nvtx"},
     "utils.tensor_fragment": {"zero.fragments": ALL},
     "utils.timer": {"standalone.utils": "SynchronizedWallClockTimer ThroughputTimer"},
@@ -202,7 +228,8 @@ SERVED: dict[str, dict[str, str]] = {
     },
     "zero": _ZERO,
 }
-"""By the module's name below `deepspeed`: the names that it has, by the module here that they come from."""
+"""By the module's name below `deepspeed`: the names that it has, by the module here that they come from; names that are
+not served, by what to use `Instead`."""
 
 _SCRIPTS = {
     "checkpoint.ds_to_universal": "checkpoints.main",
@@ -211,10 +238,6 @@ _SCRIPTS = {
 }
 """What `python -m` runs of a module."""
 
-_DATA_ALONE = "shard the data alone, with stage 3 for models that do not fit"
-_STREAM = "shardwise.stream(model) generates with models that do not fit"
-_PLAN = "`shardwise plan MODEL` predicts the memory of every stage"
-_SEVERAL_MACHINES = "start torchrun on each machine, with --nnodes, --node-rank and --rdzv-endpoint"
 _INSTEAD = {
     "pipe": _DATA_ALONE,
     "runtime.pipe": _DATA_ALONE,
@@ -239,51 +262,20 @@ _INSTEAD = {
     "runtime.sparse_tensor": "gradients of embeddings are sent whole",
     "utils.comms_logging": "engine.shardwise_engine.report() counts the bytes on the wire",
     "utils.zero_to_torch": "`shardwise export` writes a checkpoint's weights in any dtype",
-    "runtime.hybrid_engine": "engine.shardwise_engine.generate(...) keeps the weights gathered while it generates",
-    "ops": "use torch's own operators and optimizers",
+    "runtime.hybrid_engine": _HYBRID,
+    "ops": _TORCHS,
 }
 """What to use instead of modules that are not served, by their names or those of packages that they are in."""
 
 
-def refused(name: str, remedy: str) -> type:
+@cache
+def _refused(name: str, remedy: str) -> type:
     """What stands where DeepSpeed has a function or class that shardwise does not serve. It has no instances."""
 
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         raise CompatibilityError(f"deepspeed.{name} is not served by shardwise: {remedy}")
 
-    return type(name, (), {"__new__": refuse})
-
-
-PipelineModule = refused("PipelineModule", _DATA_ALONE)
-PipelineEngine = refused("PipelineEngine", _DATA_ALONE)
-InferenceEngine = refused("InferenceEngine", _STREAM)
-DeepSpeedHybridEngine = refused("DeepSpeedHybridEngine", _INSTEAD["runtime.hybrid_engine"])
-TiledLinear = refused("zero.TiledLinear", "stage 3 gathers one layer at a time; cut a layer that does not fit by hand")
-TiledLinearReturnBias = TiledLinear
-MiCS_Init = refused("zero.MiCS_Init", "use zero.Init, and zero_hpz_partition_size for shards inside each node")
-CUDAQuantizer = refused("zero.partition_parameters.CUDAQuantizer", "weights are sent in the dtype that computes")
-SuperOffloadOptimizer_Stage3 = refused("SuperOffloadOptimizer_Stage3", "offload_optimizer updates states on the device")
-MMapIndexedDataset = refused("MMapIndexedDataset", "read the samples in a torch Dataset")
-MMapIndexedDatasetBuilder = refused("MMapIndexedDatasetBuilder", "write the samples for a torch Dataset")
-MultiNodeRunner = refused("launcher.multinode_runner", _SEVERAL_MACHINES)
-PDSHRunner = OpenMPIRunner = MPICHRunner = SlurmRunner = MultiNodeRunner
-get_numactl_cmd = refused("utils.numa.get_numactl_cmd", "start the command under numactl")
-multi_tensor_applier = refused("ops.adam.fused_adam.multi_tensor_applier", _INSTEAD["ops"])
-split_half_float_double = refused(
-    "runtime.zero.stage_1_and_2.split_half_float_double", "the engine reduces gradients of all dtypes itself"
-)
-init_inference = refused("init_inference", "pass no optimizer to deepspeed.initialize, and call engine.eval()")
-tp_model_init = refused("tp_model_init", _DATA_ALONE)
-default_inference_config = refused("default_inference_config", "see init_inference")
-DeepSpeedInferenceConfig = refused("DeepSpeedInferenceConfig", "see init_inference")
-DeepSpeedTransformerConfig = refused("DeepSpeedTransformerConfig", _INSTEAD["ops"])
-DeepSpeedTransformerLayer = refused("DeepSpeedTransformerLayer", _INSTEAD["ops"])
-replace_transformer_layer = refused("replace_transformer_layer", _INSTEAD["ops"])
-revert_transformer_layer = refused("revert_transformer_layer", "a model's layers are never replaced")
-estimate_zero2_model_states_mem_needs_all_live = refused("estimate_zero2_model_states_mem_needs_all_live", _PLAN)
-estimate_zero2_model_states_mem_needs_all_cold = refused("estimate_zero2_model_states_mem_needs_all_cold", _PLAN)
-estimate_zero3_model_states_mem_needs_all_live = refused("estimate_zero3_model_states_mem_needs_all_live", _PLAN)
-estimate_zero3_model_states_mem_needs_all_cold = refused("estimate_zero3_model_states_mem_needs_all_cold", _PLAN)
+    return type(name.rpartition(".")[2], (), {"__new__": refuse})
 
 
 class ServedModule(ModuleType):
@@ -293,12 +285,13 @@ class ServedModule(ModuleType):
         inside = _inside(self.__name__)
         if name == "__all__":
             return [listed for listed in dir(self) if not listed.startswith("_")]
-        if f"{inside}.{name}".lstrip(".") in SERVED:
+        dotted = f"{inside}.{name}".lstrip(".")
+        if dotted in SERVED:
             return import_module(f"{self.__name__}.{name}")
         for source, names in SERVED[inside].items():
             is_whole = names == ALL and not name.startswith("_")  # importlib asks for `__path__` and others
             if name in (_source(source).__all__ if is_whole else names.split()):
-                return getattr(_source(source), name)
+                return _refused(dotted, source) if isinstance(source, Instead) else getattr(_source(source), name)
         raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
 
     def __dir__(self) -> list[str]:

@@ -16,7 +16,7 @@ from shardwise.config import auto
 from shardwise.config.dialects import accelerate, deepspeed, native
 from shardwise.config.draft import ConfigDraft, Provenance, ValueOrigin, config_error, leaves
 from shardwise.config.explain import explain
-from shardwise.config.files import YAML_SUFFIXES, read_file, read_text
+from shardwise.config.files import YAML_SUFFIXES, read_file, read_text, text_of
 from shardwise.config.presets import PRESETS
 from shardwise.config.sections import SHARDING_OF_ORDER, Batch, ConfigSections, Placement, Precision, Section
 from shardwise.config.shape import NodeShape
@@ -189,8 +189,8 @@ def _draft(config: object) -> ConfigDraft:
         draft = ConfigDraft(f"preset {config}")
         native.apply_preset(config, draft)
         return draft
-    if isinstance(config, str) and config.lstrip().startswith("{"):
-        return _translated(read_text(config, "JSON text"), "JSON text", Path())
+    if isinstance(config, str) and (text := text_of(config)) is not None:
+        return _translated(read_text(text, "JSON text"), "JSON text", Path())
     if isinstance(config, str | os.PathLike):
         path = _existing(config)
         return _translated(read_file(path), str(path), path.parent)

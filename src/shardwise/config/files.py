@@ -4,6 +4,7 @@ Plain JSON is tried first; hjson is imported only when that fails. A key that ap
 error in all three formats, because the intended value is unknown.
 """
 
+import base64
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +27,16 @@ def read_file(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: is not UTF-8 text, so not a configuration") from None
     return read_text(text, str(path), yaml=path.suffix.lower() in YAML_SUFFIXES)
+
+
+def text_of(config: str) -> str | None:
+    """A configuration that is given as JSON text, plain or in base64, as Accelerate takes it; None for a path."""
+    if not config.lstrip().startswith("{"):
+        try:
+            config = base64.b64decode(config, altchars=b"-_", validate=True).decode()
+        except ValueError:
+            return None
+    return config if config.lstrip().startswith("{") else None
 
 
 def read_text(text: str, source: str, *, yaml: bool = False) -> dict[str, Any]:
@@ -106,7 +117,7 @@ def _yaml(text: str, source: str) -> Any:
 
 
 def _count(node: Any, counts: dict[int, int]) -> int:
-    """The values below a node of a YAML document, repeated ones each time. A node inside itself has endlessly many."""
+    """The values below a node of a YAML document, repeated ones each time. A node inside itself has too many."""
     if id(node) not in counts:
         counts[id(node)] = MOST_VALUES + 1  # until its own count is known
         children = node.value if isinstance(node.value, list) else []

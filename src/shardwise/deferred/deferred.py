@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from shardwise.comm import Comm
-from shardwise.deferred.pretrained import PretrainedWeights, StoredTensor, close_files
+from shardwise.deferred.pretrained import PretrainedParam, PretrainedWeights, close_files
 from shardwise.deferred.recording import DeferredView, deferred_storage, random_operations, recording, session_of, value
 from shardwise.errors import ConfigError
 from shardwise.partition.dtensors import is_dtensor, like, local, locals_of, part_of
@@ -139,7 +139,7 @@ def _become(param: nn.Parameter, values: torch.Tensor) -> None:
     torch.utils.swap_tensors(param, real)
 
 
-def fill_buffers(model: nn.Module, stored: dict[str, StoredTensor], device: torch.device) -> None:
+def fill_buffers(model: nn.Module, stored: dict[str, PretrainedParam], device: torch.device) -> None:
     """Compute buffers, and tensors that are plain attributes of modules, whole on every rank."""
     made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # the old tensor too: while it lives, its id is unique
     for path, module in model.named_modules():

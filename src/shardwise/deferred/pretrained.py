@@ -117,7 +117,7 @@ class PretrainedWeights:
         kinds = (str(_opened(str(file)).get_slice(name).get_dtype()) for name, file in self._files.items())
         return next((DTYPES.get(kind) for kind in kinds if "F" in kind), None)
 
-    def match(self, model: nn.Module) -> dict[str, StoredTensor]:
+    def match(self, model: nn.Module) -> dict[str, PretrainedParam]:
         """The stored tensor of each parameter and buffer of the model, by its first name."""
         tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
         tensors.update(model.named_buffers(remove_duplicate=False))
@@ -128,12 +128,12 @@ class PretrainedWeights:
                 "this model, or pass strict=False to ignore names that the model lacks"
             )
         first_names: dict[int, str] = {}
-        found: dict[str, StoredTensor] = {}
+        found: dict[str, PretrainedParam] = {}
         for name, tensor in tensors.items():
             first = first_names.setdefault(id(tensor), name)  # a tied parameter may be stored under any of its names
             if name not in stored:
                 continue
-            here = self._tensor(stored[name], tuple(tensor.shape))
+            here = self._param(stored[name], tuple(tensor.shape))
             here.check(tensor.is_floating_point())
             other = found.setdefault(first, here)
             if other is not here and isinstance(tensor, nn.Parameter) and not torch.equal(other.whole(), here.whole()):
@@ -149,11 +149,9 @@ class PretrainedWeights:
             )
         return found
 
-    def _tensor(self, names: tuple[str, ...], shape: tuple[int, ...]) -> StoredTensor:
-        if len(names) == 1:
-            return PretrainedTensor(str(self._files[names[0]]), names[0], shape)
-        each = (shape[1] * shape[0] // len(names), *shape[2:])
-        return StackedTensor(tuple(PretrainedTensor(str(self._files[name]), name, each) for name in names), shape)
+    def _param(self, names: tuple[str, ...], shape: tuple[int, ...]) -> PretrainedParam:
+        each = shape if len(names) == 1 else (shape[1] * shape[0] // len(names), *shape[2:])
+        return PretrainedParam(tuple(PretrainedTensor(str(self._files[name]), name, each) for name in names), shape)
 
 
 class WeightIndex(BaseModel):
@@ -164,13 +162,11 @@ class WeightIndex(BaseModel):
 
 @dataclass(frozen=True)
 class PretrainedTensor:
-    """One tensor in a file, or the part of it that tensor parallelism gives to this rank; the origin of a parameter's
-    values."""
+    """One tensor in a file."""
 
     file: str
     name: str
     shape: tuple[int, ...]
-    part: TensorPart | None = None
 
     def check(self, is_float: bool) -> None:
         """Raise a CheckpointError if the file has another shape, or integers instead of floating-point numbers."""
@@ -186,15 +182,12 @@ class PretrainedTensor:
             kind = "floating-point numbers" if is_float else "integers"
             raise CheckpointError(f"{self.name!r} has dtype {dtype} in {self.file}, and the model needs {kind}")
 
-    def located(self, part: Span) -> Iterator[tuple[PretrainedTensor, Span]]:
-        """The tensors of files, each with its elements, that the flat elements `part` are."""
-        yield self, part
-
-    def read(self, part: Span) -> torch.Tensor:
-        """The flat elements `part`; reads only the rows that contain them."""
+    def read(self, part: Span, tp: TensorPart | None = None) -> torch.Tensor:
+        """The flat elements `part`, of the tensor or of its part `tp`; reads only the rows that contain them."""
         if not self.shape:
-            return self.whole().reshape(-1)[part.slice]
-        tp = self.part or TensorPart(self.shape)
+            scalar: torch.Tensor = _opened(self.file).get_tensor(self.name)
+            return scalar.reshape(-1)[part.slice]
+        tp = tp or TensorPart(self.shape)
         row = max(1, torch.Size(tp.local_shape[1:]).numel())
         first, end = part.start // row, -(-part.stop // row)
         above = tp.offset if tp.dim == 0 else 0
@@ -204,16 +197,11 @@ class PretrainedTensor:
         rows: torch.Tensor = _opened(self.file).get_slice(self.name)[tuple(ranges)]
         return rows.reshape(-1)[part.shift(-first * row).slice]
 
-    def __call__(self, part: Span) -> torch.Tensor:
-        return self.read(part)
-
-    def whole(self) -> torch.Tensor:
-        return _opened(self.file).get_tensor(self.name)  # type: ignore[no-any-return]  # safetensors
-
 
 @dataclass(frozen=True)
-class StackedTensor:
-    """Tensors of equal shape one after the other, as the experts of a layer; the origin of a parameter's values."""
+class PretrainedParam:
+    """What files have of a parameter: one tensor, or several of equal shape one after the other, as the experts of a
+    layer. With a `part`, this rank has that part of it by tensor parallelism. It is the origin of the values."""
 
     tensors: tuple[PretrainedTensor, ...]
     shape: tuple[int, ...]
@@ -225,13 +213,15 @@ class StackedTensor:
             tensor.check(is_float)
 
     def located(self, part: Span) -> Iterator[tuple[PretrainedTensor, Span]]:
-        """As of a `PretrainedTensor`."""
+        """The tensors of files, each with its elements, that the flat elements `part` are."""
         each = torch.Size(self.tensors[0].shape).numel()
         for number, tensor in enumerate(self.tensors):
             if inside := part.intersect(Span(number * each, (number + 1) * each)):
                 yield tensor, inside.shift(-number * each)
 
     def __call__(self, part: Span) -> torch.Tensor:
+        if len(self.tensors) == 1:
+            return self.tensors[0].read(part, self.part)
         if self.part is not None and self.part.dim is not None:
             raise CheckpointError(
                 f"{self.tensors[0].name!r} and {len(self.tensors) - 1} more are one parameter of the model, which "
@@ -242,9 +232,6 @@ class StackedTensor:
 
     def whole(self) -> torch.Tensor:
         return self(Span(0, torch.Size(self.shape).numel())).view(self.shape)
-
-
-StoredTensor = PretrainedTensor | StackedTensor
 
 
 @cache

@@ -143,29 +143,6 @@ class DryModelGroup(ModelGroup):
         pass
 
 
-@contextlib.contextmanager
-def fake_group(size: int, rank: int = 0) -> Iterator[bool]:
-    """Within it, this process is one of `size` ranks of a group that sends nothing; not for one rank, then False."""
-    if size == 1:
-        yield False
-        return
-    if dist.is_initialized():
-        raise ConfigError(
-            f"a dry run of a model on {size} ranks needs a process group of its own: run it before "
-            "torch.distributed.init_process_group, or in another process"
-        )
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
-    try:
-        yield True
-    finally:
-        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
-        _clear_sharding_prop_cache()  # it refers to the group
-        dist.destroy_process_group()
-
-
 @dataclass(frozen=True)
 class PipelineRank:
     """One of `pp` ranks of a pipeline that runs a step in `micro_batches` by a schedule of torch's."""
@@ -179,13 +156,26 @@ class PipelineRank:
 
 @contextlib.contextmanager
 def model_axes(tp: int, at: PipelineRank | None) -> Iterator[tuple[Any, ModelGroup]]:
-    """A mesh of `tp` ranks, or None, and the group of the pipeline; this process is one rank of both."""
+    """A mesh of `tp` ranks, or None, and the group of the pipeline; this process is one rank of both, in groups that
+    send nothing."""
     pp, place = (at.pp, at.rank) if at is not None else (1, 0)
-    with fake_group(tp * pp, place * tp) as is_made:
-        if not is_made:
-            yield None, ModelGroup()
-            return
-        from torch.distributed.device_mesh import init_device_mesh
+    size = tp * pp
+    if size == 1:
+        yield None, ModelGroup()
+        return
+    if dist.is_initialized():
+        raise ConfigError(
+            f"a dry run of a model on {size} ranks needs a process group of its own: run it before "
+            "torch.distributed.init_process_group, or in another process"
+        )
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+    from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    dist.init_process_group("fake", store=FakeStore(), rank=place * tp, world_size=size)
+    try:
         mesh = init_device_mesh("cpu", (pp, tp), mesh_dim_names=("pp", "tp"))
         yield mesh["tp"] if tp > 1 else None, ModelGroup.of(mesh["pp"]) if pp > 1 else ModelGroup()
+    finally:
+        _clear_sharding_prop_cache()  # it refers to the group
+        dist.destroy_process_group()

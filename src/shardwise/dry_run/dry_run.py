@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ from shardwise.config import Config
 from shardwise.config.auto import UserObjects
 from shardwise.config.shape import NodeShape, shape_of
 from shardwise.dry_run.comm import DryComm, DryModelGroup, PipelineRank, model_axes
-from shardwise.dry_run.kernels import CPU, Kernels, cuda, kernels_for, replacing
+from shardwise.dry_run.kernels import CPU, CUDA, Kernels, kernels_for, replacing
 from shardwise.dry_run.observer import DryObserver, LogitsLabelling
 from shardwise.engine.engine import Engine
 from shardwise.errors import ConfigError
@@ -159,7 +159,7 @@ def foresee_workload(model: ModelSpec, workload: Workload, preset: str, ranks: i
     """One preset of a plan on CUDA. Raises `Untraceable` if a dry run is not possible."""
     # Further micro-batches hold what the second and third do.
     short = replace(workload, accumulation=min(workload.accumulation, MOST_MICRO_BATCHES))
-    return dry_run(Scenario(build_of(model, workload), short.config(preset), ranks, cuda(), workload.tp))
+    return dry_run(Scenario(build_of(model, workload), short.config(preset), ranks, CUDA, workload.tp))
 
 
 def build_of(model: ModelSpec, workload: Workload) -> Build:
@@ -209,7 +209,7 @@ def dry_run(scenario: Scenario, tape: Tape | None = None) -> Foreseen:
                 observer.counts_tp = True
             scenario = scenario.resolved(model)
             batches = _batches(make_batch, mode, scenario.rank)
-            subject = _Subject(model, scenario, observer, batches, pp)
+            subject = _subject(model, scenario, observer, batches, pp)
             for engine in subject.engines:
                 labelling.attach_model(observer, engine)
             observer.allocator.allocate(_WORKSPACE, kernels.overhead_bytes)
@@ -219,72 +219,58 @@ def dry_run(scenario: Scenario, tape: Tape | None = None) -> Foreseen:
             is_offloaded = scenario.config.placement.optim.tier != "device"
             for is_last in (False, True) if is_offloaded else (True,):
                 tape.is_recording = is_last
-                subject.step()
+                subject.step(batches)
             startup_bytes = observer.peak_bytes
             observer.reset_peak()
             observer.tp_bytes = 0
-            before = subject.traffic()
+            before = _traffic(subject.engines)
             tape.begin_step()
-            subject.step()
+            subject.step(batches)
             tape.end()
         return _foreseen(observer, subject, before, kernels, max(startup_bytes, observer.peak_bytes))
 
 
-class _Subject:
-    """What a dry run trains: an engine, or those of a rank of a pipeline."""
+class DryEngine:
+    """One engine, in the training loop that `shardwise compare` measures."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        scenario: Scenario,
-        observer: DryObserver,
-        batches: Iterator[dict[str, Any]],
-        pp: ModelGroup,
-    ) -> None:
+    sent_bytes = 0  # to other stages of a pipeline
+
+    def __init__(self, engine: Engine, observer: DryObserver) -> None:
+        self.engines = [engine]
         self._observer = observer
-        self._batches = batches
-        self._pipeline: DryPipeline | None = None
-        if scenario.pipeline is None:
-            self._count = scenario.config.batch.accumulation
-            self.engines = [_engine(model, scenario, observer)]
-            return
-        self._count = scenario.pipeline.micro_batches
-        computed = DTYPES[scenario.config.precision.weights_dtype]
-        make_engine = partial(_engine, scenario=scenario, observer=observer)
-        from shardwise.dry_run.pipeline import DryPipeline  # torch's pipelining takes seconds to import
 
-        self._pipeline = DryPipeline(model, scenario.pipeline, pp, make_engine, (next(batches), computed))
-        self.engines = self._pipeline.engines
-
-    @property
-    def pp_bytes(self) -> int:
-        """What is sent to the stages before and after in a step."""
-        return self._pipeline.sent_bytes if self._pipeline is not None else 0
-
-    def traffic(self) -> list[Counter[str]]:
-        """The bytes that were sent, by kind and by axis, and moved so far."""
-        reports = [engine.report() for engine in self.engines]
-        each = [(report.sent_bytes, report.axis_bytes, report.moved_bytes) for report in reports]
-        return [sum(map(Counter, counts), Counter[str]()) for counts in zip(*each, strict=True)]
-
-    def step(self) -> None:
-        if self._pipeline is None:
-            _step(self.engines[0], self._batches, self._observer, self._count)
-        else:
-            self._pipeline.step([next(self._batches) for _ in range(self._count)])
+    def step(self, batches: Iterator[dict[str, Any]]) -> None:
+        """A step, on the next micro-batches."""
+        [engine], total = self.engines, torch.zeros(())
+        count = engine.config.batch.accumulation
+        for _ in range(count):
+            loss = loss_of(engine(**next(batches)))
+            engine.backward(loss)
+            total += loss.detach() / count
+            del loss
+            self._observer.is_updating = True
+            engine.step()
+            self._observer.is_updating = False
 
 
-def _step(engine: Engine, batches: Iterator[dict[str, Any]], observer: DryObserver, count: int) -> None:
-    """A step of `count` micro-batches, in the training loop that `shardwise compare` measures."""
-    total = torch.zeros(())
-    for _ in range(count):
-        loss = loss_of(engine(**next(batches)))
-        engine.backward(loss)
-        total += loss.detach() / count
-        del loss
-        observer.is_updating = True
-        engine.step()
-        observer.is_updating = False
+def _subject(
+    model: nn.Module, scenario: Scenario, observer: DryObserver, batches: Iterator[dict[str, Any]], pp: ModelGroup
+) -> DryEngine | DryPipeline:
+    """What a dry run trains: an engine, or those of a rank of a pipeline."""
+    make_engine = partial(_engine, scenario=scenario, observer=observer)
+    if scenario.pipeline is None:
+        return DryEngine(make_engine(model), observer)
+    from shardwise.dry_run.pipeline import DryPipeline  # torch's pipelining takes seconds to import
+
+    example = next(batches), DTYPES[scenario.config.precision.weights_dtype]
+    return DryPipeline(model, scenario.pipeline, pp, make_engine, example)
+
+
+def _traffic(engines: Sequence[Engine]) -> list[Counter[str]]:
+    """The bytes that were sent, by kind and by axis, and moved so far."""
+    reports = [engine.report() for engine in engines]
+    each = [(report.sent_bytes, report.axis_bytes, report.moved_bytes) for report in reports]
+    return [sum(map(Counter, counts), Counter[str]()) for counts in zip(*each, strict=True)]
 
 
 def _batches(make_batch: MakeBatch, mode: FakeTensorMode, rank: int) -> Iterator[dict[str, Any]]:
@@ -304,7 +290,11 @@ def _engine(model: nn.Module, scenario: Scenario, observer: DryObserver) -> Engi
 
 
 def _foreseen(
-    observer: DryObserver, subject: _Subject, before: list[Counter[str]], kernels: Kernels, startup_bytes: int
+    observer: DryObserver,
+    subject: DryEngine | DryPipeline,
+    before: list[Counter[str]],
+    kernels: Kernels,
+    startup_bytes: int,
 ) -> Foreseen:
     split = by_kind(observer.breakdown_at_peak)
     split["in flight"] += split.pop("other")
@@ -312,8 +302,8 @@ def _foreseen(
     engines = subject.engines
     params = [param for engine in engines for param in engine.module.parameters()]
     tier_bytes = sum((Counter(engine.report().tier_peak_bytes) for engine in engines), Counter[str]())
-    sent, by_axis, moved = (dict(now - then) for now, then in zip(subject.traffic(), before, strict=True))
-    axes = {"tp": observer.tp_bytes, "pp": subject.pp_bytes}
+    sent, by_axis, moved = (dict(now - then) for now, then in zip(_traffic(engines), before, strict=True))
+    axes = {"tp": observer.tp_bytes, "pp": subject.sent_bytes}
     return Foreseen(
         categories={name: split.get(name, 0) for name in CATEGORIES},
         startup_bytes=startup_bytes + kernels.overhead_bytes,

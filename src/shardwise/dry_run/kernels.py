@@ -124,18 +124,16 @@ CUBLAS_BYTES = 2 * 32 << 20
 32 MiB each, before of about 8 MiB."""
 
 
-def cuda() -> Kernels:
-    """CUDA with torch's allocator."""
-    return Kernels(
-        name="cuda",
-        granularity_bytes=512,
-        overhead_bytes=CUBLAS_BYTES,
-        replaced={"scaled_dot_product_attention": _attention, "dropout": _dropout, "rms_norm": _rms_norm},
-        scratch={torch.ops.aten._scaled_dot_product_flash_attention_backward.default: _flash_backward_bytes},
-    )
+CUDA = Kernels(
+    name="cuda",
+    granularity_bytes=512,  # of torch's allocator
+    overhead_bytes=CUBLAS_BYTES,
+    replaced={"scaled_dot_product_attention": _attention, "dropout": _dropout, "rms_norm": _rms_norm},
+    scratch={torch.ops.aten._scaled_dot_product_flash_attention_backward.default: _flash_backward_bytes},
+)
 
 
 def kernels_for(device: str | None) -> Kernels:
     """The kernels of a device by name; for None, a GPU's if this process has one."""
     is_cuda = torch.cuda.is_available() if device is None else device.startswith("cuda")
-    return cuda() if is_cuda else CPU
+    return CUDA if is_cuda else CPU

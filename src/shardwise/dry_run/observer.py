@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from shardwise.dry_run.fakes import Fakes
 from shardwise.dry_run.kernels import Kernels
 from shardwise.engine.engine import Engine
 from shardwise.observe import StorageObserver
-from shardwise.observe.analyzer import watch_grads
 from shardwise.observe.labels import Labelling
 from shardwise.offload.pinned import HostMemory
 from shardwise.offload.streams import Event, Stream, Streams
@@ -191,13 +189,12 @@ class LogitsLabelling(Labelling):
 
     def attach_model(self, observer: StorageObserver, engine: Engine) -> None:
         """Label what the engine's model and optimizer hold from here on."""
-        model, config = engine.module, engine.config
-        self._vocabulary = max((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), default=None)
-        self.attach(observer, model, engine.optimizer, master=config.precision.weights_dtype != "fp32")
+        tables = [module for module in engine.module.modules() if isinstance(module, nn.Embedding)]
+        self._vocabulary = max((table.num_embeddings for table in tables), default=None)
+        self.attach_engine(observer, engine)
         for unit in engine.units:
             if (part := unit.weights.resting_part) is not None:
                 self.label("weights", unit.name, part)
-        watch_grads(engine, partial(self.label, "grads"))
 
     def label_new(self, tensor: torch.Tensor) -> str:
         kind = super().label_new(tensor)

@@ -6,7 +6,7 @@ It also has the bubble of a schedule: the share of a step in which a rank waits 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -37,31 +37,14 @@ class DryStage(EngineStage):
         super().__init__(*args, input_args=received, output_args=sent)
 
     def _warmup_forward_vote(self, *args: Any, **kwargs: Any) -> Any:
-        return _Yes()
+        return SimpleNamespace(item=lambda: 1)  # all ranks know the shapes
 
-    def _warmup_backward_result(self, *args: Any, **kwargs: Any) -> Any:
-        return _Yes()
-
-
-class _Yes:
-    """All ranks say that they know the shapes."""
-
-    def item(self) -> int:
-        return 1
+    _warmup_backward_result = _warmup_forward_vote
 
 
-class _Transfer:
-    """Stands for a transfer between stages: it refers to the tensor until the schedule drops it, as Gloo's do."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-
-    def wait(self) -> None:
-        pass
-
-
-def _transfers(ops: Sequence[Any], desc: str | None = None) -> list[_Transfer]:
-    return [_Transfer(op.tensor) for op in ops]
+def _transfers(ops: Sequence[Any], desc: str | None = None) -> list[Any]:
+    """Stand-ins for transfers between stages: they refer to the tensors until the schedule drops them, as Gloo's do."""
+    return [SimpleNamespace(tensor=op.tensor, wait=lambda: None) for op in ops]
 
 
 class _Reached(Exception):
@@ -69,7 +52,7 @@ class _Reached(Exception):
 
 
 class DryPipeline:
-    """The stages of one rank. `hidden_bytes` is what a stage sends to the next one of a micro-batch."""
+    """The stages of one rank. `sent_bytes` is what it sends to those before and after in a step."""
 
     def __init__(
         self,
@@ -90,11 +73,13 @@ class DryPipeline:
         owners, last = layout.owners, len(layout.owners) - 1
         neighbours = [(stage, stage + step) for stage in layout.stages_of(at.rank) for step in (1, -1)]
         sends = sum(0 <= other <= last and owners[other] != at.rank for _, other in neighbours)
-        self.sent_bytes = sends * hidden.nbytes * at.micro_batches
+        self._count = at.micro_batches
+        self.sent_bytes = sends * hidden.nbytes * self._count
 
-    def step(self, micro_batches: Sequence[Any]) -> None:
+    def step(self, batches: Iterator[dict[str, Any]]) -> None:
+        """A step, on the next micro-batches."""
         with replacing({"_batch_p2p": _transfers}, of=schedules):
-            self._pipe._run(list(micro_batches))
+            self._pipe._run([next(batches) for _ in range(self._count)])
         self._pipe.step()
 
 

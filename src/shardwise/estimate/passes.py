@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from shardwise.dry_run.kernels import cuda, replacing
+from shardwise.dry_run.kernels import CUDA, replacing
 from shardwise.models.decoder import CausalDecoder, adapt
 from shardwise.models.dimensions import Dimensions
 from shardwise.models.workload import Lora, Workload
@@ -24,7 +24,6 @@ from shardwise.observe import StorageObserver
 from shardwise.partition.policy import DTYPES
 
 _UNSET = {name: lambda tensor, *_, **__: tensor for name in ("kaiming_uniform_", "normal_", "ones_", "zeros_")}
-_KERNELS = cuda()
 
 
 class Snapshot(NamedTuple):
@@ -155,8 +154,8 @@ def _watched(model: nn.Module, inputs: Any, vocabulary: int, run: Callable[[], A
         is_wide = vocabulary and tensor.ndim > 1 and tensor.shape[-1] == vocabulary
         return "logits" if is_wide else "activations"
 
-    watch = _Watch("cpu", (), label, _KERNELS.granularity_bytes)
-    with replacing(_KERNELS.replaced), watch:
+    watch = _Watch("cpu", (), label, CUDA.granularity_bytes)
+    with replacing(CUDA.replaced), watch:
         watch.begin(model, *inputs)
         loss, outputs = run()
         kept, (forward,) = watch.now(), watch.snapshots.values()
@@ -213,7 +212,7 @@ class _Watch(StorageObserver):
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = super().run(func, args, kwargs)
-        if (scratch := _KERNELS.scratch.get(func)) is not None:
+        if (scratch := CUDA.scratch.get(func)) is not None:
             self._watch_all(result)
             self.add_scratch(scratch(*args, **kwargs))
         return result

@@ -230,12 +230,9 @@ class Sketch:
         elif self._weights.tier != "device":
             arrived = self._bring(unit, self._owned(unit.numel) * _FP32 * (1 - self._resident))
         arrived = arrived or self._new.pop(index, None)
-        self._cast(unit)
-        return self._spread(unit, AXES[self._weights.sharding], after=arrived)
-
-    def _cast(self, unit: SketchUnit) -> None:
         part = unit.numel // self._shape.parts(self._weights.sharding)
-        self.tape.note({plain(part * (_FP32 + self._weight_bytes)): 1.0})
+        self.tape.note({plain(part * (_FP32 + self._weight_bytes)): 1.0})  # cast from the master
+        return self._spread(unit, AXES[self._weights.sharding], after=arrived)
 
     def _spread(
         self, unit: SketchUnit, axes: Sequence[Axis], divided: int = 1, after: Mark | None = None

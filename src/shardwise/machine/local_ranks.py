@@ -18,10 +18,15 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardwise.machine.process import name_of_end
+
+if TYPE_CHECKING:  # the command that starts ranks does not load torch
+    import torch
+    from torch._C._distributed_c10d import Store
 
 FOLDER = "SHARDWISE_RANKS_FOLDER"
 """The environment variable that names the folder of the ranks: their logs and failure reports."""
@@ -165,6 +170,24 @@ def stop_signals() -> list[signal.Signals]:
     """The signals that ask a run to save and exit. SIGHUP is not one of them under `nohup`, which ignores it."""
     hangup = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else []
     return [signal.SIGINT, signal.SIGTERM, *hangup]
+
+
+def join(rank: int, device: torch.device, timeout: timedelta) -> Store:
+    """In a rank: start the process group through the folder of local ranks or torchrun's rendezvous; returns the
+    store."""
+    import torch
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import FileStore
+    from torch.distributed.rendezvous import rendezvous
+
+    world_size = int(os.environ["WORLD_SIZE"])
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    has_own_gpu = device.type == "cuda" and local <= torch.cuda.device_count()  # NCCL needs one GPU per rank
+    backend = "cpu:gloo,cuda:nccl" if has_own_gpu else "gloo"
+    folder = os.environ.get(FOLDER)
+    store: Store = FileStore(f"{folder}/store", world_size) if folder else next(iter(rendezvous("env://")))[0]
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    return store
 
 
 def stop_with_parent() -> None:

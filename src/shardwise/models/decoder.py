@@ -100,7 +100,8 @@ class LatentAttention(nn.Module):
     def forward(self, x: torch.Tensor, tables: torch.Tensor | None) -> torch.Tensor:
         batch, length, _ = x.shape
         heads, latent = self.of.heads, self.latent
-        q = self._queries(x).view(batch, length, heads, -1).transpose(1, 2)
+        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))) if latent.query_rank else self.q_proj(x)
+        q = q.view(batch, length, heads, -1).transpose(1, 2)
         q_nope, q_rope = q.split((latent.nope_dim, latent.rope_dim), -1)
         compressed, k_rope = self.kv_a_proj_with_mqa(x).split((latent.key_rank, latent.rope_dim), -1)
         kv = self.kv_b_proj(self.kv_a_layernorm(compressed)).view(batch, length, heads, -1).transpose(1, 2)
@@ -110,12 +111,6 @@ class LatentAttention(nn.Module):
         padded = F.pad(v, (0, q.shape[-1] - v.shape[-1]))
         attended = F.scaled_dot_product_attention(q, k, padded, is_causal=True)[..., : latent.value_dim]
         out: torch.Tensor = self.o_proj(attended.transpose(1, 2).flatten(2))
-        return out
-
-    def _queries(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = (
-            self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))) if self.latent.query_rank else self.q_proj(x)
-        )
         return out
 
 

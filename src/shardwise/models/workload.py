@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwise.config import Config
 from shardwise.config.files import read_file
-from shardwise.config.presets import PRESETS, disk_folder
 from shardwise.errors import ConfigError
 from shardwise.models import loading
 from shardwise.models.built_in import BUILT_IN, Build
@@ -97,17 +95,16 @@ class Workload:
 
     def config(self, preset: str) -> Config:
         """The configuration of a preset for this workload."""
-        settings: dict[str, Any] = {
-            "preset": preset,
-            "precision": {"compute": self.precision},
-            "batch": {"accumulation": self.accumulation, "micro_batch_size": self.micro_batch},
-            "gradients": {"clip_norm": 1.0},
-            "checkpointing": {"enabled": self.checkpointing},
-            "optimizer": {"name": self.optimizer},
-        }
-        if "disk" in (PRESETS[preset].optim.tier, PRESETS[preset].weights.tier):
-            settings["offload"] = {"nvme_path": disk_folder()}
-        return Config.load(settings)
+        return Config.load(
+            {
+                "preset": preset,
+                "precision": {"compute": self.precision},
+                "batch": {"accumulation": self.accumulation, "micro_batch_size": self.micro_batch},
+                "gradients": {"clip_norm": 1.0},
+                "checkpointing": {"enabled": self.checkpointing},
+                "optimizer": {"name": self.optimizer},
+            }
+        )
 
 
 def find_model(name: str | None, parameters: int | None, workload: Workload) -> ModelSpec:

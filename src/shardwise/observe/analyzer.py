@@ -19,9 +19,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -121,12 +120,11 @@ class MemoryAnalyzer:
 
     def watch(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Label the tensors of `model` and `optimizer` by kind from now on."""
-        engine = model if isinstance(model, Engine) else None
-        if engine is not None:
-            model, optimizer = engine.module, engine.optimizer
-            watch_grads(engine, partial(self._labelling.label, "grads"))
-        is_master = engine is not None and engine.config.precision.weights_dtype != "fp32"
-        self._labelling.attach(self._observer, model, optimizer, master=is_master)
+        if isinstance(model, Engine):
+            self._labelling.attach_engine(self._observer, model)
+            model = model.module
+        else:
+            self._labelling.attach(self._observer, model, optimizer)
         for name, param in model.named_parameters():
             self._labelling.label("weights", name, param)
 
@@ -237,9 +235,3 @@ def _line(name: str, *cells: str) -> str:
 
 def _mb(size_bytes: int) -> str:
     return f"{size_bytes / 1e6:.{1 if abs(size_bytes) >= 1e7 else 3}f}" if size_bytes else "0"
-
-
-def watch_grads(engine: Engine, hook: Callable[[str, torch.Tensor], None]) -> None:
-    """Call `hook` on reduced gradients that rest on the device. It would bring others back to it."""
-    if engine.config.placement.grads.tier == "device":
-        engine.register_grad_hook(hook)

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.engine.engine import Engine
 from shardwise.observe.storage import StorageObserver
 from shardwise.tensors import dtype_name
 
@@ -79,6 +80,13 @@ class Labelling:
             self._handles.append(optimizer.register_step_pre_hook(label_optimizer))
             self._handles.append(optimizer.register_step_pre_hook(lambda *_: self._before_update()))
             self._handles.append(optimizer.register_step_post_hook(label_optimizer))  # the step may create state
+
+    def attach_engine(self, observer: StorageObserver, engine: Engine) -> None:
+        """Label what an engine holds from now on."""
+        config = engine.config
+        self.attach(observer, engine.module, engine.optimizer, master=config.precision.weights_dtype != "fp32")
+        if config.placement.grads.tier == "device":  # a hook would bring others back to it
+            engine.register_grad_hook(partial(self.label, "grads"))
 
     def label(self, kind: str, name: str, tensor: torch.Tensor) -> None:
         """Label the storage of `tensor`, once attached. One larger than the tensor is named `... and others`."""

@@ -20,6 +20,7 @@ from shardwise.errors import ConfigError
 from shardwise.estimate import arithmetic
 from shardwise.estimate import hardware as machines
 from shardwise.estimate.hardware import Hardware
+from shardwise.files import writing
 from shardwise.models.workload import DEFAULT_TARGETS, Lora, ModelSpec, Workload, find_model
 from shardwise.planning import report, scaling, search
 from shardwise.planning.inference import plan_inference
@@ -160,7 +161,7 @@ def _show_plan(
         for line in emit(made, path, found):
             typer.echo(f"{path}: {line}", err=True)
     if (path := options["plot"]) is not None:
-        with _writing("--plot", path):
+        with writing(path, ConfigError):
             draw_plan(made, path)
 
 
@@ -189,7 +190,7 @@ def _show_scaling(
     else:
         console_of(scaling.WIDTH).print(scaling.render(found))
     if (path := options["plot"]) is not None:
-        with _writing("--plot", path):
+        with writing(path, ConfigError):
             draw_scaling(found, path)
 
 
@@ -234,18 +235,9 @@ def emit(plan: Plan, path: Path, found: Sequence[search.Candidate] | None = None
     shape = plan.hardware.zero_shape(workload.tp, workload.pp)
     settings = deepspeed_settings(workload, preset, device_memory, shape.per_node)
     Config.load(settings)
-    with _writing("--emit", path):
+    with writing(path, ConfigError):
         path.write_text(json.dumps(settings, indent=2) + "\n")
     return list(_left_to_do(workload))
-
-
-@contextlib.contextmanager
-def _writing(option: str, path: Path) -> Iterator[None]:
-    """Raise a ConfigError that names the option if the file cannot be written."""
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(f"{option} {path}: cannot be written: {error.strerror or error}") from None
 
 
 def _left_to_do(workload: Workload) -> Iterator[str]:

@@ -13,7 +13,7 @@ from shardwise.config import Config
 from shardwise.config.shape import NodeShape
 from shardwise.dry_run.comm import PipelineRank
 from shardwise.dry_run.dry_run import Foreseen, Scenario, build_of, dry_run
-from shardwise.dry_run.kernels import cuda, kernels_for
+from shardwise.dry_run.kernels import CUDA, kernels_for
 from shardwise.errors import ConfigError
 from shardwise.estimate.estimate import estimate
 from shardwise.estimate.hardware import Hardware
@@ -96,7 +96,7 @@ def foresee_stages(model: ModelSpec, workload: Workload, preset: str, ranks: int
     found = []
     for rank in range(workload.pp):
         at = PipelineRank(workload.pp, rank, workload.schedule, count)
-        one = dry_run(Scenario(build, config, ranks, cuda(), workload.tp, at))
+        one = dry_run(Scenario(build, config, ranks, CUDA, workload.tp, at))
         found.append(with_micro_batches(one, workload.schedule, count, total))
     fullest = max(found, key=lambda each: each.peak_bytes)
     return replace(fullest, places=tuple(each.peak_bytes for each in found))

@@ -46,7 +46,7 @@ def kernel_s(form: Form, device: torch.device) -> float:
         own, named = copies[number % count]
         number += 1
         # Results live for a while and are freed together, as in training: what is freed at once is allocated again
-        # without the page faults that take more time than many a kernel.
+        # without the page faults that take longer than many kernels.
         if len(made) == _MOST_COPIES:
             made.clear()
         made.append(func(*own, **named))
@@ -120,7 +120,7 @@ class _Recorded(TorchDispatchMode):
 
 
 def measure_issue_s(step: Callable[[], object], device: torch.device) -> float:
-    """What an operator takes the host in addition to its kernel, from a step of kernels that take hardly any time."""
+    """What an operator takes the host in addition to its kernel, from a step of very short kernels."""
     step()
     tape = Tape(keeps_calls=True)
     tape.is_recording = True

@@ -125,7 +125,7 @@ class Tape:
         return Mark(self, self.close(stream or self.stream) if self.is_recording else None)
 
     def wait(self, stream: str, number: int | None) -> None:
-        """Have what is issued to a stream from now on run after an entry."""
+        """Make what is issued to a stream from now on run after an entry."""
         if number is not None and self.is_recording and number != self._last.get(stream):
             self.close(stream)
             self._after.setdefault(stream, set()).add(number)

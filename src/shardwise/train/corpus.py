@@ -28,7 +28,7 @@ BYTES = 256
 HEAD_BYTES = 4096
 TOKEN_SUFFIXES = (".npy", ".bin")
 MOST_IN_BIN = 2**16
-# Tests and tables: much text that teaches little.
+# Tests and tables: much text of little variety.
 STANDARD_LIBRARY_SKIPS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "pydoc_data"}
 
 

@@ -16,9 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, Store
-from torch.distributed.rendezvous import rendezvous
+from torch._C._distributed_c10d import Store
 
 from shardwise.comm import Comm, ProcessGroupComm
 from shardwise.config import Config
@@ -57,18 +55,6 @@ def _timeout(options: TrainOptions) -> timedelta:
     return TIMEOUT
 
 
-def join(rank: int, device: torch.device, timeout: timedelta = TIMEOUT) -> Store:
-    """Start the process group through the folder of local ranks or torchrun's rendezvous; returns the store."""
-    world_size = int(os.environ["WORLD_SIZE"])
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    has_own_gpu = device.type == "cuda" and local <= torch.cuda.device_count()  # NCCL needs one GPU per rank
-    backend = "cpu:gloo,cuda:nccl" if has_own_gpu else "gloo"
-    folder = os.environ.get(local_ranks.FOLDER)
-    store: Store = FileStore(f"{folder}/store", world_size) if folder else next(iter(rendezvous("env://")))[0]
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-    return store
-
-
 def serve(options: TrainOptions) -> NoReturn:
     """Run one rank, then exit the process."""
     rank, code = int(os.environ["RANK"]), 0
@@ -77,7 +63,7 @@ def serve(options: TrainOptions) -> NoReturn:
         process = RankProcess(choose_device(options.placing.device, rank))
         for number in local_ranks.stop_signals():
             signal.signal(number, lambda *_: setattr(process, "stop_requested", True))
-        store = join(rank, process.device, _timeout(options))
+        store = local_ranks.join(rank, process.device, _timeout(options))
         comm = ProcessGroupComm(None, torch.device("cpu"))
         run(_agreed_job(options, comm, process.device.type == "cpu"), process, comm)
     except ShardwiseError as error:

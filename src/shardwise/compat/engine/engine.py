@@ -13,8 +13,8 @@ from torch import nn
 from shardwise.compat.engine.clients import unwrap_in_trainers
 from shardwise.compat.engine.facts import EngineFacts
 from shardwise.compat.engine.gradients import UnusedParameters, with_gradients_changed
-from shardwise.compat.standalone.monitors import MonitorMaster, get_monitor_config
-from shardwise.compat.standalone.settings import OffloadDeviceEnum, OffloadStateTypeEnum
+from shardwise.compat.standalone.monitors import MonitorMaster
+from shardwise.compat.standalone.settings import OffloadDeviceEnum, OffloadStateTypeEnum, get_monitor_config
 from shardwise.compat.standalone.utils import ROUTE_EVAL, ROUTE_PREDICT, ROUTE_TRAIN, ThroughputTimer
 from shardwise.compat.zero.parameters import (
     EarlyShard,
@@ -298,7 +298,7 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save everything that training goes on from into `save_dir/<tag>`, and its name into `latest`. A collective.
+        """Save what training needs to continue into `save_dir/<tag>`, and its name into `latest`. A collective.
 
         Without a tag it is `global_step<N>`. With `exclude_frozen_parameters`, a load keeps the model's own values of
         these.
@@ -319,7 +319,7 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Go on from a checkpoint, of any world size and stage; its path and client state. A collective.
+        """Continue from a checkpoint, of any world size and stage; its path and client state. A collective.
 
         Without a tag, the one that `latest` names; without that, nothing is loaded, and the path is None.
         """

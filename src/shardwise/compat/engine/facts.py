@@ -209,9 +209,6 @@ class EngineFacts:
     def dist_backend(self) -> str:
         return torch.distributed.get_backend()
 
-    def steps_per_print(self) -> Any:
-        return self._settings.get("steps_per_print", 10)
-
     def dynamic_loss_scale(self) -> bool:
         return self.fp16_enabled() and self.shardwise_engine.config.precision.loss_scale.dynamic
 

@@ -41,7 +41,7 @@ class UnusedParameters:
         self._missing: dict[str, None] = {}
         self._names = [name for name, param in model.named_parameters() if param.requires_grad]
         for name in self._names:
-            model.get_parameter(name).register_hook(self._noted(name))
+            model.get_parameter(name).register_hook(lambda grad, name=name: self._missing.pop(name, None))
         self._begin()
 
     @classmethod
@@ -63,9 +63,3 @@ class UnusedParameters:
 
     def _begin(self) -> None:
         self._missing = dict.fromkeys(self._names)
-
-    def _noted(self, name: str) -> Any:
-        def note(grad: torch.Tensor) -> None:
-            self._missing.pop(name, None)
-
-        return note

@@ -18,9 +18,8 @@ from shardwise.compat.engine.engine import DeepSpeedEngine, adapt, release
 from shardwise.compat.engine.optimizer import OPTIMIZERS
 from shardwise.compat.standalone.accelerator import get_accelerator
 from shardwise.compat.standalone.comm import init_distributed
-from shardwise.compat.standalone.monitors import SECTIONS
 from shardwise.compat.standalone.ops import with_adam_mode
-from shardwise.compat.standalone.settings import deepspeed_errors
+from shardwise.compat.standalone.settings import MONITORS, deepspeed_errors
 from shardwise.compat.standalone.utils import set_log_level_from_string
 from shardwise.compat.zero.parameters import early_device, hand_over, is_early, mark_module, shard_early
 from shardwise.errors import CompatibilityError
@@ -152,7 +151,7 @@ def _without_idle_sections(settings: dict[str, Any]) -> dict[str, Any]:
     """The same settings without those that do nothing in DeepSpeed: offload sections that the stage has no use for, and
     the tier of saved activations where the model's own code decides what is saved; without those of monitors, which
     `DeepSpeedEngine` follows."""
-    for monitor in SECTIONS:
+    for monitor in MONITORS:
         settings.pop(monitor, None)
     zero = settings.get("zero_optimization")
     if isinstance(zero, dict):

@@ -26,14 +26,6 @@ class DeepSpeedOptimizer:
         self.optimizer.param_groups = groups
 
     @property
-    def state(self) -> Any:
-        return self.optimizer.state
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        return self.optimizer.defaults
-
-    @property
     def fp32_groups_flat(self) -> list[torch.Tensor]:
         """This rank's elements of the master copy."""
         return [piece.detach() for group in self.param_groups for piece in group["params"]]

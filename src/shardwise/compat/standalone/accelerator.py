@@ -14,7 +14,7 @@ from shardwise.machine.memory import host_bytes, process_memory
 
 
 class DeepSpeedAccelerator:
-    """Questions about a kind of device, forwarded to torch."""
+    """Questions about a kind of device. What torch answers by the same name is forwarded to it."""
 
     def __init__(self, kind: str) -> None:
         self._name = kind
@@ -30,21 +30,11 @@ class DeepSpeedAccelerator:
     def device(self, device_index: int | None = None) -> Any:
         return torch.device(self.device_name(device_index))
 
-    def is_available(self) -> bool:
-        return True
-
     def device_count(self) -> int:
         return torch.cuda.device_count() if self._name == "cuda" else int(os.environ.get("LOCAL_SIZE", 1))
 
-    def set_device(self, device_index: int) -> None:
-        if self._name == "cuda":
-            torch.cuda.set_device(device_index)
-
-    def current_device(self) -> int | str:
-        return torch.cuda.current_device() if self._name == "cuda" else "cpu"
-
     def current_device_name(self) -> str:
-        return f"cuda:{torch.cuda.current_device()}" if self._name == "cuda" else "cpu"
+        return self.device_name(self._torch.current_device())
 
     def communication_backend_name(self) -> str:
         return self._communication_backend_name
@@ -64,8 +54,7 @@ class DeepSpeedAccelerator:
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)
 
-    def manual_seed_all(self, seed: int) -> None:
-        torch.manual_seed(seed)
+    manual_seed_all = manual_seed
 
     def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
         if self._name == "cpu":
@@ -83,14 +72,6 @@ class DeepSpeedAccelerator:
 
     def amp(self) -> Any:
         return self._torch.amp
-
-    def synchronize(self, device_index: int | None = None) -> None:
-        if self._name == "cuda":
-            torch.cuda.synchronize(device_index)
-
-    def empty_cache(self) -> None:
-        if self._name == "cuda":
-            torch.cuda.empty_cache()
 
     def total_memory(self, device_index: int | None = None) -> int:
         return host_bytes("MemTotal") if self._name == "cpu" else torch.cuda.mem_get_info(device_index)[1]
@@ -122,14 +103,15 @@ class DeepSpeedAccelerator:
         """What torch has of this name: for the device, or on the CPU for the process."""
         if name.startswith("_"):
             raise AttributeError(name)
-        if self._name == "cpu" and (counted := _of_process(name)) is not None:
-            return counted
+        if self._name == "cpu" and (own := _of_process(name)) is not None:
+            return own
         return getattr(self._torch, name) if hasattr(self._torch, name) else getattr(torch, name)
 
 
 def _of_process(name: str) -> Callable[..., int | None] | None:
-    """What stands for one of torch.cuda's counts of memory: that of this process. Its peak is not reset."""
-    if name in ("reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached"):
+    """What stands for one of torch.cuda's counts of memory: that of this process. Its peak is not reset, and it has no
+    cache to empty."""
+    if name in ("reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached", "empty_cache"):
         return lambda device_index=None: None
     if name.removeprefix("max_") in ("memory_allocated", "memory_reserved", "memory_cached"):
         return lambda device_index=None: process_memory()[name.startswith("max_")]

@@ -64,10 +64,6 @@ def known_world_size(world_size: int) -> int | None:
     return world_size if world_size > 0 else int(found) if found else None
 
 
-def is_available() -> bool:
-    return dist.is_available()
-
-
 def get_local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", 0))
 
@@ -100,16 +96,7 @@ def has_all_gather_into_tensor() -> bool:
     return True
 
 
-def has_reduce_scatter_tensor() -> bool:
-    return True
-
-
-def has_coalescing_manager() -> bool:
-    return True
-
-
-def has_all_reduce_coalesced() -> bool:
-    return True
+has_reduce_scatter_tensor = has_coalescing_manager = has_all_reduce_coalesced = has_all_gather_into_tensor
 
 
 def allgather_fn(output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any = None, **options: Any) -> Any:
@@ -191,22 +178,9 @@ def __getattr__(name: str) -> Any:
     return _logged(name) if name in _LOGGED.split() else getattr(dist, name)
 
 
-__all__ = [
-    "all_gather_into_tensor",
-    "allgather_fn",
-    "reduce_scatter_fn",
-    "has_reduce_scatter_tensor",
-    "has_coalescing_manager",
-    "has_all_reduce_coalesced",
-    "configure",
-    "get_all_ranks_from_group",
-    "get_local_rank",
-    "get_world_group",
-    "has_all_gather_into_tensor",
-    "inference_all_reduce",
-    "init_distributed",
-    "is_available",
-    "is_initialized",
-    "log_summary",
-    *(name for name in dir(dist) if not name.startswith("_")),
-]
+_OWN = (
+    "all_gather_into_tensor allgather_fn configure get_all_ranks_from_group get_local_rank get_world_group "
+    "has_all_gather_into_tensor has_all_reduce_coalesced has_coalescing_manager has_reduce_scatter_tensor "
+    "inference_all_reduce init_distributed is_initialized log_summary reduce_scatter_fn"
+)
+__all__ = [*_OWN.split(), *(name for name in dir(dist) if not name.startswith("_"))]

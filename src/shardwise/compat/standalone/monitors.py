@@ -12,67 +12,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch.distributed as dist
-from pydantic import Field
 
-from shardwise.compat.standalone.sections import OwnSection
+from shardwise.compat.standalone.settings import DeepSpeedMonitorConfig
 from shardwise.errors import CompatibilityError
 
 Events = Iterable[tuple[str, Any, int]]
-
-
-class TensorBoardConfig(OwnSection):
-    enabled: bool = False
-    output_path: str = ""
-    job_name: str = "DeepSpeedJobName"
-
-
-class CSVConfig(TensorBoardConfig):
-    """The same for files of comma-separated values."""
-
-
-class WandbConfig(OwnSection):
-    enabled: bool = False
-    group: str | None = None
-    team: str | None = None
-    project: str = "deepspeed"
-
-
-class CometConfig(OwnSection):
-    enabled: bool = False
-    samples_log_interval: int = 100
-    project: str | None = None
-    workspace: str | None = None
-    api_key: str | None = None
-    experiment_name: str | None = None
-    experiment_key: str | None = None
-    online: bool | None = None
-    mode: str | None = None
-
-
-class TrackioConfig(OwnSection):
-    enabled: bool = False
-    project: str = "deepspeed"
-
-
-class DeepSpeedMonitorConfig(OwnSection):
-    """The sections of all monitors."""
-
-    tensorboard: TensorBoardConfig = Field(default_factory=TensorBoardConfig)
-    comet: CometConfig = Field(default_factory=CometConfig)
-    wandb: WandbConfig = Field(default_factory=WandbConfig)
-    csv_monitor: CSVConfig = Field(default_factory=CSVConfig)
-    trackio: TrackioConfig = Field(default_factory=TrackioConfig)
-
-    @property
-    def enabled(self) -> bool:
-        return any(getattr(self, name).enabled for name in SECTIONS)
-
-
-SECTIONS = tuple(DeepSpeedMonitorConfig.model_fields)
-
-
-def get_monitor_config(param_dict: dict[str, Any]) -> DeepSpeedMonitorConfig:
-    return DeepSpeedMonitorConfig.model_validate({name: param_dict.get(name) or {} for name in SECTIONS})
 
 
 class Monitor:
@@ -80,13 +24,12 @@ class Monitor:
 
     package: ClassVar[str | None] = None
     """What has to be installed."""
-    enabled: bool
 
     def __init__(self, monitor_config: Any) -> None:
         self.monitor_config = monitor_config
         vars(self).update(vars(monitor_config))
-        self._writes = self.enabled and (not dist.is_initialized() or dist.get_rank() == 0)
-        package = self._imported() if self.enabled else None  # on all ranks, so that all of them raise
+        self._writes = monitor_config.enabled and (not dist.is_initialized() or dist.get_rank() == 0)
+        package = self._imported() if monitor_config.enabled else None  # on all ranks, so that all of them raise
         if self._writes:
             self._open(package)
 
@@ -120,11 +63,11 @@ class TensorBoardMonitor(Monitor):
 
     package = "torch.utils.tensorboard"
     summary_writer: Any = None
-    output_path: str
-    job_name: str
 
     def _open(self, package: Any) -> None:
-        self.summary_writer = package.SummaryWriter(log_dir=str(Path(self.output_path) / self.job_name))
+        self.summary_writer = package.SummaryWriter(
+            log_dir=str(Path(self.monitor_config.output_path) / self.monitor_config.job_name)
+        )
 
     def _write(self, label: str, value: Any, step: int) -> None:
         self.summary_writer.add_scalar(label, value, step)
@@ -135,14 +78,12 @@ class TensorBoardMonitor(Monitor):
 
 
 class csvMonitor(Monitor):
-    """Into `output_path/job_name`, a file for each label, which goes on where there is one."""
+    """Into `output_path/job_name`, a file for each label; one that is there is appended to."""
 
     log_dir: Path | None = None
-    output_path: str
-    job_name: str
 
     def _open(self, package: Any) -> None:
-        self.log_dir = Path(self.output_path) / self.job_name
+        self.log_dir = Path(self.monitor_config.output_path) / self.monitor_config.job_name
         self.log_dir.mkdir(parents=True, exist_ok=True)
 
     def _write(self, label: str, value: Any, step: int) -> None:
@@ -159,13 +100,11 @@ class WandbMonitor(Monitor):
     """Into a run of Weights & Biases."""
 
     package = "wandb"
-    group: str | None
-    team: str | None
-    project: str
 
     def _open(self, package: Any) -> None:
         self._wandb = package
-        package.init(project=self.project, group=self.group, entity=self.team)
+        own = self.monitor_config
+        package.init(project=own.project, group=own.group, entity=own.team)
 
     def log(self, data: Any, step: int | None = None, commit: bool | None = None) -> Any:
         return self._wandb.log(data, step=step, commit=commit) if self._writes else None
@@ -179,18 +118,16 @@ class CometMonitor(Monitor):
 
     package = "comet_ml"
     experiment: Any = None
-    samples_log_interval: int
-    experiment_name: str | None
 
     def _open(self, package: Any) -> None:
         names = ("api_key", "project", "workspace", "experiment_key", "mode", "online")
         self.experiment = package.start(**{name: getattr(self, name) for name in names})
-        if self.experiment_name is not None:
-            self.experiment.set_name(self.experiment_name)
+        if (name := self.monitor_config.experiment_name) is not None:
+            self.experiment.set_name(name)
         self._written: dict[str, int] = {}
 
     def _write(self, label: str, value: Any, step: int) -> None:
-        if label not in self._written or step - self._written[label] >= self.samples_log_interval:
+        if label not in self._written or step - self._written[label] >= self.monitor_config.samples_log_interval:
             self._written[label] = step
             self.experiment.log_metric(label, value, step=step)
 
@@ -199,11 +136,10 @@ class TrackioMonitor(Monitor):
     """Into a project of Trackio."""
 
     package = "trackio"
-    project: str
 
     def _open(self, package: Any) -> None:
         self._trackio = package
-        package.init(project=self.project)
+        package.init(project=self.monitor_config.project)
 
     def _write(self, label: str, value: Any, step: int) -> None:
         self._trackio.log({label: value}, step=step)

@@ -5,7 +5,6 @@ Programs read them. The engine does not: `initialize` translates the configurati
 
 from __future__ import annotations
 
-import base64
 import enum
 import os
 import sys
@@ -15,11 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from pydantic import Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from shardwise.compat.standalone.monitors import get_monitor_config
-from shardwise.compat.standalone.sections import OwnSection
-from shardwise.config.files import read_file, read_text
+from shardwise.config.files import read_file, read_text, text_of
 from shardwise.config.sections import Batch
 from shardwise.errors import ConfigError
 
@@ -69,6 +66,44 @@ def deepspeed_errors() -> Iterator[None]:
         yield
     except ConfigError as error:
         raise DeepSpeedConfigError(*error.args).with_traceback(error.__traceback__) from None
+
+
+class DeepSpeedConfigModel(BaseModel):
+    """A section. A key that is "auto" has its default; unknown ones are errors, in classes that users derive.
+
+    Of a field whose `json_schema_extra` says `deprecated`, the value also goes to its `new_param`.
+    """
+
+    model_config = ConfigDict(extra="forbid", validate_default=True, populate_by_name=True)
+
+    def __init__(self, strict: bool = False, **data: Any) -> None:
+        super().__init__(**data)
+        for name in sorted(self.model_fields_set):
+            self._follow_new_name(name)
+
+    def _follow_new_name(self, name: str) -> None:
+        field = type(self).model_fields.get(name)
+        details = field.json_schema_extra if field is not None else None
+        if not isinstance(details, dict) or not details.get("deprecated") or not details.get("set_new_param", True):
+            return
+        new, convert = details.get("new_param"), details.get("new_param_fn")
+        if not isinstance(new, str) or not new:
+            return
+        if new in self.model_fields_set:
+            raise AssertionError(f"{name} is the deprecated name of {new}: give one of the two")
+        value = getattr(self, name)
+        setattr(self, new, convert(value) if callable(convert) else value)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_auto(cls, data: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in data.items() if value != "auto"}
+
+
+class OwnSection(DeepSpeedConfigModel):
+    """A section of DeepSpeed's. Keys without a field become attributes as they are."""
+
+    model_config = ConfigDict(extra="allow")
 
 
 class ZeroStageEnum(int, enum.Enum):
@@ -195,6 +230,61 @@ class DeepSpeedBF16Config(OwnSection):
     bf16_optimizer_states: bool = False
 
 
+class TensorBoardConfig(OwnSection):
+    enabled: bool = False
+    output_path: str = ""
+    job_name: str = "DeepSpeedJobName"
+
+
+class CSVConfig(TensorBoardConfig):
+    """The same for files of comma-separated values."""
+
+
+class WandbConfig(OwnSection):
+    enabled: bool = False
+    group: str | None = None
+    team: str | None = None
+    project: str = "deepspeed"
+
+
+class CometConfig(OwnSection):
+    enabled: bool = False
+    samples_log_interval: int = 100
+    project: str | None = None
+    workspace: str | None = None
+    api_key: str | None = None
+    experiment_name: str | None = None
+    experiment_key: str | None = None
+    online: bool | None = None
+    mode: str | None = None
+
+
+class TrackioConfig(OwnSection):
+    enabled: bool = False
+    project: str = "deepspeed"
+
+
+class DeepSpeedMonitorConfig(OwnSection):
+    """The sections of all monitors."""
+
+    tensorboard: TensorBoardConfig = Field(default_factory=TensorBoardConfig)
+    comet: CometConfig = Field(default_factory=CometConfig)
+    wandb: WandbConfig = Field(default_factory=WandbConfig)
+    csv_monitor: CSVConfig = Field(default_factory=CSVConfig)
+    trackio: TrackioConfig = Field(default_factory=TrackioConfig)
+
+    @property
+    def enabled(self) -> bool:
+        return any(getattr(self, name).enabled for name in MONITORS)
+
+
+MONITORS = tuple(DeepSpeedMonitorConfig.model_fields)
+
+
+def get_monitor_config(param_dict: dict[str, Any]) -> DeepSpeedMonitorConfig:
+    return DeepSpeedMonitorConfig.model_validate({name: param_dict.get(name) or {} for name in MONITORS})
+
+
 def get_float16_config(settings: dict[str, Any]) -> DeepSpeedFP16Config:
     return DeepSpeedFP16Config(**(settings.get("fp16") or {}))
 
@@ -211,19 +301,9 @@ def get_bfloat16_enabled(settings: dict[str, Any]) -> bool:
     return get_bfloat16_config(settings).enabled
 
 
-def _json_text(config: str) -> str | None:
-    """A configuration that is given as text, plain or in base64; None for a path."""
-    if not config.lstrip().startswith("{"):
-        try:
-            config = base64.b64decode(config, altchars=b"-_", validate=True).decode()
-        except ValueError:
-            return None
-    return config if config.lstrip().startswith("{") else None
-
-
 def read_settings(config: Any) -> dict[str, Any]:
     """A configuration as DeepSpeed's dictionary, from a dictionary, a path or JSON text, also in base64."""
-    if isinstance(config, str) and (text := _json_text(config)):
+    if isinstance(config, str) and (text := text_of(config)):
         config = read_text(text, "JSON text")
     elif isinstance(config, str | os.PathLike):
         if not Path(config).is_file():

@@ -4,7 +4,6 @@ Accelerate builds a DeepSpeed configuration from the keys of `deepspeed_config`,
 Messages name the keys of the YAML, not those of the translation.
 """
 
-import base64
 import os
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 from shardwise.config.dialects import deepspeed
 from shardwise.config.dialects.rules import BY_CODE, FileSection, KeyRule, Refused, Rules, switched_on
 from shardwise.config.draft import ConfigDraft
-from shardwise.config.files import read_file, read_text
+from shardwise.config.files import read_file, read_text, text_of
 from shardwise.config.sections import Batch
 from shardwise.config.values import any_value, choice, flag, nearest, positive, text
 from shardwise.errors import ConfigError
@@ -93,18 +92,14 @@ def _from_file(section: FileSection, folder: Path) -> tuple[dict[str, Any], str]
     if "deepspeed_config_file" not in section.data:
         return {}, "deepspeed_config."
     named = section.read("deepspeed_config_file", text)
-    source = f"{section.draft.source}: deepspeed_config_file"
-    if named.lstrip().startswith("{"):
-        return read_text(named, source), "deepspeed_config."
+    if (given := text_of(named)) is not None:
+        return read_text(given, f"{section.draft.source}: deepspeed_config_file"), "deepspeed_config."
     for path in (folder / named, Path(named)):
         if os.path.isfile(path):
             section.note("deepspeed_config_file", "read in its place")
             return read_file(path), f"{named}: "
-    try:
-        return read_text(base64.b64decode(named, validate=True).decode(), source), "deepspeed_config."
-    except ValueError:  # not base64, not UTF-8, or a ConfigError
-        message = "no such file in the YAML's folder or the working directory; it holds the configuration"
-        raise section.error("deepspeed_config_file", message) from None
+    message = "no such file in the YAML's folder or the working directory; it holds the configuration"
+    raise section.error("deepspeed_config_file", message)
 
 
 def _merge_keys(section: FileSection, config: dict[str, Any]) -> None:

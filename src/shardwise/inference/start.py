@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -228,6 +229,7 @@ def _placement(
     comm: Comm,
 ) -> WeightPlacement:
     """Where the units rest. The same on all ranks: the smallest room counts."""
+    gc.collect()  # models that were dropped lie in reference cycles, and their memory is free after that
     sizes = unit_sizes(plans)
     rooms = comm.share_object((_device_room(comm.device), _host_room(model, comm)), "the room for weights")
     device_room, host_room = (min(room) for room in zip(*rooms, strict=True))

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -177,6 +177,14 @@ class WeightStream:
 
     def _on_read(self, unit: Unit) -> bool:
         return self._schedule.forward.read(unit)
+
+
+class StreamedModel(nn.Module):
+    """What `stream` returns, for type checkers: the model that was given, of its own class, with its `WeightStream`."""
+
+    shardwise_stream: WeightStream
+    generate: Callable[..., Any]
+    """Of models of transformers that generate."""
 
 
 def _do_nothing() -> None:

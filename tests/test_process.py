@@ -109,3 +109,16 @@ def test_a_destroyed_engine_leaves_no_threads(rank, world_size):
     assert gloo_threads() > before
     engine.destroy()
     assert gloo_threads() == before
+
+
+def test_an_engine_of_one_rank_has_no_threads_to_send_with():
+    model = torch.nn.Linear(8, 8)
+    # The first engine makes the default process group, which has threads.
+    shardwise.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "zero3").destroy()
+    before = gloo_threads()
+    model = torch.nn.Linear(8, 8)
+    engine = shardwise.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), "zero3")
+    engine.backward(engine(torch.ones(2, 8)).sum())
+    engine.step()
+    assert gloo_threads() == before
+    engine.destroy()

@@ -8,6 +8,8 @@ import os
 import subprocess
 import sys
 import threading
+import time
+import weakref
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from shardwise.inference.working_memory import dimensions_in, working_memory
 from shardwise.memory.placement import UnitSize, place, spread, window_bytes
 from shardwise.observe.storage import StorageObserver
 from shardwise.offload import weight_files
+from shardwise.offload.streams import PAST
 from shardwise.partition import Span
 from shardwise.partition.stored import stored_tensors
 from shardwise.unit.master import ORIGIN
@@ -412,6 +415,66 @@ def test_close_frees_descriptors_threads_and_memory(tmp_path):
     assert threading.active_count() <= threads
 
 
+@pytest.mark.parametrize("weights", ["host", "disk"])
+def test_a_model_that_is_dropped_without_close_frees_the_same(tmp_path, weights):
+    model = make("dense")
+    folder = save(model, tmp_path / "model")
+    budget = budget_for(model, 5 * layer_bytes(model), 1, 8)
+
+    def use():
+        streamed = shardwise.stream(folder, weights, device_memory=budget, device="cpu", context=8)
+        streamed(prompts()[:1])
+        states = [unit.states for unit in streamed.shardwise_stream.units if unit.states.is_offloaded]
+        held = [streamed, streamed.shardwise_stream._offload, *streamed.parameters(), *streamed.shardwise_stream.units]
+        held += [storage for each in states for storage in each.storages.values()]
+        return list(map(weakref.ref, held)), streamed.shardwise_stream
+
+    use()[1].close()  # what only the first one opens stays
+    gc.collect()
+    before = descriptors_and_tasks()
+    held = use()[0]
+    gc.collect()
+    wait_until(lambda: not any(reference() is not None for reference in held))
+    wait_until(lambda: descriptors_and_tasks() <= before)
+
+
+def test_a_model_that_is_dropped_waits_for_the_copies_under_way(monkeypatch):
+    streamed, joined = chained(3.5), []
+    monkeypatch.setattr(type(streamed.shardwise_stream._offload.streams), "wait", lambda _, event: joined.append(event))
+    streamed(torch.ones(1, 32))
+    joined.clear()
+    del streamed
+    gc.collect()
+    assert joined == [PAST] * 3
+
+
+def test_memory_of_a_dropped_model_counts_as_free(monkeypatch):
+    streamed, measured = chained(3.5), []
+    dropped = weakref.ref(streamed)
+    gc.disable()
+    try:
+        del streamed
+        monkeypatch.setattr(
+            "shardwise.inference.start._device_room", lambda device: measured.append(dropped()) or 1 << 30
+        )
+        chained(3.5).shardwise_stream.close()
+    finally:
+        gc.enable()
+    assert measured == [None]
+
+
+def descriptors_and_tasks():
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+def wait_until(condition):
+    """Reads ahead that are under way end by themselves."""
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, sorted(os.listdir("/proc/self/fd"))
+        time.sleep(0.02)
+
+
 # Quantised weights
 
 
@@ -655,22 +718,54 @@ def test_a_folder_that_one_rank_lacks_is_an_error_on_all_of_them(rank, world_siz
         shardwise.stream(tmp_path / ("model" if rank == 0 else "elsewhere"), device="cpu")
 
 
-def test_a_file_that_is_cut_short_while_it_is_used(tmp_path):
+def from_disk(model, folder, layers=5):
+    """The model streamed from a folder of its weights, with one sequence of 8 tokens at most."""
+    budget = budget_for(model, layers * layer_bytes(model), 1, 8)
+    return shardwise.stream(folder, "disk", device_memory=budget, device="cpu", context=8)
+
+
+def rewritten(file, contents):
+    """Write to a file in place, at another time than before."""
+    file.write_bytes(contents)
+    os.utime(file, ns=(0, file.stat().st_mtime_ns + 1))
+
+
+def changes(contents):
+    """A safetensors file with other values in its last tensors; cut short; and with bytes after its end."""
+    return [contents[:-512] + bytes(512), contents[:-512], contents[:4096], contents + bytes(512)]
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_a_file_that_is_changed_while_it_is_used(tmp_path, number):
     model = make("dense")
     folder = save(model, tmp_path / "model")
-    budget = budget_for(model, 5 * layer_bytes(model), 1, 8)
-    streamed = shardwise.stream(folder, "disk", device_memory=budget, device="cpu", context=8)
+    streamed, expected = from_disk(model, folder), model(prompts()[:1]).logits
+    assert torch.equal(streamed(prompts()[:1]).logits, expected)
     file = folder / "model-1.safetensors"
-    whole = file.read_bytes()
-    os.truncate(file, 4096)
+    whole, written_ns = file.read_bytes(), file.stat().st_mtime_ns
+    rewritten(file, changes(whole)[number])
     for _ in range(2):
-        with pytest.raises(DiskError, match="it was cut short while it was used"):
+        with pytest.raises(
+            DiskError, match=r"model-1.safetensors was overwritten or cut short .* shardwise.stream again"
+        ):
             streamed(prompts()[:1])
-    with file.open("r+b") as mended:
-        mended.write(whole)
-    with torch.no_grad():
-        assert torch.equal(streamed(prompts()[:1]).logits, model(prompts()[:1]).logits)
+    file.write_bytes(whole)
+    os.utime(file, ns=(0, written_ns))  # restored with its time, as `cp -p` does: nothing has changed
+    assert torch.equal(streamed(prompts()[:1]).logits, expected)
     assert streamed.shardwise_stream.report().weights_peak_bytes <= streamed.shardwise_stream.placement.device_bytes
+    streamed.shardwise_stream.close()
+
+
+def test_a_file_that_is_replaced_while_it_is_used_is_read_as_it_was(tmp_path):
+    model = make("dense")
+    folder = save(model, tmp_path / "model")
+    streamed = from_disk(model, folder)
+    for name in ("model-0.safetensors", "model-1.safetensors"):
+        (tmp_path / "new").write_bytes((folder / name).read_bytes()[:4096])
+        (tmp_path / "new").rename(folder / name)
+    check = model(prompts()[:1]).logits
+    for _ in range(2):
+        assert torch.equal(streamed(prompts()[:1]).logits, check)
     streamed.shardwise_stream.close()
 
 

@@ -13,8 +13,10 @@ from shardwise._version import __version__
 from shardwise.cli_options import (
     COUNT,
     MOST_THREADS,
+    OPTIONAL_PATH,
     PATH,
     Debug,
+    PlotCommand,
     location,
     number_or_range,
     path,
@@ -60,7 +62,7 @@ def config(
     typer.echo(Config.load(file).explain())
 
 
-@app.command()
+@app.command(cls=PlotCommand)
 def compare(
     model: Annotated[str, typer.Option(help="A built-in model (see --list), or file.py:function.")] = "gpt-26m",
     nproc: Annotated[int, typer.Option(help="Ranks; several may share one GPU.")] = 2,
@@ -75,7 +77,10 @@ def compare(
     ] = 1.0,
     deterministic: Annotated[bool, typer.Option("--deterministic", help="Same bits for every unit size.")] = False,
     json: Annotated[Path | None, typer.Option(help="Write the figures to this file.", **PATH)] = None,
-    plot: Annotated[Path | None, typer.Option(help="Plot the figures to this file (.png, .svg, .pdf).", **PATH)] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="Plot to this file (.png, .svg, .pdf; default: compare-MODEL.png).", **OPTIONAL_PATH),
+    ] = None,
     list_models: Annotated[bool, typer.Option("--list", help="List the built-in models and exit.")] = False,
     debug: Debug = False,
 ) -> None:
@@ -90,7 +95,7 @@ def compare(
     command.run(settings, presets, peers, json, plot)
 
 
-@app.command()
+@app.command(cls=PlotCommand)
 def plan(
     model: Annotated[
         str | None, typer.Argument(help="A known model (llama3-8b), config.json, model folder or file.py:function.")
@@ -155,7 +160,8 @@ def plan(
         Path | None, typer.Option(help="Write the chosen configuration (for DeepSpeed too).", **PATH)
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw the presets into this file (.png, .svg, .pdf).", **PATH)
+        Path | None,
+        typer.Option(help="Plot to this file (.png, .svg, .pdf; default: plan-MODEL.png).", **OPTIONAL_PATH),
     ] = None,
     debug: Debug = False,
 ) -> None:

@@ -7,6 +7,7 @@ from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import typer
+from typer.core import TyperCommand
 
 from shardwise.checks import MOST_SAMPLES, check_range
 from shardwise.train.options import SECTIONS
@@ -28,7 +29,17 @@ def location(text: Any) -> Any:
     return locate(text) if "://" in str(text) else path(text)
 
 
+class PlotCommand(TyperCommand):
+    """A command whose --plot needs no value: without one, it is the current folder (see `plotting.plot_path`)."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        pairs = zip(args, [*args[1:], "--"], strict=True)
+        words = ["--plot=." if word == "--plot" and after.startswith("-") else word for word, after in pairs]
+        return super().parse_args(ctx, words)
+
+
 PATH: dict[str, Any] = {"parser": path, "metavar": "PATH"}
+OPTIONAL_PATH = {**PATH, "metavar": "[PATH]"}
 
 
 def within(least: float | None, most: float) -> Callable[[typer.CallbackParam, Any], Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,14 @@ def vertical_grid(axis: Any) -> None:
     axis.spines["left"].set_visible(False)
     axis.tick_params(left=False)
     axis.grid(axis="x", color="#dddddd", linewidth=0.6)
+
+
+def plot_path(path: str | Path, name: str) -> Path:
+    """The file to plot to: `path`, or if that is a folder, `name`.png in it. Raises a ConfigError like `check_path`."""
+    if Path(path).is_dir():
+        path = Path(path) / (re.sub(r"[^\w.-]+", "-", name) + ".png")
+    check_path(path)
+    return Path(path)
 
 
 def check_path(path: str | Path) -> None:

@@ -105,12 +105,12 @@ def test_the_command_with_a_model_of_the_users(tmp_path, cli, monkeypatch):
         "    return Model(8, 4), lambda rank, step: {'x': torch.ones(2, 8) * rank, 'y': torch.ones(2, 4)}\n"
     )
     words = ["--model", "mine.py:build", "--presets", "zero2", "--steps", "1", "--nproc", "1"]
-    code, shown, _ = cli("compare", *words, "--json", "out.json", "--plot", "out.png")
+    code, shown, _ = cli("compare", *words, "--json", "out.json", "--plot")
     assert code == 0
     assert "zero2" in shown
     assert max(map(len, shown.splitlines())) <= 100
     assert json.loads((tmp_path / "out.json").read_text())["model"] == "mine.py:build"
-    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "compare-mine.py-build.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_model_that_is_wrong_ends_everything_with_one_message(tmp_path, cli, monkeypatch):

@@ -170,6 +170,29 @@ def test_json_emitted_configuration_and_picture(run, tmp_path):
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "file"),
+    [
+        ("llama3-70b --gpus 8..32 --plot", "plan-llama3-70b.png"),
+        ("llama3-8b --plot --gpus 8", "plan-llama3-8b.png"),
+        ("--params 8e9 --plot=plan.svg", "plan.svg"),
+        ("llama3-8b --plot plots", "plots/plan-llama3-8b.png"),
+        ("models/mine/config.json --plot --json", "plan-mine.png"),
+    ],
+)
+def test_a_picture_has_a_name_without_being_given_one(run, tmp_path, monkeypatch, arguments, file):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plots").mkdir()
+    (tmp_path / "models" / "mine").mkdir(parents=True)
+    config = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128}
+    config |= {"model_type": "llama", "intermediate_size": 128}
+    (tmp_path / "models" / "mine" / "config.json").write_text(json.dumps(config))
+    code, _, err = run(f"shardwise plan {arguments}")
+    assert code == 0, err
+    assert err.splitlines()[-1] == f"wrote {file}"
+    assert (tmp_path / file).is_file()
+
+
 def test_what_a_file_cannot_bring_about_is_said_beside_it(run, tmp_path):
     _, _, err = run(f"shardwise plan llama3-8b --lora 16 --emit {tmp_path}/c.json")
     assert "c.json: the plan assumes LoRA of rank 16 on q_proj, v_proj: add the adapters to the model\n" in err
@@ -201,6 +224,8 @@ def test_what_a_file_cannot_bring_about_is_said_beside_it(run, tmp_path):
         ("llama3-8b --emit .", "--emit .: cannot be written: Is a directory"),
         ("llama3-8b --emit /proc/config.json", "cannot be written"),
         ("llama3-8b --plot /proc/plan.png", "--plot /proc/plan.png: cannot be written"),
+        ("llama3-8b --plot /proc", "--plot /proc/plan-llama3-8b.png: cannot be written"),
+        ("--plot llama3-8b", "--plot llama3-8b: the name must end in one of"),
         ("llama3-405b --gpus 1 --host-memory 1TB --disk 1TB --emit config.json", "nothing fits"),
         ("llama3-405b --gpus 1 --host-memory 1TB --disk 1TB --search --emit config.json", "nothing fits"),
         ("llama3-8b --gpu-link fast", "--gpu-link fast: expected bytes or bits a second"),

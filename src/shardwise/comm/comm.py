@@ -108,7 +108,7 @@ class ProcessGroupComm(Comm):
             self._agreement = Agreement(store, self.rank, self.world_size, groups.is_world, wire, poll_interval_s())
             self._agreement.hosts = self.share_object(this_host(store), "host")
         self._on_exit = partial(_end_at_exit, weakref.ref(self), os.getpid())
-        if self._waits_on_device or self._sends_directly:
+        if self._agreement is not None and (self._waits_on_device or self._sends_directly):
             atexit.register(self._on_exit)
 
     def take_shape(self, shape: NodeShape) -> None:

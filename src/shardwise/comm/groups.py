@@ -200,7 +200,7 @@ class ChannelGroups:
     def break_off(self) -> None:
         """End all waits in these groups, on this rank and on the others, because no rank can continue."""
         every = (*self.whole.values(), *self.along.values())
-        groups = list({id(group): group for ways in every for group in ways}.values())
+        groups = list({id(group): group for ways in every for group in ways if group is not None}.values())
         if self.waits_on_device:
             with self._breaking:  # the thread that polls and the main thread may meet the failure at once
                 if not self._is_broken:
@@ -219,8 +219,9 @@ class ChannelGroups:
         self.own, self.whole, self.along = [], {}, {}
 
     def _ways(self, channel: str, given: Any) -> Ways:
-        """The groups of a channel: made here, unless one was `given`; two if ranks send to each other directly."""
-        if given is not None:
+        """The groups of a channel: made here, unless one was `given`; two if ranks send to each other directly. A rank
+        alone sends nothing and needs none, with their threads and sockets."""
+        if given is not None or self.size == 1:
             return Ways(given, given)
         made = [self._new(self._members, channel) for _ in range(1 + self.sends_directly)]
         return Ways(made[0], made[-1])

@@ -13,7 +13,7 @@ from shardwise.checks import check_output_file
 from shardwise.compare import report
 from shardwise.compare.job import Settings, parse_rows
 from shardwise.compare.session import compare
-from shardwise.plotting import check_path
+from shardwise.plotting import plot_path
 from shardwise.tables import console_of
 
 
@@ -23,7 +23,7 @@ def run(settings: Settings, presets: str, peers: str, json: Path | None, plot: P
     if json is not None:
         check_output_file("--json", json)
     if plot is not None:
-        check_path(plot)
+        plot = plot_path(plot, f"compare-{settings.model}")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     errors = Console(stderr=True)
     with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as progress:
@@ -45,3 +45,4 @@ def run(settings: Settings, presets: str, peers: str, json: Path | None, plot: P
         raise SystemExit(1)
     if plot is not None:
         report.draw(comparison, plot)
+        print(f"wrote {plot}", file=sys.stderr)

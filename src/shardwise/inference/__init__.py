@@ -1,6 +1,6 @@
 """Inference with models that do not fit: weights that travel to the device in each pass."""
 
 from shardwise.inference.start import stream
-from shardwise.inference.streamed_model import WeightStream
+from shardwise.inference.streamed_model import StreamedModel, WeightStream
 
-__all__ = ["WeightStream", "stream"]
+__all__ = ["StreamedModel", "WeightStream", "stream"]

@@ -17,7 +17,7 @@ from shardwise.checks import read_limited
 from shardwise.errors import ConfigError
 from shardwise.inference.opening import check_folder_files, naming
 from shardwise.inference.start import check_arguments, parse_budget, stream
-from shardwise.inference.streamed_model import WeightStream
+from shardwise.inference.streamed_model import StreamedModel, WeightStream
 from shardwise.machine.env import host_device_gbs
 from shardwise.sizes import format_bytes
 
@@ -123,7 +123,7 @@ def run(
     texts = texts_for(folder, check_folder_files(folder).get("vocab_size"))
     rows = [texts.encode(prompt) for prompt in prompts]
     batch = min(batch, len(rows))
-    model: Any = stream(
+    model = stream(
         folder,
         weights,  # type: ignore[arg-type]  # checked
         device_memory=device_memory,
@@ -134,9 +134,9 @@ def run(
         context=max(map(len, rows)) + max_new_tokens,
         device=device,
     )
-    streamed: WeightStream = model.shardwise_stream
-    with streamed:
-        if not (hasattr(model, "can_generate") and model.can_generate()):
+    with model.shardwise_stream as streamed:
+        can_generate: Any = getattr(model, "can_generate", bool)
+        if not can_generate():
             raise ConfigError(
                 f"{folder}: its model, a {type(model).__name__}, does not generate text: name the folder of one "
                 "that does, or call the model in Python with shardwise.stream"
@@ -145,7 +145,7 @@ def run(
 
 
 def _generate(
-    model: Any, weights: WeightStream, texts: Texts, rows: Sequence[list[int]], new_tokens: int, batch: int
+    model: StreamedModel, weights: WeightStream, texts: Texts, rows: Sequence[list[int]], new_tokens: int, batch: int
 ) -> None:
     comm = weights.comm
     is_live = len(rows) == 1 and comm.rank == 0 and sys.stdout.isatty()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import nn
@@ -32,7 +33,7 @@ from shardwise.engine.initialize import join_ranks, let_segments_grow
 from shardwise.errors import ConfigError
 from shardwise.inference.opening import open_folder
 from shardwise.inference.quantized import QUANTIZED, quantize
-from shardwise.inference.streamed_model import WeightStream
+from shardwise.inference.streamed_model import StreamedModel, WeightStream
 from shardwise.inference.working_memory import dimensions_in, working_memory
 from shardwise.machine.memory import host_bytes, host_share_bytes
 from shardwise.machine.process import end_with_launcher
@@ -68,9 +69,9 @@ def stream(
     context: int = 1024,
     device: Any = None,
     mesh: Any = None,
-) -> nn.Module:
+) -> StreamedModel:
     """Make a model compute with weights that do not fit the device, and return it: `model(...)` and
-    `model.generate(...)` work as before, without gradients.
+    `model.generate(...)` work as before, without gradients. It keeps its class, and has a `shardwise_stream`.
 
     `model` is a module, or a Hugging Face folder (`config.json` and safetensors files), of which only the
     configuration is read at once. Weights rest on the `host` (in pinned memory), or on the `disk`, in the folder's own
@@ -189,7 +190,7 @@ def placed(plan: UnitPlan, tier: Tier) -> UnitPlan:
     return dataclasses.replace(plan, policy=_policy(plan.policy.weight_dtype, tier))
 
 
-def _start(model: nn.Module, request: StreamRequest, working_bytes: int, comm: Comm) -> nn.Module:
+def _start(model: nn.Module, request: StreamRequest, working_bytes: int, comm: Comm) -> StreamedModel:
     session = session_behind(model)
     trainable = [name for name, param in model.named_parameters() if param.requires_grad]
     try:
@@ -211,7 +212,7 @@ def _start(model: nn.Module, request: StreamRequest, working_bytes: int, comm: C
     _require_grad(model, trainable)
     if comm.device.type == "cuda":
         torch.cuda.empty_cache()  # what the model as it was built lay in
-    return model
+    return cast(StreamedModel, model)
 
 
 def _require_grad(model: nn.Module, names: Sequence[str]) -> None:
@@ -228,6 +229,7 @@ def _placement(
     comm: Comm,
 ) -> WeightPlacement:
     """Where the units rest. The same on all ranks: the smallest room counts."""
+    gc.collect()  # models that were dropped lie in reference cycles, and their memory is free after that
     sizes = unit_sizes(plans)
     rooms = comm.share_object((_device_room(comm.device), _host_room(model, comm)), "the room for weights")
     device_room, host_room = (min(room) for room in zip(*rooms, strict=True))

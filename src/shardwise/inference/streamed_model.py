@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -99,6 +99,9 @@ class WeightStream:
         settings, device = Offload(), comm.device
         numel = sum(plan.layout.shard_numel for plan in plans if plan.policy.weights_tier != "device")
         self._offload = OffloadContext(device, self._ledger, settings, numel, host_memory(settings, device))
+        # Of a model that is dropped without `close`, everything is freed by its destructor: not before the copies that
+        # are under way have ended, which the allocator does not know of.
+        weakref.finalize(self, self._offload.streams.join).atexit = False
         if files:
             largest = max(unit.shard_bytes for unit in placement.units)
             self._offload.weight_files = WeightFiles(list(files), largest, self._ledger, self._offload.host)
@@ -174,6 +177,14 @@ class WeightStream:
 
     def _on_read(self, unit: Unit) -> bool:
         return self._schedule.forward.read(unit)
+
+
+class StreamedModel(nn.Module):
+    """What `stream` returns, for type checkers: the model that was given, of its own class, with its `WeightStream`."""
+
+    shardwise_stream: WeightStream
+    generate: Callable[..., Any]
+    """Of models of transformers that generate."""
 
 
 def _do_nothing() -> None:

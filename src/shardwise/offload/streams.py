@@ -101,6 +101,11 @@ class Streams:
         if isinstance(event, torch.cuda.Event):
             torch.cuda.current_stream(self.device).wait_event(event)
 
+    def join(self) -> None:
+        """Make the compute stream wait for everything that the other streams have been given."""
+        for stream in (self.h2d, self.update, self.d2h):
+            self.wait(stream.mark())
+
     def copy_to_device(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy from the host to the device, in the current stream."""
         target.copy_(source, non_blocking=True)

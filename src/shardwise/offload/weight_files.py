@@ -6,7 +6,9 @@ Names, used throughout:
 - *follower*: the unit that was fetched after another one the last time. Passes repeat, so the blocks of the followers
   are read while those of the units before them are copied to the device and used.
 
-The files are those that the user gave: nothing is copied, and nothing is written.
+The files are those that the user gave: nothing is copied, and nothing is written. They stay open, so one that is
+replaced (by renaming another to its name, or deleted) is read to the end as it was. One that is written to, or cut
+short, is noticed by its time and size after each read of it, before the values that were read are used.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import mmap
 import os
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,18 +90,49 @@ class FileBlock:
     copies: tuple[BlockCopy, ...]
 
 
+class OpenFiles:
+    """Files that are open for reading, until `close` or the last reference: a read under way has one."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._paths = paths
+        self._handles: list[int] = []
+        self.close = weakref.finalize(self, _close_all, self._handles)
+        for path in paths:
+            self._handles.append(_open(path))
+        self._versions = [_version(handle) for handle in self._handles]
+
+    def read(self, block: FileBlock, room: memoryview) -> None:
+        """Read a block. A DiskError if its file has changed since it was opened."""
+        path, handle, done = self._paths[block.file], self._handles[block.file], 0
+        while done < block.needed_bytes:
+            try:
+                count = os.preadv(handle, [room[done:]], block.offset + done)
+            except OSError as error:
+                raise DiskError(
+                    error.errno,
+                    f"{path}: {block.size_bytes} bytes at {block.offset} could not be read ({error.strerror}): check "
+                    "the disk, or copy the file again",
+                ) from error
+            if not count:
+                break
+            done += count
+        if done < block.needed_bytes or _version(handle) != self._versions[block.file]:
+            raise DiskError(
+                errno.ESTALE,
+                f"{path} was overwritten or cut short while the model was streamed from it: restore the file, and "
+                "call shardwise.stream again",
+            )
+
+
 class WeightFiles:
-    """The files of one model, opened for reading, and the buffers that their blocks pass through."""
+    """The files of one model, and the buffers that their blocks pass through."""
 
     def __init__(self, paths: list[str], largest_bytes: int, ledger: Ledger, host: HostMemory) -> None:
         """`largest_bytes` is the largest part of a unit that this rank reads."""
         self.paths = [Path(path) for path in dict.fromkeys(paths)]
         self._headers = [read_header(path) for path in self.paths]
         self._numbers = {str(path): number for number, path in enumerate(self.paths)}
-        self._handles: list[int] = []
-        self._close_handles = weakref.finalize(self, _close_all, self._handles)
-        for path in self.paths:
-            self._handles.append(_open(path))
+        self._files = OpenFiles(self.paths)
         self.block_bytes = min(BLOCK_BYTES, aligned(largest_bytes))
         self._buffers = StagingBuffers(ledger, self.block_bytes + ALIGN_BYTES, _BUFFERS, host)
         self._workers = ThreadPoolExecutor(_THREADS, "shardwise-weights")
@@ -153,7 +186,7 @@ class WeightFiles:
     def read(self, block: FileBlock) -> memoryview:
         """A block's bytes, now, outside of any pass."""
         room = memoryview(mmap.mmap(-1, block.size_bytes))
-        self._read(block, room)
+        self._files.read(block, room)
         return room
 
     def close(self) -> None:
@@ -161,7 +194,7 @@ class WeightFiles:
         self._drop()
         self._buffers.close()
         self._workers.shutdown()
-        self._close_handles()
+        self._files.close()
 
     def _restart(self, storage: FileStorage, block: FileBlock) -> None:
         """Read from `block` on: the next use was not predicted."""
@@ -202,26 +235,7 @@ class WeightFiles:
 
     def _start(self, block: FileBlock, buffer: StagingBuffer) -> None:
         room = buffer.view[: block.size_bytes]
-        self._pending.append((block, buffer, self._workers.submit(self._read, block, room)))
-
-    def _read(self, block: FileBlock, room: memoryview) -> None:
-        path, done = self.paths[block.file], 0
-        while done < block.needed_bytes:
-            try:
-                count = os.preadv(self._handles[block.file], [room[done:]], block.offset + done)
-            except OSError as error:
-                raise DiskError(
-                    error.errno,
-                    f"{path}: {block.size_bytes} bytes at {block.offset} could not be read ({error.strerror}): check "
-                    "the disk, or copy the file again",
-                ) from error
-            if not count:
-                raise DiskError(
-                    errno.EIO,
-                    f"{path} ends at {block.offset + done}, before what its header names: it was cut short while it "
-                    "was used; copy it again",
-                )
-            done += count
+        self._pending.append((block, buffer, self._workers.submit(self._files.read, block, room)))
 
 
 class FileStorage:
@@ -341,6 +355,12 @@ def _open(path: Path) -> int:
                 os.close(handle)
     _LOG.warning("%s: this file system does not support direct I/O (O_DIRECT), so the page cache is used", path.parent)
     return os.open(path, os.O_RDONLY)
+
+
+def _version(handle: int) -> tuple[int, int]:
+    """What a write to an open file changes: its size and its time."""
+    found = os.fstat(handle)
+    return found.st_size, found.st_mtime_ns
 
 
 def _close_all(handles: list[int]) -> None:

@@ -28,7 +28,7 @@ from shardwise.planning.pipelines import about_pipelines
 from shardwise.planning.planner import plan
 from shardwise.planning.plot import draw_plan, draw_scaling
 from shardwise.planning.report import Plan
-from shardwise.plotting import check_path
+from shardwise.plotting import plot_path
 from shardwise.sizes import parse_bytes, parse_count
 from shardwise.tables import console_of
 from shardwise.timing.device import DeviceTimes, kept_calibration, load_calibration, published
@@ -111,7 +111,7 @@ def run(options: Mapping[str, Any]) -> None:
     if options["emit"] is not None:
         check_output_file("--emit", options["emit"])
     if options["plot"] is not None:
-        check_path(options["plot"])
+        options = {**options, "plot": plot_path(options["plot"], f"plan-{_short_name(options)}")}
     on, is_range = _hardware(options), ".." in (options["gpus"] or "")
     workload = _workload({**options, "global_batch": None} if is_range else options, on)
     if workload.pp > 1 and options["search"]:
@@ -160,9 +160,7 @@ def _show_plan(
     if (path := options["emit"]) is not None:
         for line in emit(made, path, found):
             typer.echo(f"{path}: {line}", err=True)
-    if (path := options["plot"]) is not None:
-        with writing(path, ConfigError):
-            draw_plan(made, path)
+    _plot(partial(draw_plan, made), options)
 
 
 def _device(options: Mapping[str, Any]) -> DeviceTimes | None:
@@ -189,9 +187,20 @@ def _show_scaling(
         typer.echo(json.dumps([asdict(point) for point in found.points], indent=1))
     else:
         console_of(scaling.WIDTH).print(scaling.render(found))
+    _plot(partial(draw_scaling, found), options)
+
+
+def _plot(draw: Callable[[Path], None], options: Mapping[str, Any]) -> None:
     if (path := options["plot"]) is not None:
         with writing(path, ConfigError):
-            draw_scaling(found, path)
+            draw(path)
+        typer.echo(f"wrote {path}", err=True)
+
+
+def _short_name(options: Mapping[str, Any]) -> str:
+    """What names the model in the name of a file: that of its folder, if it is a folder or a file in one."""
+    given = Path(options["model"] or options["params"] or "model").resolve()
+    return given.parent.name if given.name == "config.json" else given.name
 
 
 def _print(made: Plan, ranked: list[search.Candidate] | None, explains: bool) -> None:

@@ -33,7 +33,7 @@ class PlotCommand(TyperCommand):
     """A command whose --plot needs no value: without one, it is the current folder (see `plotting.plot_path`)."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        pairs = zip(args, [*args[1:], "--"], strict=True)
+        pairs = zip(args, [*args, "--"][1:], strict=True)
         words = ["--plot=." if word == "--plot" and after.startswith("-") else word for word, after in pairs]
         return super().parse_args(ctx, words)
 

@@ -477,6 +477,10 @@ def test_what_a_pipeline_cannot_do_is_refused(rank, world_size):
         "schedule is '2F2B'": {"schedule": "2F2B"},
         "schedule is None": {"schedule": None},
         "micro_batches is '8'": {"micro_batches": "8"},
+        "micro_batches is True": {"micro_batches": True},
+        "loss_fn is 'mse': pass a callable": {"loss_fn": "mse"},
+        r"split is 'blocks.2': pass a list of names, \['blocks.2'\]": {"split": "blocks.2"},
+        r"name the first block of each stage but the first \(blocks.0\), in": {"split": ["blocks.0"]},
     }
     for message, options in wrong.items():
         with pytest.raises(ConfigError, match=message):
@@ -489,12 +493,34 @@ def test_what_a_pipeline_cannot_do_is_refused(rank, world_size):
     with pytest.raises(ConfigError, match="needs pp first"):
         shardwise.pipeline(make_gpt(False), mesh["dp"], sgd)
     pipe = shardwise.pipeline(make_gpt(False), mesh, sgd, micro_batches=3)
-    with pytest.raises(ConfigError, match=r"\[8\] rows cannot be cut into 3 micro-batches"):
-        pipe.train_step(tokens_of(0, 0))
+    tokens = tokens_of(0, 0)
+    for batch, shapes in (tokens, r"\[\(8, 9\)\]"), (None, r"\[\]"), ((tokens[:6], tokens[0, 0]), r".*\(\)\]"):
+        with pytest.raises(ConfigError, match=rf"a batch of shapes {shapes} cannot be cut into 3 micro-batches"):
+            pipe.train_step(batch)
     pipe.train_step(tokens_of(0, 0)[:6])
     with pytest.raises(ConfigError, match=r"shapes \[\(6, 5\)\], and those before had \[\(6, 9\)\]"):
         pipe.train_step(tokens_of(0, 0)[:6, :5])
     pipe.destroy()
+
+
+@ranks(2)
+def test_a_pipeline_that_cannot_train_says_what_is_missing(rank, world_size):
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
+    pipe = shardwise.pipeline(make_gpt(False), mesh, None, micro_batches=4)
+    with pytest.raises(ConfigError, match=r"no optimizer, so it only evaluates: pass one to shardwise\.pipeline"):
+        pipe.train_step(tokens_of(0, 0))
+    assert pipe.evaluate(tokens_of(0, 0)).isfinite()
+    pipe.destroy()
+    model = make_blocks()
+    call = StageCall(prune(model, cut(model, 2), 0), F.mse_loss)
+    call.micro_batches = [torch.randn(BATCH, WIDTH)]
+    with pytest.raises(ConfigError, match=r"a batch is \(\*inputs, target\), and this one is a Tensor"):
+        call._run(lambda x: x, index=torch.zeros(1))
+    call.micro_batches = [batch_of(0, 0)]
+    for loss_fn, message in ((None, "the model returned"), (torch.sub, "loss_fn returned")):
+        call._loss_fn = loss_fn
+        with pytest.raises(ConfigError, match=rf"{message} a tensor of shape \(8, 16\)"):
+            call._run(lambda x, target=None: x, index=torch.zeros(1))
 
 
 def run_the_example(rank, world_size):

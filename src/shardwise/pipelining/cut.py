@@ -110,6 +110,8 @@ def even_starts(sizes: Sequence[int], count: int) -> tuple[int, ...]:
 
 
 def _named_starts(blocks: Sequence[str], count: int, split: Sequence[str]) -> tuple[int, ...]:
+    if isinstance(split, str):
+        raise ConfigError(f"split is {split!r}: pass a list of names, [{split!r}]")
     for name in split:
         if name not in blocks:
             raise ConfigError(f"split names {name!r}, which is no block: take some of {', '.join(blocks)}")
@@ -120,7 +122,10 @@ def _named_starts(blocks: Sequence[str], count: int, split: Sequence[str]) -> tu
             "the first"
         )
     if sorted(set(starts)) != list(starts):
-        raise ConfigError(f"split leaves a stage empty: name blocks in ascending order, not {list(split)}")
+        raise ConfigError(
+            f"split leaves a stage empty: name the first block of each stage but the first ({blocks[0]}), in ascending "
+            f"order, not {list(split)}"
+        )
     return starts
 
 
@@ -218,6 +223,8 @@ class _BlockBefore(PartBefore):
 
     `shapes` is a copy of the block on the meta device. It says which container the block returns, if it runs there.
     """
+
+    shapes: nn.Module
 
     def __init__(self, part: nn.Module, path: str, reception: Reception, shapes: nn.Module, is_last: bool) -> None:
         super().__init__(part, path, reception)

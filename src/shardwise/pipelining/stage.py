@@ -143,7 +143,12 @@ class StageCall:
     def _loss(self, forward: Callable[..., Any], batch: Any) -> torch.Tensor:
         if isinstance(batch, Mapping):
             output, target = forward(**{**self._options, **batch}), batch
-        elif self._loss_fn is not None and isinstance(batch, (tuple, list)):
+        elif self._loss_fn is not None:
+            if not isinstance(batch, (tuple, list)) or len(batch) < 2:
+                raise ConfigError(
+                    f"with loss_fn a batch is (*inputs, target), and this one is a {type(batch).__name__}: pass a "
+                    "tuple, or leave loss_fn out if the model returns the loss"
+                )
             output, target = forward(*batch[:-1], **self._options), batch[-1]
         else:
             args = batch if isinstance(batch, (tuple, list)) else (batch,)
@@ -151,9 +156,10 @@ class StageCall:
         loss = self._loss_fn(output, target) if self._loss_fn is not None else getattr(output, "loss", output)
         check_present(loss, lambda: "the loss is computed")
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            raise ConfigError(
-                f"the model returned {type(output).__name__} and no loss: pass loss_fn=, or batches with labels"
-            )
+            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            if self._loss_fn is None:
+                raise ConfigError(f"the model returned {what} and no loss: pass loss_fn=, or batches with labels")
+            raise ConfigError(f"loss_fn returned {what}, and a loss is one number: return the mean")
         self._check_kept(loss)
         return loss.reshape(1)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 from torch.nn import functional as F
@@ -490,6 +490,9 @@ def test_what_a_pipeline_cannot_do_is_refused(rank, world_size):
             shardwise.pipeline(make_gpt(False), no_mesh, sgd)
     with pytest.raises(ConfigError, match="pass a DeviceMesh"):
         shardwise.initialize(make_gpt(False), sgd, "zero2", mesh=(2, 2))
+    part = DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("pp", "dp"))
+    with pytest.raises(ConfigError, match=r"mesh has 2 of 4 ranks" if rank < 2 else rf"rank {rank} of 4 is not in the"):
+        shardwise.pipeline(make_gpt(False), part, sgd)
     with pytest.raises(ConfigError, match="needs pp first"):
         shardwise.pipeline(make_gpt(False), mesh["dp"], sgd)
     pipe = shardwise.pipeline(make_gpt(False), mesh, sgd, micro_batches=3)

@@ -420,7 +420,7 @@ def test_ranks_that_all_hold_one_copy_need_no_mesh(rank, world_size, tmp_path):
         tensor_parallel(nn.Linear(2, 2), mesh)
     with pytest.raises(ConfigError, match="mesh is None: pass a DeviceMesh"):
         tensor_parallel(GPT(**sizes), None)
-    with pytest.raises(ConfigError, match=r"the axes \('dp', 'tp'\): pass the one to cut the model over, mesh\['tp'\]"):
+    with pytest.raises(ConfigError, match=r"the axes \('dp', 'tp'\): pass the one to cut over, mesh\['tp'\]"):
         tensor_parallel(GPT(**sizes), mesh_of(2))
     with pytest.raises(ConfigError, match="the tensor-parallel plan is 'auto': pass a dictionary"):
         tensor_parallel(GPT(**sizes), mesh, "auto")

@@ -181,6 +181,11 @@ def check_is_mesh(mesh: Any) -> None:
             f"mesh is {mesh!r}: pass a DeviceMesh, such as init_device_mesh(device, (2, 4), mesh_dim_names=('dp', "
             "'tp'))"
         )
+    if mesh.get_coordinate() is None:
+        raise ConfigError(
+            f"rank {dist.get_rank()} of {dist.get_world_size()} is not in the mesh: start as many ranks as the mesh "
+            "has, or make a mesh of all of them"
+        )
 
 
 def _check_names(mesh: Any, names: tuple[str, ...]) -> None:

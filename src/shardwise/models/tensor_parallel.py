@@ -62,9 +62,7 @@ def tensor_parallel(model: nn.Module, mesh: Any, plan: Mapping[str, Any] | None 
 
     check_is_mesh(mesh)
     if mesh.ndim != 1:
-        raise ConfigError(
-            f"the mesh has the axes {mesh.mesh_dim_names}: pass the one to cut the model over, mesh['tp']"
-        )
+        raise ConfigError(f"the mesh has the axes {mesh.mesh_dim_names}: pass the one to cut over, mesh['tp']")
     if plan is not None and not isinstance(plan, Mapping):
         raise ConfigError(
             f"the tensor-parallel plan is {plan!r}: pass a dictionary, such as {{'layers.*.up': 'columns', "

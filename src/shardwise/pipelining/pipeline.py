@@ -160,13 +160,18 @@ def assemble(
 
 
 def _stage_group(mesh: Any) -> ModelGroup:
-    """The axis pp of a mesh, which stands before the others."""
+    """The axis pp of a mesh of all ranks, which stands before the others."""
     check_is_mesh(mesh)
     axes = tuple(mesh.mesh_dim_names or ())
     if "pp" not in axes or axes[0] != "pp" or len(axes) < 2:
         raise ConfigError(
             f"the axes of the mesh are {axes}: a pipeline needs pp first, and then any of dp_replicate, dp (or "
             "dp_shard) and tp, such as init_device_mesh(device, (2, 2, 2), mesh_dim_names=('pp', 'dp', 'tp'))"
+        )
+    if mesh.size() != dist.get_world_size():
+        raise ConfigError(
+            f"the mesh has {mesh.size()} of {dist.get_world_size()} ranks, and a pipeline is one of all ranks: start "
+            "as many ranks as the mesh has, or make a mesh of all of them"
         )
     return ModelGroup.of(mesh["pp"])
 

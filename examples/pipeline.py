@@ -22,6 +22,8 @@ def batch_of(step: int, replica: int) -> torch.Tensor:
 
 def main() -> None:
     dist.init_process_group("gloo")
+    if dist.get_world_size() % 2:
+        raise SystemExit(f"two stages cannot share {dist.get_world_size()} ranks equally: start an even number")
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("pp", "dp"))
     torch.manual_seed(0)
     pipe = shardwise.pipeline(

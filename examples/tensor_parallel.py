@@ -38,6 +38,8 @@ def main():
     if on_cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_cuda else "gloo")
+    if dist.get_world_size() % TP:
+        raise SystemExit(f"copies of {TP} ranks cannot be made of {dist.get_world_size()}: start a multiple of {TP}")
     shape = (dist.get_world_size() // TP, TP)
     mesh = init_device_mesh("cuda" if on_cuda else "cpu", shape, mesh_dim_names=("dp", "tp"))
     weights = []

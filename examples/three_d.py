@@ -24,6 +24,8 @@ def batch_of(step: int, replica: int) -> torch.Tensor:
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    if dist.get_world_size() % 4:
+        raise SystemExit(f"two stages x two parts cannot share {dist.get_world_size()} ranks: start a multiple of 4")
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 4, 2), mesh_dim_names=("pp", "dp", "tp"))
     torch.manual_seed(0)
     model = GPT(hidden=32, layers=4, heads=2, vocabulary=VOCABULARY, length=LENGTH, tied=True, fused=False)

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import warnings
 
 import pytest
 import torch
@@ -425,6 +426,21 @@ def test_tp_takes_no_part(rank, world_size, way):
     dist.all_gather_object(everyone, digest(engine))
     assert [everyone[0] == one for one in everyone] == [True, False, True, False]
     engine.destroy()
+
+
+@ranks(4)
+def test_equal_models_on_a_pp_axis_are_a_warning(rank, world_size):
+    """Each rank of the axis trained the whole model by itself, without a word."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    for depth, warns in ((2, True), (2 + rank // 2, False)):
+        model = MLP(width=8, depth=depth)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always", ConfigWarning)
+            engine = shardwise.initialize(model, make_sgd(model), "zero2", mesh=mesh)
+        found = [text for each in said if "a pp axis of 2 ranks, and all" in (text := str(each.message))]
+        assert len(found) == (warns and rank == 0)
+        assert all("shardwise.pipeline(model, mesh, ...)" in each for each in found)
+        engine.destroy()
 
 
 @ranks(4)

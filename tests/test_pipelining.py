@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 from torch.nn import functional as F
@@ -234,6 +234,17 @@ def make_mixtral():
     return transformers.MixtralForCausalLM(config)
 
 
+def make_opt():
+    """Its last norm is registered before the blocks, and used after them."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 16, "ffn_dim": 32, "num_hidden_layers": 4, "num_attention_heads": 2}
+    config = transformers.OPTConfig(
+        vocab_size=32, word_embed_proj_dim=16, max_position_embeddings=16, dropout=0.0, **sizes
+    )
+    return transformers.OPTForCausalLM(config)
+
+
 def labelled(step, replica):
     tokens = tokens_of(step, replica)
     return {"input_ids": tokens, "labels": tokens}
@@ -246,6 +257,7 @@ MODELS = {
     "GPT-2, tied": (make_gpt2, labelled),
     "Qwen, tied": (make_qwen, labelled),
     "Mixtral": (make_mixtral, labelled),
+    "OPT, tied": (make_opt, labelled),
     "Sequential": (make_blocks, batch_of),
 }
 
@@ -334,19 +346,33 @@ class Mixer(nn.Module):
         self.embed, self.place = nn.Embedding(32, 16), nn.Parameter(torch.randn(9, 16))
         self.trunk = nn.ModuleList(Layer(way) for _ in range(4))
         self.gains, self.norm, self.head = nn.Parameter(torch.rand(4)), nn.LayerNorm(16), nn.Linear(16, 32)
-        if way == "norm first":
+        if way in ("norm first", "stem norm"):
             self._modules = {"norm": self.norm, **self._modules}
 
     def forward(self, *, tokens):
         first = hidden = self.embed(tokens) + self.place
+        if self.way == "stem norm":
+            hidden = self.norm(hidden)
         seen = []
         for number, layer in enumerate(self.trunk):
             if self.way == "keywords":
                 hidden = layer(hidden=hidden, mask=torch.ones_like(hidden))
-            elif self.way == "unpacks":
-                hidden, _ = layer(hidden)
+            elif self.way in ("unpacks", "routes and unpacks", "adds up"):
+                hidden, extra = layer(hidden)
+                seen.append(extra)
+                continue
+            elif self.way == "asks for the type":
+                hidden = layer(hidden)
+                if isinstance(hidden, tuple):
+                    hidden, extra = hidden
+                    seen.append(extra)
+                continue
+            elif self.way in ("tuples", "routes"):
+                hidden = layer(hidden)[0]
+            elif self.way == "dictionaries":
+                hidden = layer(hidden)["hidden"]
             else:
-                hidden = layer(hidden)[0] if self.way == "tuples" else layer(hidden)
+                hidden = layer(hidden)
             if self.way == "between":
                 hidden = 1.5 * hidden
             if self.way == "gains":
@@ -354,8 +380,14 @@ class Mixer(nn.Module):
             if self.way == "skips":
                 hidden = hidden + first
             seen.append(hidden.square().mean())
-        loss = F.cross_entropy(self.head(self.norm(hidden)).flatten(0, 1), tokens.flatten())
-        return loss + sum(seen) if self.way == "sums up" else loss
+        hidden = hidden if self.way == "stem norm" else self.norm(hidden)
+        loss = F.cross_entropy(self.head(hidden).flatten(0, 1), tokens.flatten())
+        if self.way == "keeps":
+            seen = [module.extra for module in self.modules() if hasattr(module, "extra")]
+        return loss + sum(seen) if self.way in ("sums up", "adds up", "keeps", "asks for the type") else loss
+
+
+_ALONE = ("keywords", "between", "norm first", "stem norm", "keeps", "sums up", "gains", "skips")
 
 
 class Layer(nn.Module):
@@ -365,7 +397,14 @@ class Layer(nn.Module):
 
     def forward(self, hidden, mask=None):
         hidden = hidden + self.down(F.gelu(self.up(hidden)))
-        return (hidden, None) if self.way in ("tuples", "unpacks") else hidden
+        extra = hidden.square().mean()
+        if self.way in ("routes", "routes and unpacks", "asks for the type"):  # a mixture of experts looks at values
+            hidden = hidden.index_put((hidden[..., 0].gt(9).nonzero(as_tuple=True)), torch.zeros(()))
+        if self.way == "keeps":
+            self.up.extra = extra
+        if self.way == "dictionaries":
+            return {"hidden": hidden, "extra": extra}
+        return hidden if self.way in _ALONE else (hidden, extra)
 
 
 def make_mixer(way):
@@ -374,10 +413,14 @@ def make_mixer(way):
 
 
 @ranks(2)
-@pytest.mark.parametrize("way", ["keywords", "tuples", "between"])
+@pytest.mark.parametrize(
+    "way",
+    ["keywords", "tuples", "routes", "unpacks", "dictionaries", "between", "norm first", "stem norm"],
+)
 def test_models_written_by_hand_train_as_in_one_process(rank, world_size, way):
-    """Blocks called by keyword, blocks that return tuples, and what is computed between blocks, once. A parameter of
-    the model itself is no buffer on other stages: the broadcast of one without memory crashed them."""
+    """Blocks called by keyword, blocks that return tuples or other containers, what is computed between blocks, and a
+    norm that is registered before the blocks, used there or after them. A parameter of the model itself is no buffer on
+    other stages: the broadcast of one without memory crashed them."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
     plain, tokens = make_mixer(way), tokens_of(0, 0)
     optimizer = sgd(plain.parameters())
@@ -400,8 +443,10 @@ def test_models_written_by_hand_train_as_in_one_process(rank, world_size, way):
         ("skips", "an argument of block 'trunk.3' is computed from values that only another stage has"),
         ("sums up", "the loss is computed from values that only another stage has"),
         ("gains", "values.* that only another stage has"),
-        ("unpacks", "the forward unpacks what a block returns"),
-        ("norm first", "uses 'norm' after the blocks of other stages"),
+        ("adds up", "the loss is computed from values that only another stage has"),
+        ("routes and unpacks", "the forward unpacks what another stage computes"),
+        ("asks for the type", "blocks return tuple objects, and what those of other stages return cannot be told"),
+        ("keeps", "the loss has a part that block 'trunk.3' keeps in an attribute"),
     ],
 )
 def test_what_a_stage_would_compute_from_values_of_another_is_refused(way, message):
@@ -432,6 +477,10 @@ def test_what_a_pipeline_cannot_do_is_refused(rank, world_size):
         "schedule is '2F2B'": {"schedule": "2F2B"},
         "schedule is None": {"schedule": None},
         "micro_batches is '8'": {"micro_batches": "8"},
+        "micro_batches is True": {"micro_batches": True},
+        "loss_fn is 'mse': pass a callable": {"loss_fn": "mse"},
+        r"split is 'blocks.2': pass a list of names, \['blocks.2'\]": {"split": "blocks.2"},
+        r"name the first block of each stage but the first \(blocks.0\), in": {"split": ["blocks.0"]},
     }
     for message, options in wrong.items():
         with pytest.raises(ConfigError, match=message):
@@ -441,15 +490,40 @@ def test_what_a_pipeline_cannot_do_is_refused(rank, world_size):
             shardwise.pipeline(make_gpt(False), no_mesh, sgd)
     with pytest.raises(ConfigError, match="pass a DeviceMesh"):
         shardwise.initialize(make_gpt(False), sgd, "zero2", mesh=(2, 2))
+    part = DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("pp", "dp"))
+    with pytest.raises(ConfigError, match=r"mesh has 2 of 4 ranks" if rank < 2 else rf"rank {rank} of 4 is not in the"):
+        shardwise.pipeline(make_gpt(False), part, sgd)
     with pytest.raises(ConfigError, match="needs pp first"):
         shardwise.pipeline(make_gpt(False), mesh["dp"], sgd)
     pipe = shardwise.pipeline(make_gpt(False), mesh, sgd, micro_batches=3)
-    with pytest.raises(ConfigError, match=r"\[8\] rows cannot be cut into 3 micro-batches"):
-        pipe.train_step(tokens_of(0, 0))
+    tokens = tokens_of(0, 0)
+    for batch, shapes in (tokens, r"\[\(8, 9\)\]"), (None, r"\[\]"), ((tokens[:6], tokens[0, 0]), r".*\(\)\]"):
+        with pytest.raises(ConfigError, match=rf"a batch of shapes {shapes} cannot be cut into 3 micro-batches"):
+            pipe.train_step(batch)
     pipe.train_step(tokens_of(0, 0)[:6])
     with pytest.raises(ConfigError, match=r"shapes \[\(6, 5\)\], and those before had \[\(6, 9\)\]"):
         pipe.train_step(tokens_of(0, 0)[:6, :5])
     pipe.destroy()
+
+
+@ranks(2)
+def test_a_pipeline_that_cannot_train_says_what_is_missing(rank, world_size):
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
+    pipe = shardwise.pipeline(make_gpt(False), mesh, None, micro_batches=4)
+    with pytest.raises(ConfigError, match=r"no optimizer, so it only evaluates: pass one to shardwise\.pipeline"):
+        pipe.train_step(tokens_of(0, 0))
+    assert pipe.evaluate(tokens_of(0, 0)).isfinite()
+    pipe.destroy()
+    model = make_blocks()
+    call = StageCall(prune(model, cut(model, 2), 0), F.mse_loss)
+    call.micro_batches = [torch.randn(BATCH, WIDTH)]
+    with pytest.raises(ConfigError, match=r"a batch is \(\*inputs, target\), and this one is a Tensor"):
+        call._run(lambda x: x, index=torch.zeros(1))
+    call.micro_batches = [batch_of(0, 0)]
+    for loss_fn, message in ((None, "the model returned"), (torch.sub, "loss_fn returned")):
+        call._loss_fn = loss_fn
+        with pytest.raises(ConfigError, match=rf"{message} a tensor of shape \(8, 16\)"):
+            call._run(lambda x, target=None: x, index=torch.zeros(1))
 
 
 def run_the_example(rank, world_size):

@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -20,9 +21,11 @@ BATCH = 8
 adamw = partial(torch.optim.AdamW, lr=0.01)
 
 
-def make_gpt(tied=True):
+def make_gpt(tied=True, norm_first=False):
     torch.manual_seed(1)
     model = GPT(16, 4, 2, 32, 8, tied=tied, fused=False)
+    if norm_first:
+        model._modules = {"norm": model.norm, **model._modules}
     model.register_buffer("scale", torch.tensor([3.0]))
     return model
 
@@ -34,9 +37,9 @@ def tokens_of(step, replica):
 class Training:
     """A model on a mesh of pp x dp x tp; without pp, under a plain engine."""
 
-    def __init__(self, pp, dp, tp, preset, schedule="1F1B", tied=True, optimizer=adamw, **options):
+    def __init__(self, pp, dp, tp, preset, schedule="1F1B", tied=True, optimizer=adamw, norm_first=False, **options):
         self.mesh = init_device_mesh("cpu", (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
-        self.model = make_gpt(tied)
+        self.model = make_gpt(tied, norm_first)
         if tp > 1:
             tensor_parallel(self.model, self.mesh["tp"])
         if pp > 1:
@@ -100,6 +103,28 @@ def test_any_layout_loads_any_other_with_every_bit(rank, world_size, tmp_path):
             training.engine.finish_save()
         training.engine.destroy()  # waits for the save
         dist.barrier()  # rank 0 has committed
+
+
+@ranks(2)
+def test_a_norm_that_both_ends_have_is_stored_once(rank, world_size, tmp_path):
+    expected = None
+    for number, layout in enumerate(((2, 1, "1F1B"), (1, 2, None), (2, 1, "ZBVZeroBubble"), (2, 1, "GPipe"))):
+        pp, dp, schedule = layout
+        training = Training(pp, dp, 1, "zero2", schedule, norm_first=True)
+        if expected is None:
+            training.train(0)
+            expected = training.values()
+        else:
+            training.engine.load(tmp_path / str(number - 1))
+        for name, value in training.values().items():
+            stored = name.replace("head.weight", "embed.weight").replace(".copy", "")
+            assert torch.equal(value, expected[stored]), (layout, name)
+        assert ("norm.copy.weight" in training.values()) is (pp > 1)
+        training.engine.save(tmp_path / str(number))
+        training.engine.export(tmp_path / f"export-{number}")
+        training.engine.destroy()
+        dist.barrier()
+        assert "norm.copy.weight" not in load_file(tmp_path / f"export-{number}" / "model.safetensors")
 
 
 @ranks(4)

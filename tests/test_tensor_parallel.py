@@ -418,12 +418,19 @@ def test_ranks_that_all_hold_one_copy_need_no_mesh(rank, world_size, tmp_path):
         tensor_parallel(GPT(**sizes | {"heads": 3, "hidden": 18}), mesh)
     with pytest.raises(ConfigError, match="there is no tensor-parallel plan for Linear: pass one"):
         tensor_parallel(nn.Linear(2, 2), mesh)
+    with pytest.raises(ConfigError, match="mesh is None: pass a DeviceMesh"):
+        tensor_parallel(GPT(**sizes), None)
+    with pytest.raises(ConfigError, match=r"the axes \('dp', 'tp'\): pass the one to cut over, mesh\['tp'\]"):
+        tensor_parallel(GPT(**sizes), mesh_of(2))
+    with pytest.raises(ConfigError, match="the tensor-parallel plan is 'auto': pass a dictionary"):
+        tensor_parallel(GPT(**sizes), mesh, "auto")
 
 
 @ranks(4)
 def test_what_is_not_supported_is_refused_by_name(rank, world_size):
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import Partial, distribute_tensor
+    from torch.distributed.tensor import DTensor, Partial, distribute_tensor
+    from torch.distributed.tensor.placement_types import _StridedShard
 
     mesh = mesh_of(2)
 
@@ -436,6 +443,11 @@ def test_what_is_not_supported_is_refused_by_name(rank, world_size):
     refused(model, "'0.up.weight' whole, and tensor parallelism has cut it", make=muons)
     model[1].up.weight = nn.Parameter(distribute_tensor(model[1].norm.weight.detach(), mesh["tp"], [Partial()]))
     refused(model, r"'1.up.weight' has the placement .*Partial.*, and only Shard and Replicate are supported")
+    packed = _StridedShard(0, split_factor=2)  # as transformers cuts the gate and up matrices of its experts
+    model[1].up.weight = nn.Parameter(DTensor.from_local(torch.ones(H, H), mesh["tp"], [packed], run_check=False))
+    refused(
+        model, r"'1.up.weight' is packed .*leave its module out of the plan, such as apply_tensor_parallelism\(model"
+    )
     sharded = parallelized(blocks(), mesh["tp"])
     fully_shard(sharded, mesh=mesh["dp"])
     refused(sharded, r"'0.norm.weight' and '0.up.weight'|is a DTensor over 2 axes \(dp, tp\)")

@@ -88,12 +88,14 @@ class RankMesh:
             return dist.get_process_group_ranks(self.group)
         return next(list(ranks) for ranks in self.members if dist.get_rank() in ranks)
 
+    def axis(self, name: str) -> DeviceMesh | None:
+        """An axis such as "tp" or "pp"; None where there is no such axis."""
+        return None if self.device_mesh is None or self.sizes.get(name, 1) == 1 else self.device_mesh[name]
+
     def group_of(self, name: str) -> dist.ProcessGroup | None:
-        """The process group of an axis such as "tp" or "pp"; None where there is no such axis."""
-        if self.device_mesh is None or self.sizes.get(name, 1) == 1:
-            return None
-        group: dist.ProcessGroup = self.device_mesh.get_group(name)
-        return group
+        """The process group of an axis; None where there is no such axis."""
+        axis = self.axis(name)
+        return None if axis is None else axis.get_group()
 
     def check_model(self, tp: DeviceMesh | None) -> None:
         """Refuse a model whose parameters are DTensors over other ranks (`tp`) than those of the tp axis."""
@@ -178,6 +180,11 @@ def check_is_mesh(mesh: Any) -> None:
         raise ConfigError(
             f"mesh is {mesh!r}: pass a DeviceMesh, such as init_device_mesh(device, (2, 4), mesh_dim_names=('dp', "
             "'tp'))"
+        )
+    if mesh.get_coordinate() is None:
+        raise ConfigError(
+            f"rank {dist.get_rank()} of {dist.get_world_size()} is not in the mesh: start as many ranks as the mesh "
+            "has, or make a mesh of all of them"
         )
 
 

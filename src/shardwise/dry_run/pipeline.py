@@ -22,6 +22,7 @@ from shardwise.engine import Engine
 from shardwise.pipelining.cut import find_blocks
 from shardwise.pipelining.pipeline import PipelineLayout, assemble, schedule_class
 from shardwise.pipelining.stage import EngineStage
+from shardwise.tensors import tensors_in
 
 _DURATIONS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
@@ -88,7 +89,7 @@ def _hidden_states(model: nn.Module, batch: Mapping[str, Any], dtype: torch.dtyp
     found: list[torch.Tensor] = []
 
     def capture(module: nn.Module, args: Any, output: Any) -> None:
-        found.append(output[0] if isinstance(output, tuple) else output)
+        found.append(tensors_in(output)[0])
         raise _Reached
 
     handle = model.get_submodule(find_blocks(model)[0]).register_forward_hook(capture)

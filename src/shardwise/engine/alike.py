@@ -9,20 +9,23 @@ and the agreement of ranks stops operations with different names. The same opera
 from __future__ import annotations
 
 import hashlib
+import warnings
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from shardwise._version import __version__
 from shardwise.agreement.judge import name_ranks
 from shardwise.comm import Comm
+from shardwise.comm.model_group import ModelGroup
 from shardwise.config import Config
 from shardwise.config.draft import leaves
 from shardwise.engine.habits import InputWatch
-from shardwise.errors import DisagreementError
+from shardwise.errors import ConfigWarning, DisagreementError
 from shardwise.optim.optimizers import members
 
 _FIRST, _EVERY = 10, 100  # the updates before which options are compared: the first of them, and all multiples
@@ -55,6 +58,21 @@ def check_alike(
         f"the ranks were started differently, so each would train by its own rule:\n{listed}{more}\n"
         "Pass the same model, optimizer, options and configuration to shardwise.initialize on all ranks"
     )
+
+
+def check_stages(model: nn.Module, pp: ModelGroup) -> None:
+    """Warn if all ranks of a pp axis have the same parameters, by name and shape: such a model is hardly a stage. A
+    collective of the axis."""
+    shapes = repr([(name, tuple(param.shape)) for name, param in model.named_parameters()])
+    everyone = pp.share_object(hashlib.sha256(shapes.encode()).hexdigest())
+    if len(everyone) > 1 and len(set(everyone)) == 1 and dist.get_rank() == 0:
+        warnings.warn(
+            f"the mesh has a pp axis of {len(everyone)} ranks, and all of them have parameters of the same names and "
+            "shapes: unless these are stages that a schedule of torch drives, nothing is cut, and each of these ranks "
+            "trains a model of its own. Cut it with shardwise.pipeline(model, mesh, ...), or leave pp out of the mesh",
+            ConfigWarning,
+            stacklevel=3,
+        )
 
 
 class OptionsCheck:

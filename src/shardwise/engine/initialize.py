@@ -23,7 +23,7 @@ from shardwise.config.sections import MeshSection, Tier
 from shardwise.config.shape import NodeShape
 from shardwise.deferred.deferred import DeferredSession, check_deferred, finish, prepare, session_behind
 from shardwise.engine.access import is_managed
-from shardwise.engine.alike import check_alike
+from shardwise.engine.alike import check_alike, check_stages
 from shardwise.engine.engine import Engine
 from shardwise.engine.habits import check_scheduler
 from shardwise.errors import ConfigError, ConfigWarning
@@ -64,6 +64,7 @@ def initialize(
     if tp is not None:
         _check_ties(model, dist.get_rank() == 0)
     rank_mesh = join_ranks(mesh, device, config.mesh, tp)
+    check_stages(model, ModelGroup.of(rank_mesh.axis("pp")))
     if config.runtime.timeout is not None:
         set_timeout(rank_mesh.group, config.runtime.timeout)
     config = config.for_shape(_shape(rank_mesh, config))

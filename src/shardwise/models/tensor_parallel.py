@@ -21,6 +21,7 @@ from typing import Any
 
 from torch import nn
 
+from shardwise.comm.mesh import check_is_mesh
 from shardwise.errors import ConfigError
 from shardwise.models.built_in import GPT
 from shardwise.models.decoder import CausalDecoder
@@ -59,6 +60,14 @@ def tensor_parallel(model: nn.Module, mesh: Any, plan: Mapping[str, Any] | None 
     """
     from torch.distributed.tensor.parallel import parallelize_module
 
+    check_is_mesh(mesh)
+    if mesh.ndim != 1:
+        raise ConfigError(f"the mesh has the axes {mesh.mesh_dim_names}: pass the one to cut over, mesh['tp']")
+    if plan is not None and not isinstance(plan, Mapping):
+        raise ConfigError(
+            f"the tensor-parallel plan is {plan!r}: pass a dictionary, such as {{'layers.*.up': 'columns', "
+            "'layers.*.down': 'rows'}, or leave it out for shardwise's own models"
+        )
     given = _plan_of(model, mesh.size()) if plan is None else plan
     cuts = {path: how for key, how in given.items() for path in _matching(model, key)}
     ties = _ties(model)

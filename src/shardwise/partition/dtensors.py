@@ -68,6 +68,12 @@ def _check(name: str, param: Any) -> None:
             "parallelize_module(model, mesh['tp'], plan), and leave the data axis to shardwise (no fully_shard)"
         )
     (placement,) = param.placements
+    if type(placement).__name__ == "_StridedShard":
+        raise ConfigError(
+            f"parameter {name!r} is packed and has the placement {placement!r}, and only Shard and Replicate are "
+            "supported: leave its module out of the plan, such as apply_tensor_parallelism(model, mesh['tp'], {key: "
+            "how for key, how in model.tp_plan.items() if 'experts' not in key})"
+        )
     if type(placement).__name__ not in ("Shard", "Replicate"):
         raise ConfigError(
             f"parameter {name!r} has the placement {placement!r}, and only Shard and Replicate are supported: "

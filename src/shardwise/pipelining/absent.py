@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from shardwise.errors import ConfigError
@@ -32,6 +34,8 @@ class AbsentValues(torch.Tensor):
     """What another stage has computed, on a stage that has `received` its result, or nothing yet."""
 
     received: torch.Tensor | None
+    is_indexed: bool
+    """Whether the forward took the first item of it, as of a tuple."""
 
     @staticmethod
     def __new__(
@@ -39,7 +43,7 @@ class AbsentValues(torch.Tensor):
     ) -> AbsentValues:
         make: Any = torch.Tensor._make_wrapper_subclass
         values: AbsentValues = make(cls, tuple(shape), dtype=dtype, device=device)
-        values.received = received
+        values.received, values.is_indexed = received, False
         return values
 
     @classmethod
@@ -57,12 +61,15 @@ class AbsentValues(torch.Tensor):
 
     def __getitem__(self, index: Any) -> Any:
         """The first of what a block returns: one that returns a tuple gives the hidden states there."""
-        return self if isinstance(index, int) and index == 0 else super().__getitem__(index)
+        if isinstance(index, int) and index == 0:
+            self.is_indexed = True
+            return self
+        return super().__getitem__(index)
 
     def __iter__(self) -> Any:
         raise ConfigError(
-            "the forward unpacks what a block returns, and the blocks of other stages return the hidden states alone: "
-            "take the first item, block(...)[0], or return the hidden states alone"
+            "the forward unpacks what another stage computes, and how many items that has cannot be told without "
+            "values: take the first item of what a block returns, block(...)[0], or return the hidden states alone"
         )
 
     @classmethod
@@ -71,7 +78,7 @@ class AbsentValues(torch.Tensor):
         kwargs = kwargs or {}
         if func in _BLANKS:
             return func(*tree_map_only(AbsentValues, _without_memory, args), **kwargs)
-        made = _without_values(func, args, kwargs)
+        made = _run_on_meta(func, args, kwargs)
         given = [each for each in tensors_in(args, kwargs) if isinstance(each, AbsentValues)]
         is_in_place = func._schema.is_mutable
         if not tensors_in(made) or (is_in_place and not isinstance(args[0], AbsentValues)):
@@ -99,7 +106,24 @@ def _refuse(what: str) -> NoReturn:
     )
 
 
-def _without_values(func: Any, args: Any, kwargs: Any) -> Any:
+def without_values(tensor: torch.Tensor) -> torch.Tensor:
+    """The shape and dtype of a parameter or buffer on the meta device; of a DTensor, those of the whole tensor."""
+    with _disable_current_modes():  # no fake tensor in a dry run, which would count it
+        blank = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        return nn.Parameter(blank, requires_grad=False) if isinstance(tensor, nn.Parameter) else blank
+
+
+def run_without_values(module: nn.Module, dtype: torch.dtype, args: Any, kwargs: Any) -> Any:
+    """What a module on the meta device returns, computing in `dtype`; None if it reads values."""
+    try:
+        with _disable_current_modes(), torch.no_grad():
+            args, kwargs = tree_map_only(torch.Tensor, _on_meta, (args, kwargs))
+            return module.to(dtype)(*args, **kwargs)
+    except Exception:  # the user's code may raise anything where it has no values
+        return None
+
+
+def _run_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
     """What an operation returns, on the meta device; None if that depends on values."""
     with torch._C._DisableTorchDispatch():  # a dry run has fake tensors
         args, kwargs = tree_map_only(torch.Tensor, _on_meta, (args, kwargs))

@@ -6,7 +6,8 @@
 
 A model that can be cut is a list of blocks with something before it and something after it. Blocks are the members of
 that ModuleList or Sequential which holds at least half of the parameters in the smallest parts. What is registered
-before the blocks belongs to the first stage, what is registered after them to the last one. Stages are cut evenly by
+before the blocks belongs to the first stage, what is registered after them to the last one. A norm or a Linear that is
+registered before them may be used at either end, so both stages have it, as a tied weight. Stages are cut evenly by
 parameters, or where `split` says.
 
 A stage is a copy of the whole model in which parts of other stages are replaced, so parameters keep their names and the
@@ -18,15 +19,16 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shardwise.errors import ConfigError
-from shardwise.pipelining.absent import AbsentValues, check_present
+from shardwise.pipelining.absent import AbsentValues, check_present, run_without_values, without_values
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,8 @@ def even_starts(sizes: Sequence[int], count: int) -> tuple[int, ...]:
 
 
 def _named_starts(blocks: Sequence[str], count: int, split: Sequence[str]) -> tuple[int, ...]:
+    if isinstance(split, str):
+        raise ConfigError(f"split is {split!r}: pass a list of names, [{split!r}]")
     for name in split:
         if name not in blocks:
             raise ConfigError(f"split names {name!r}, which is no block: take some of {', '.join(blocks)}")
@@ -118,7 +122,10 @@ def _named_starts(blocks: Sequence[str], count: int, split: Sequence[str]) -> tu
             "the first"
         )
     if sorted(set(starts)) != list(starts):
-        raise ConfigError(f"split leaves a stage empty: name blocks in ascending order, not {list(split)}")
+        raise ConfigError(
+            f"split leaves a stage empty: name the first block of each stage but the first ({blocks[0]}), in ascending "
+            f"order, not {list(split)}"
+        )
     return starts
 
 
@@ -172,14 +179,25 @@ class _Part(nn.Module):
 
 @dataclass
 class Reception:
-    """What the stage before has sent, while a micro-batch runs, and whether the stage's first block has it."""
+    """What the stage before has sent, while a micro-batch runs.
+
+    is_over   whether the stage's first block has it
+    guesses   what was taken for the hidden states alone, as a block before the stage could not be run without values
+    blocks    the stage's own, by path
+    """
 
     values: torch.Tensor | None = None
     is_over: bool = False
+    guesses: list[AbsentValues] = field(default_factory=list)
+    blocks: dict[str, nn.Module] = field(default_factory=dict)
+
+    def clear(self) -> None:
+        self.values, self.is_over = None, False
+        self.guesses.clear()
 
 
 class PartBefore(_Part):
-    """A block before the stage, or a norm there: computes nothing."""
+    """A norm before the stage: computes nothing."""
 
     def __init__(self, part: nn.Module, path: str, reception: Reception) -> None:
         super().__init__(part)
@@ -193,18 +211,41 @@ class PartBefore(_Part):
                 "before, because it is registered there: register modules in the order of their use"
             )
         assert self.reception.values is not None, "the stage has received nothing"
-        return self.blank(self.reception.values, self.first(args, kwargs))
+        return self.blank(self.reception.values, *args, **kwargs)
 
-    def blank(self, received: torch.Tensor, x: torch.Tensor) -> AbsentValues:
-        """What the part would give for `x`."""
-        return AbsentValues.like(x)
+    def blank(self, received: torch.Tensor, /, *args: Any, **kwargs: Any) -> Any:
+        """What the part would give."""
+        return AbsentValues.like(self.first(args, kwargs))
 
 
-class _LastBefore(PartBefore):
-    """The last block before the stage: the next one takes what the stage has received."""
+class _BlockBefore(PartBefore):
+    """A block before the stage. After the last of them, the next one takes what the stage has received.
 
-    def blank(self, received: torch.Tensor, x: torch.Tensor) -> AbsentValues:
-        return AbsentValues.like(received, received)
+    `shapes` is a copy of the block on the meta device. It says which container the block returns, if it runs there.
+    """
+
+    shapes: nn.Module
+
+    def __init__(self, part: nn.Module, path: str, reception: Reception, shapes: nn.Module, is_last: bool) -> None:
+        super().__init__(part, path, reception)
+        self.is_last = is_last
+        vars(self)["shapes"] = shapes  # not registered: none of the stage's modules
+        self._returned: dict[torch.Size, Any] = {}
+
+    def blank(self, received: torch.Tensor, /, *args: Any, **kwargs: Any) -> Any:
+        x = self.first(args, kwargs)
+        hidden = AbsentValues.like(received, received) if self.is_last else AbsentValues.like(x)
+        if x.shape not in self._returned:
+            self._returned[x.shape] = run_without_values(self.shapes, received.dtype, args, kwargs)
+        leaves, spec = tree_flatten(self._returned[x.shape])
+        places = [place for place, each in enumerate(leaves) if isinstance(each, torch.Tensor)]
+        if not places:
+            self.reception.guesses.append(hidden)
+            return hidden
+        for place in places:
+            leaves[place] = AbsentValues(leaves[place].shape, leaves[place].dtype, x.device)
+        leaves[places[0]] = hidden
+        return tree_unflatten(leaves, spec)
 
 
 class _ProjectionBefore(PartBefore):
@@ -215,8 +256,22 @@ class _ProjectionBefore(PartBefore):
         self.is_embedding = isinstance(part, nn.Embedding)
         self.width = part.embedding_dim if isinstance(part, nn.Embedding) else part.out_features
 
-    def blank(self, received: torch.Tensor, x: torch.Tensor) -> AbsentValues:
+    def blank(self, received: torch.Tensor, /, *args: Any, **kwargs: Any) -> AbsentValues:
+        x = self.first(args, kwargs)
         return AbsentValues((*(x.shape if self.is_embedding else x.shape[:-1]), self.width), received.dtype, x.device)
+
+
+class _EitherEnd(_Part):
+    """On the last stage, a norm or a projection that is registered before the blocks: the forward uses it before them,
+    where the stage computes nothing, or after them."""
+
+    def __init__(self, part: nn.Module, path: str, reception: Reception) -> None:
+        super().__init__(part)
+        self.copy = part
+        self.before = _stand_in(part, path, reception)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return (self.copy if self.before.reception.is_over else self.before)(*args, **kwargs)
 
 
 class _EndBlock(_Part):
@@ -260,6 +315,15 @@ def _enter(path: str, reception: Reception, name: str | None, block: nn.Module, 
     return args, kwargs
 
 
+def _check_returned(reception: Reception, block: nn.Module, args: Any, output: Any) -> None:
+    """Blocks before the stage return what its first one does."""
+    if not isinstance(output, torch.Tensor) and not all(each.is_indexed for each in reception.guesses):
+        raise ConfigError(
+            f"blocks return {type(output).__name__} objects, and what those of other stages return cannot be told "
+            "without values: take the hidden states as the first item, block(...)[0], or return them alone"
+        )
+
+
 class _Absent(_Part):
     """A part of the last stage: the stages before never reach it."""
 
@@ -279,23 +343,26 @@ def prune(model: nn.Module, where: StageCut, stage: int) -> nn.Module:
 
     Blocks before the stage, and on later stages what lies before the blocks, give `AbsentValues`. The stage's first
     block takes what the stage has received in their place, and the block after the stage raises `StageEnd` with what it
-    is given. A tied parameter whose uses are on the first and the last stage is a parameter of each.
+    is given. A parameter that the first and the last stage use is a parameter of each: see `names_on_last`.
     """
     names = [name for name, _ in model.named_parameters()]
-    shared = {id(each): each for each in (*model.parameters(), *model.buffers())}
-    part = copy.deepcopy(model, shared)
+    tensors = [*model.parameters(), *model.buffers()]
+    part = copy.deepcopy(model, {id(each): each for each in tensors})
+    blanks = {id(each): without_values(each) for each in tensors} if stage else {}
     own, last, reception = where.own(stage), where.count - 1, Reception()
     for index, path in enumerate(where.blocks):
         block = part.get_submodule(path)
         if index >= own.stop:
             _replace(part, path, _EndBlock(block, path))
         elif index < own.start:
-            kind = _LastBefore if index == own.start - 1 else PartBefore
-            _replace(part, path, kind(block, path, reception))
+            shapes = _plain(copy.deepcopy(block, dict(blanks)))
+            _replace(part, path, _BlockBefore(block, path, reception, shapes, index == own.start - 1))
         elif stage:
+            reception.blocks[path] = block
             check = partial(_check_arguments, path)
             if index == own.start:
                 check = partial(_enter, path, reception, _first_name(block))
+                block.register_forward_hook(partial(_check_returned, reception))
             block.register_forward_pre_hook(check, with_kwargs=True)
     for path, module in list(part.named_modules()):
         direct = [f"{path}.{name}" if path else name for name in module._parameters]
@@ -308,6 +375,9 @@ def prune(model: nn.Module, where: StageCut, stage: int) -> nn.Module:
                 _untie(module, {name for name in names if where.stage_of(name, names) == 0}, model)
         elif home == last:
             _replace(part, path, _Absent(module, path)) if path else _blank(module)
+        elif stage == last and is_at_either_end(module):
+            _untie(module, {name for name in names if where.stage_of(name, names) == 0}, model)
+            _replace(part, path, _EitherEnd(module, path, reception))
         elif path and not list(module.children()):
             _replace(part, path, _stand_in(module, path, reception))
         else:
@@ -324,10 +394,37 @@ def _is_before(name: str, part: nn.Module, where: StageCut, names: Sequence[str]
     return everything.index(holder) < everything.index(where.blocks[0])
 
 
-def _stand_in(module: nn.Module, path: str, reception: Reception) -> nn.Module:
+def is_at_either_end(module: nn.Module) -> bool:
+    """Whether a module that is registered before the blocks may be used before or after them: OPT has its last norm
+    there."""
+    return isinstance(module, nn.Linear) or (_is_norm(module) and not list(module.children()))
+
+
+def names_on_last(model: nn.Module, where: StageCut) -> dict[str, str]:
+    """Parameters that the first and the last stage both have, with their names on the last one."""
+    names, modules = list(dict(model.named_parameters())), dict(model.named_modules(remove_duplicate=False))
+    paths = list(modules)
+    first = {id(param): name for name, param in model.named_parameters() if where.stage_of(name, names) == 0}
+    found: dict[str, str] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        path, _, leaf = name.rpartition(".")
+        if where.count == 1 or id(param) not in first:
+            continue
+        if paths.index(path) > paths.index(where.blocks[-1]):
+            found.setdefault(first[id(param)], name)
+        elif paths.index(path) < paths.index(where.blocks[0]) and is_at_either_end(modules[path]):
+            found.setdefault(first[id(param)], f"{path}.copy.{leaf}")
+    return found
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return "norm" in type(module).__name__.lower()
+
+
+def _stand_in(module: nn.Module, path: str, reception: Reception) -> PartBefore:
     if isinstance(module, (nn.Embedding, nn.Linear)):
         return _ProjectionBefore(module, path, reception)
-    if "norm" in type(module).__name__.lower():
+    if _is_norm(module):
         return PartBefore(module, path, reception)
     raise ConfigError(
         f"the model cannot be cut: stages after the first do not know what to compute for {path!r} "
@@ -341,6 +438,15 @@ def _blank(module: nn.Module) -> None:
         if param is not None:
             del module._parameters[name]
             vars(module)[name] = AbsentValues.like(param)
+
+
+def _plain(module: nn.Module) -> nn.Module:
+    """A copy on the meta device computes eagerly with whole tensors: the hooks of tensor parallelism cut them."""
+    for each in module.modules():
+        each._forward_hooks.clear()
+        each._forward_pre_hooks.clear()
+        each._compiled_call_impl = None
+    return module
 
 
 def _untie(module: nn.Module, elsewhere: set[str], model: nn.Module) -> None:

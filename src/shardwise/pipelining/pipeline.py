@@ -73,6 +73,8 @@ def pipeline(
             "a pipeline's stages have optimizers of their own: pass a callable that takes parameters, such as "
             "lambda params: torch.optim.AdamW(params, lr=1e-4)"
         )
+    if loss_fn is not None and not callable(loss_fn):
+        raise ConfigError(f"loss_fn is {loss_fn!r}: pass a callable, loss_fn(output, target)")
     loaded = Config.load(config)
     _check_config(loaded, micro_batches)
     group = _stage_group(mesh)
@@ -158,13 +160,18 @@ def assemble(
 
 
 def _stage_group(mesh: Any) -> ModelGroup:
-    """The axis pp of a mesh, which stands before the others."""
+    """The axis pp of a mesh of all ranks, which stands before the others."""
     check_is_mesh(mesh)
     axes = tuple(mesh.mesh_dim_names or ())
     if "pp" not in axes or axes[0] != "pp" or len(axes) < 2:
         raise ConfigError(
             f"the axes of the mesh are {axes}: a pipeline needs pp first, and then any of dp_replicate, dp (or "
             "dp_shard) and tp, such as init_device_mesh(device, (2, 2, 2), mesh_dim_names=('pp', 'dp', 'tp'))"
+        )
+    if mesh.size() != dist.get_world_size():
+        raise ConfigError(
+            f"the mesh has {mesh.size()} of {dist.get_world_size()} ranks, and a pipeline is one of all ranks: start "
+            "as many ranks as the mesh has, or make a mesh of all of them"
         )
     return ModelGroup.of(mesh["pp"])
 
@@ -187,7 +194,7 @@ def _check_alike(schedule: str, micro_batches: int, split: Sequence[str] | None,
 
 
 def _check_config(config: Config, micro_batches: int) -> None:
-    if not isinstance(micro_batches, int) or micro_batches < 1:
+    if type(micro_batches) is not int or micro_batches < 1:
         raise ConfigError(f"micro_batches is {micro_batches!r}: give a whole number, at least 1")
     if config.precision.compute == "fp16":
         raise ConfigError("precision.compute is fp16, whose loss scale stages do not share: compute in bf16")
@@ -249,6 +256,8 @@ class Pipeline:
 
     def train_step(self, batch: Any) -> torch.Tensor:
         """Train on a batch, the same on all ranks of a pipeline; its mean loss, on all of them. A collective."""
+        if self._parts.first.optimizer is None:
+            raise ConfigError("the pipeline has no optimizer, so it only evaluates: pass one to shardwise.pipeline")
         parts = self._split(batch)
         with self._watched("step"):
             loss = self._run(parts)
@@ -368,13 +377,14 @@ class Pipeline:
 
     def _split(self, batch: Any) -> list[Any]:
         count = self.micro_batches
-        sizes = {len(tensor) for tensor in tensors_in((batch,), {})}
-        if len(sizes) != 1 or next(iter(sizes)) % count:
+        shapes = [tuple(tensor.shape) for tensor in tensors_in(batch)]
+        sizes = {shape[0] if shape else 0 for shape in shapes}
+        if len(sizes) != 1 or min(sizes) == 0 or min(sizes) % count:
             raise ConfigError(
-                f"a batch with {sorted(sizes)} rows cannot be cut into {count} micro-batches: make it a multiple of "
-                "micro_batches"
+                f"a batch of shapes {shapes} cannot be cut into {count} micro-batches: give tensors with equal numbers "
+                "of rows, a multiple of micro_batches"
             )
-        self._check_shapes([tuple(tensor.shape) for tensor in tensors_in((batch,), {})])
+        self._check_shapes(shapes)
         rows = sizes.pop() // count
         return [map_tensors(batch, partial(_rows, start=number * rows, count=rows)) for number in range(count)]
 

@@ -32,6 +32,7 @@ from shardwise.engine import Engine
 from shardwise.errors import ConfigError
 from shardwise.pipelining.absent import check_present
 from shardwise.pipelining.cut import PartBefore, StageEnd
+from shardwise.tensors import kept_by
 
 LossFn = Callable[[Any, Any], torch.Tensor]
 
@@ -121,6 +122,7 @@ class StageCall:
         self.micro_batches: list[Any] = []
         self.number_of: Callable[[torch.Tensor], int] = int
         self._loss_fn = loss_fn
+        self._is_checked = False
         before = (module for module in part.modules() if isinstance(module, PartBefore))
         self._reception = next((module.reception for module in before), None)
         self._options = {"use_cache": False} if "use_cache" in inspect.signature(part.forward).parameters else {}
@@ -136,12 +138,17 @@ class StageCall:
             return end.value
         finally:
             if self._reception is not None:
-                self._reception.values, self._reception.is_over = None, False
+                self._reception.clear()
 
     def _loss(self, forward: Callable[..., Any], batch: Any) -> torch.Tensor:
         if isinstance(batch, Mapping):
             output, target = forward(**{**self._options, **batch}), batch
-        elif self._loss_fn is not None and isinstance(batch, (tuple, list)):
+        elif self._loss_fn is not None:
+            if not isinstance(batch, (tuple, list)) or len(batch) < 2:
+                raise ConfigError(
+                    f"with loss_fn a batch is (*inputs, target), and this one is a {type(batch).__name__}: pass a "
+                    "tuple, or leave loss_fn out if the model returns the loss"
+                )
             output, target = forward(*batch[:-1], **self._options), batch[-1]
         else:
             args = batch if isinstance(batch, (tuple, list)) else (batch,)
@@ -149,10 +156,34 @@ class StageCall:
         loss = self._loss_fn(output, target) if self._loss_fn is not None else getattr(output, "loss", output)
         check_present(loss, lambda: "the loss is computed")
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            raise ConfigError(
-                f"the model returned {type(output).__name__} and no loss: pass loss_fn=, or batches with labels"
-            )
+            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            if self._loss_fn is None:
+                raise ConfigError(f"the model returned {what} and no loss: pass loss_fn=, or batches with labels")
+            raise ConfigError(f"loss_fn returned {what}, and a loss is one number: return the mean")
+        self._check_kept(loss)
         return loss.reshape(1)
+
+    def _check_kept(self, loss: torch.Tensor) -> None:
+        """Refuse a loss with parts that blocks keep in attributes, as routers do: those of other stages are missing."""
+        if self._is_checked or self._reception is None or loss.grad_fn is None:
+            return
+        self._is_checked = True
+        kept: dict[Any, str] = {}
+        for block, module in self._reception.blocks.items():
+            scalars = (each for each in kept_by(module.modules()) if each.numel() == 1 and each.grad_fn is not None)
+            kept |= {each.grad_fn: block for each in scalars}
+        seen, found = set[Any](), [loss.grad_fn]
+        while kept and found:
+            node = found.pop()
+            if node in kept:
+                raise ConfigError(
+                    f"the loss has a part that block {kept[node]!r} keeps in an attribute, and the last stage has "
+                    "those of its own blocks alone: leave it out, or use ZeRO alone, shardwise.initialize(model, "
+                    "optimizer, 'zero3')"
+                )
+            if node not in seen:
+                seen.add(node)
+                found += [each for each, _ in node.next_functions if each is not None]
 
 
 class ForwardPass:

@@ -1,4 +1,4 @@
-"""Weights that the first and the last stage both use: each has a copy, and both get the sum of the gradients."""
+"""Weights that the first and the last stage both have: each has a copy, and both get the sum of the gradients."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 
 from shardwise.engine import Engine
 from shardwise.partition import dtensors
-from shardwise.pipelining.cut import StageCut
+from shardwise.pipelining.cut import StageCut, names_on_last
 
 _BLOCK_NUMEL = 1 << 20
 
@@ -30,14 +30,7 @@ class TiedWeights:
 
     @classmethod
     def of(cls, model: nn.Module, where: StageCut) -> TiedWeights:
-        names = [name for name, _ in model.named_parameters()]
-        first = {id(param): name for name, param in model.named_parameters() if where.stage_of(name, names) == 0}
-        found: dict[str, str] = {}
-        modules = [path for path, _ in model.named_modules(remove_duplicate=False)]
-        for name, param in model.named_parameters(remove_duplicate=False):
-            is_after = modules.index(name.rpartition(".")[0]) > modules.index(where.blocks[-1])
-            if where.count > 1 and name not in names and id(param) in first and is_after:
-                found[first[id(param)]] = name
+        found = names_on_last(model, where)
         trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
         shapes = {name: param.shape for name, param in trained if name in found}
         return cls(found, shapes, where.count - 1)

@@ -41,6 +41,7 @@ def run_all(rank, world_size, folder, device):
     found["left out"] = left_out(f"{folder}/lora3/checkpoint-2/global_step2")
     for stage in ("2", "3"):
         found[f"DoRA {stage}"] = lora(folder, stage, use_dora=True, modules_to_save=["lm_head"])
+        found[f"prompt {stage}"] = prompt_encoder(folder, stage)
     found["generated"] = generated(folder, rank)
     found["batch size"] = found_batch_size(folder)
     found["own optimizer"] = train(folder, "own", {**config("3"), **optimizer_and_schedule()}, warmup_steps=2)
@@ -287,6 +288,19 @@ def lora(folder, stage, resume=None, **options):
     plain = base_state(folder)
     same = [torch.equal(engine.full_param(name).cpu(), plain[plain_name(name)]) for name in frozen]
     return {**finish(trainer, f"{folder}/lora{stage}/final"), "frozen": len(frozen), "unchanged": sum(same)}
+
+
+def prompt_encoder(folder, stage):
+    """PEFT saves what its prompt encoder computes on rank 0, not what is in the state_dict of all ranks."""
+    from peft import PromptEncoderConfig, get_peft_model
+    from transformers import Trainer, set_seed
+
+    args = arguments(folder, f"prompt{stage}", config(stage), save_strategy="steps", save_steps=2)
+    set_seed(3)
+    encoder = PromptEncoderConfig(num_virtual_tokens=4, encoder_hidden_size=16, task_type="CAUSAL_LM")
+    trainer = Trainer(model=get_peft_model(base(folder), encoder), args=args, train_dataset=samples())
+    trainer.train()
+    return finish(trainer, f"{folder}/prompt{stage}/final")
 
 
 def base_state(folder):

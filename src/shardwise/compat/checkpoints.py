@@ -173,7 +173,10 @@ def consolidated(model: nn.Module, keep: bool, exclude_frozen: bool) -> dict[str
         return None
     from shardwise.checkpoint.checkpointable import persistent_buffers
 
-    kept.update({name: buffer.detach().to("cpu", copy=True) for name, buffer in persistent_buffers(model).items()})
+    for name, buffer in persistent_buffers(model, all_names=True).items():
+        if id(buffer) not in copies:
+            copies[id(buffer)] = buffer.detach().to("cpu", copy=True)
+        kept[name] = copies[id(buffer)]
     return kept
 
 

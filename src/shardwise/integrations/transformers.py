@@ -16,9 +16,11 @@ from torch import nn
 from transformers import Trainer
 
 from shardwise.compat.checkpoints import consolidated
+from shardwise.compat.engine.clients import saved_from_model
 from shardwise.config import Config
 from shardwise.config.sections import Precision
 from shardwise.deferred.deferred import session_behind
+from shardwise.engine.access import gathered
 from shardwise.engine.engine import Engine
 from shardwise.engine.initialize import initialize
 from shardwise.errors import ConfigError
@@ -123,9 +125,10 @@ class ShardwiseTrainer(Trainer):
             super().save_model(output_dir, _internal_call)
             return
         state = consolidated(self.model, self.args.should_save, hasattr(self.model, "peft_config"))
-        if state is not None:
-            self._save(output_dir or self.args.output_dir, state_dict=state)
-        self.accelerator.wait_for_everyone()
+        with gathered(saved_from_model(self.model)):
+            if state is not None:
+                self._save(output_dir or self.args.output_dir, state_dict=state)
+            self.accelerator.wait_for_everyone()
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 

@@ -1,4 +1,4 @@
-"""What single clients need beyond DeepSpeed's API: Accelerate, Trainer, TRL."""
+"""What single clients need beyond DeepSpeed's API: Accelerate, Trainer, TRL, PEFT."""
 
 from __future__ import annotations
 
@@ -41,6 +41,14 @@ def unwrap_in_trainers(engine: Any) -> None:
     for candidate in gc.get_objects():
         if issubclass(type(candidate), trainer_class) and getattr(candidate, "model_wrapped", None) is engine:
             candidate.model_wrapped = candidate.model
+
+
+def saved_from_model(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that a client reads on one rank alone when it saves a state_dict that all ranks have gathered.
+
+    PEFT writes what its prompt encoders compute, not their entries in the state_dict.
+    """
+    return list(encoders.parameters()) if (encoders := getattr(model, "prompt_encoder", None)) is not None else []
 
 
 class DeepSpeedZeRoOffload:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shardwise.compat.engine.clients import unwrap_in_trainers
+from shardwise.compat.engine.clients import saved_from_model, unwrap_in_trainers
 from shardwise.compat.engine.facts import EngineFacts
 from shardwise.compat.engine.gradients import UnusedParameters, with_gradients_changed
 from shardwise.compat.standalone.monitors import MonitorMaster, get_monitor_config
@@ -61,6 +61,7 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
         self._has_updated = False
         self._is_destroyed = False
         self._reload = contextlib.ExitStack()
+        self._while_saving = contextlib.ExitStack()  # from a consolidated state_dict to the next forward
 
     # The loop
 
@@ -70,6 +71,7 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
                 "this engine was destroyed, as accelerator.free_memory() does: call accelerator.prepare(...) or "
                 "deepspeed.initialize(model=engine.module, ...) again"
             )
+        self._while_saving.close()
         outputs = self.shardwise_engine(*args, **kwargs)
         if self.gradient_accumulation_steps() == 1 or not torch.is_grad_enabled():
             return outputs
@@ -202,6 +204,7 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
         from shardwise.partition.stored import stored_tensors
 
         self._is_destroyed = True
+        self._while_saving.close()
         for param in self.module.parameters():
             close_opened(param)
         engine = self.shardwise_engine
@@ -249,7 +252,10 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> Any:
         """The model's whole weights in the precision that computes, on rank 0; None elsewhere. A collective."""
         from shardwise.compat.checkpoints import consolidated
+        from shardwise.engine.access import gathered
 
+        self._while_saving.close()
+        self._while_saving.enter_context(gathered(saved_from_model(self.module)))
         return consolidated(self.module, self.global_rank == 0, exclude_frozen_parameters)
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict

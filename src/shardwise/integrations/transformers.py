@@ -71,6 +71,11 @@ class ShardwiseTrainer(Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         self.accelerator.backward = self._backward
+        unwrap = self.accelerator.unwrap_model
+        # Trainer shifts labels by the class of the model that is inside.
+        self.accelerator.unwrap_model = lambda model, *options, **named: unwrap(
+            model.module if isinstance(model, Engine) else model, *options, **named
+        )
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         if session_behind(model) is None:  # otherwise it has no values to move

@@ -42,6 +42,7 @@ def run_all(rank, world_size, folder, device):
     for stage in ("2", "3"):
         found[f"DoRA {stage}"] = lora(folder, stage, use_dora=True, modules_to_save=["lm_head"])
         found[f"prompt {stage}"] = prompt_encoder(folder, stage)
+        found[f"LoRA resized {stage}"] = lora(folder, stage, size=VOCABULARY + 6)
     found["generated"] = generated(folder, rank)
     found["batch size"] = found_batch_size(folder)
     found["own optimizer"] = train(folder, "own", {**config("3"), **optimizer_and_schedule()}, warmup_steps=2)
@@ -271,8 +272,8 @@ def left_out(folder):
     return len(manifest.params), len(manifest.left_out)
 
 
-def lora(folder, stage, resume=None, **options):
-    """Adapters on a frozen base, which stays as it was, to the bit."""
+def lora(folder, stage, resume=None, size=None, **options):
+    """Adapters on a frozen base, which stays as it was, to the bit. Embeddings of another `size` are saved with them."""
     from peft import LoraConfig, get_peft_model
     from transformers import Trainer, set_seed
 
@@ -280,9 +281,14 @@ def lora(folder, stage, resume=None, **options):
     args = arguments(folder, f"lora{stage}", config(stage), **saved)
     set_seed(3)
     adapters = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", **options)
-    model = get_peft_model(base(folder), adapters)
+    plain_model = base(folder)
+    if size is not None:
+        plain_model.resize_token_embeddings(size)
+    model = get_peft_model(plain_model, adapters)
     trainer = Trainer(model=model, args=args, train_dataset=samples())
     trainer.train(resume_from_checkpoint=resume)
+    if size is not None:
+        return finish(trainer, f"{folder}/lora{stage}/final")
     engine = trainer.model_wrapped.shardwise_engine
     frozen = [name for name, param in model.named_parameters() if not param.requires_grad]
     plain = base_state(folder)

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Iterable
 from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -155,14 +156,20 @@ def _read(folder: str, tag: str | None) -> Content:
         return Content(weights, frozen, training, from_plain(manifest.state, reader.whole) or {})
 
 
-def consolidated(model: nn.Module, keep: bool, exclude_frozen: bool) -> dict[str, torch.Tensor] | None:
-    """The model's state_dict with whole values, on the CPU, where `keep`; None elsewhere. A collective."""
+def consolidated(
+    model: nn.Module, keep: bool, exclude_frozen: bool, though_frozen: Iterable[nn.Parameter] = ()
+) -> dict[str, torch.Tensor] | None:
+    """The model's state_dict with whole values, on the CPU, where `keep`; None elsewhere. A collective.
+
+    With `exclude_frozen`, frozen parameters are left out, but for those in `though_frozen`.
+    """
     from shardwise.engine.access import gathered
 
     kept: dict[str, torch.Tensor] = {}
     copies: dict[int, torch.Tensor] = {}
+    kept_frozen = {id(param) for param in though_frozen}
     for name, param in model.named_parameters(remove_duplicate=False):
-        if exclude_frozen and not param.requires_grad:
+        if exclude_frozen and not param.requires_grad and id(param) not in kept_frozen:
             continue
         with gathered(param):
             if keep and id(param) not in copies:

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import Trainer
 
 from shardwise.compat.checkpoints import consolidated
-from shardwise.compat.engine.clients import saved_from_model
+from shardwise.compat.engine.clients import saved_from_model, saved_though_frozen
 from shardwise.config import Config
 from shardwise.config.sections import Precision
 from shardwise.deferred.deferred import session_behind
@@ -129,8 +129,9 @@ class ShardwiseTrainer(Trainer):
         if self._engine is None:
             super().save_model(output_dir, _internal_call)
             return
-        state = consolidated(self.model, self.args.should_save, hasattr(self.model, "peft_config"))
-        with gathered(saved_from_model(self.model)):
+        model, is_peft = self.model, hasattr(self.model, "peft_config")
+        state = consolidated(model, self.args.should_save, is_peft, saved_though_frozen(model))
+        with gathered(saved_from_model(model)):
             if state is not None:
                 self._save(output_dir or self.args.output_dir, state_dict=state)
             self.accelerator.wait_for_everyone()

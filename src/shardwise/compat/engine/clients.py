@@ -51,6 +51,16 @@ def saved_from_model(model: nn.Module) -> list[nn.Parameter]:
     return list(encoders.parameters()) if (encoders := getattr(model, "prompt_encoder", None)) is not None else []
 
 
+def saved_though_frozen(model: nn.Module) -> list[nn.Parameter]:
+    """The frozen parameters that a client saves with adapters: PEFT writes the embeddings of a base whose vocabulary
+    was resized, and those that have adapters."""
+    found: list[nn.Parameter] = []
+    for name in ("get_input_embeddings", "get_output_embeddings") if hasattr(model, "peft_config") else ():
+        with contextlib.suppress(AttributeError, NotImplementedError):  # a model may have none
+            found += getattr(model, name)().parameters()
+    return found
+
+
 class DeepSpeedZeRoOffload:
     """What TRL looks for to generate without gathering layer by layer: it removes the hooks and puts them back.
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shardwise.compat.engine.clients import saved_from_model, unwrap_in_trainers
+from shardwise.compat.engine.clients import saved_from_model, saved_though_frozen, unwrap_in_trainers
 from shardwise.compat.engine.facts import EngineFacts
 from shardwise.compat.engine.gradients import UnusedParameters, with_gradients_changed
 from shardwise.compat.standalone.monitors import MonitorMaster, get_monitor_config
@@ -256,7 +256,8 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
 
         self._while_saving.close()
         self._while_saving.enter_context(gathered(saved_from_model(self.module)))
-        return consolidated(self.module, self.global_rank == 0, exclude_frozen_parameters)
+        frozen = saved_though_frozen(self.module)
+        return consolidated(self.module, self.global_rank == 0, exclude_frozen_parameters, frozen)
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
 
@@ -287,7 +288,9 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
         """Write the whole weights, in the precision that computes, with torch.save. A collective."""
-        state = self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
+        from shardwise.compat.checkpoints import consolidated
+
+        state = consolidated(self.module, self.global_rank == 0, exclude_frozen_parameters)
         if state is not None:
             os.makedirs(save_dir, exist_ok=True)
             torch.save(state, os.path.join(save_dir, save_filename))

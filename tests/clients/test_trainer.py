@@ -82,6 +82,12 @@ def test_other_offloads_give_the_same_losses_and_the_same_file(runs, more, stage
 
 
 @pytest.mark.clients
+def test_an_encoder_and_a_decoder_generate_in_evaluations(more):
+    assert more["T5 3"] == more["T5 2"]
+    assert len(more["T5 3"]["made"]) == 2
+
+
+@pytest.mark.clients
 def test_train_may_be_called_again(more):
     losses = more["second train"]
     assert losses["3", 0] == losses["2", 0]

@@ -55,6 +55,8 @@ def run_more(rank, world_size, folder, device):
 
     start(folder, rank, device)
     found = {f"K2 {stage}": accumulated(folder, stage) for stage in MORE_STAGES}
+    for stage in ("2", "3"):
+        found[f"T5 {stage}"] = generating(folder, stage)
     found["second train"] = trained_twice(folder)
     found["fp16"] = overflowing(folder)
     return found if rank == 0 else None
@@ -133,13 +135,13 @@ def samples(count=16):
     return [{"input_ids": ids, "labels": ids} for ids in torch.randint(1, VOCABULARY, (count, 12), generator=generator)]
 
 
-def arguments(folder, name, settings, **options):
+def arguments(folder, name, settings, kind=None, **options):
     from accelerate.state import AcceleratorState, PartialState
     from transformers import TrainingArguments
 
     AcceleratorState._reset_state(reset_partial_state=False)
     chosen = {"num_train_epochs": 1, "per_device_train_batch_size": 2, "save_strategy": "no", "learning_rate": 1e-2}
-    return TrainingArguments(
+    return (kind or TrainingArguments)(
         output_dir=f"{folder}/{name}",
         deepspeed=settings,
         accelerator_config={"use_configured_state": True},
@@ -228,6 +230,27 @@ def resized(folder, stage):
     return finish(trainer, f"{folder}/resized{stage}/final")
 
 
+def generating(folder, stage):
+    """A model with an encoder, which `generate` calls by itself, and tied embeddings; evaluation generates."""
+    from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration, set_seed
+
+    sizes = {"d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.0}
+    shape = T5Config(vocab_size=VOCABULARY, pad_token_id=0, eos_token_id=2, decoder_start_token_id=0, **sizes)
+    options = {"predict_with_generate": True, "generation_max_length": 6, "eval_strategy": "steps", "eval_steps": 2}
+    args = arguments(folder, f"t5-{stage}", config(stage), Seq2SeqTrainingArguments, **options)
+    set_seed(3)
+    made = []
+    trainer = Seq2SeqTrainer(
+        model=T5ForConditionalGeneration(shape),
+        args=args,
+        train_dataset=samples(),
+        eval_dataset=samples(5),
+        compute_metrics=lambda found: made.append(found.predictions.tolist()) or {},
+    )
+    trainer.train()
+    return {**finish(trainer, f"{folder}/t5-{stage}/final"), "made": made}
+
+
 def trained_twice(folder):
     """`evaluate()` and `train()` twice: each time Trainer destroys the engine of the call before."""
     from transformers import Trainer
@@ -273,7 +296,7 @@ def left_out(folder):
 
 
 def lora(folder, stage, resume=None, size=None, **options):
-    """Adapters on a frozen base, which stays as it was, to the bit. Embeddings of another `size` are saved with them."""
+    """Adapters on a frozen base, which stays as it was, to the bit; embeddings of another `size` are saved, too."""
     from peft import LoraConfig, get_peft_model
     from transformers import Trainer, set_seed
 

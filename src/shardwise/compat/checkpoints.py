@@ -187,14 +187,24 @@ def consolidated(
     return kept
 
 
-def clone_tensors_for_torch_save(item: Any, device: Any = "cpu") -> Any:
-    """The same containers with every tensor copied to `device`, none sharing storage with the original."""
+def clone_tensors_for_torch_save(item: Any, device: Any = "cpu", copies: dict[Any, torch.Tensor] | None = None) -> Any:
+    """The same containers with every tensor copied to `device`, none sharing storage with the original.
+
+    Tensors that show the same values, as tied weights do, are one copy: clients save them once.
+    """
+    from shardwise.unit.saved_tensors import storage_of
+
+    copies = {} if copies is None else copies
     if isinstance(item, torch.Tensor):
-        return item.detach().to(device, copy=True)
+        storage = storage_of(item)
+        place = (storage, item.storage_offset(), item.shape, item.stride(), item.dtype) if storage else id(item)
+        if place not in copies:
+            copies[place] = item.detach().to(device, copy=True)
+        return copies[place]
     if isinstance(item, dict):
-        return type(item)((key, clone_tensors_for_torch_save(value, device)) for key, value in item.items())
+        return type(item)((key, clone_tensors_for_torch_save(value, device, copies)) for key, value in item.items())
     if isinstance(item, (list, tuple)):
-        return type(item)(clone_tensors_for_torch_save(value, device) for value in item)
+        return type(item)(clone_tensors_for_torch_save(value, device, copies) for value in item)
     return item
 
 
@@ -232,7 +242,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         return
     from safetensors.torch import save_file
 
-    save_file(clone_tensors_for_torch_save(weights), target, metadata={"format": "pt"})  # tied weights share storage
+    apart = {name: value.clone() for name, value in weights.items()}  # tied weights share storage
+    save_file(apart, target, metadata={"format": "pt"})
 
 
 def zero_to_fp32() -> None:

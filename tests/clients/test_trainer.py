@@ -105,6 +105,10 @@ def test_steps_that_overflow_in_fp16_are_skipped(more):
     assert one["losses"][-1] < one["losses"][0]
 
 
+def test_all_ranks_may_save_what_rank_0_has_gathered(runs):
+    assert len(set(runs["saved by all"])) == 1
+
+
 def test_ranks_may_generate_different_numbers_of_tokens(runs):
     assert runs["generated"] == 2
 

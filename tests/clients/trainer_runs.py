@@ -43,6 +43,7 @@ def run_all(rank, world_size, folder, device):
         found[f"DoRA {stage}"] = lora(folder, stage, use_dora=True, modules_to_save=["lm_head"])
         found[f"prompt {stage}"] = prompt_encoder(folder, stage)
         found[f"LoRA resized {stage}"] = lora(folder, stage, size=VOCABULARY + 6)
+    found["saved by all"] = saved_by_all(folder, rank)
     found["generated"] = generated(folder, rank)
     found["batch size"] = found_batch_size(folder)
     found["own optimizer"] = train(folder, "own", {**config("3"), **optimizer_and_schedule()}, warmup_steps=2)
@@ -341,6 +342,20 @@ def base_state(folder):
 def plain_name(name):
     parts = name.removeprefix("base_model.model.").split(".")
     return ".".join(part for part in parts if part not in ("base_layer", "original_module"))
+
+
+def saved_by_all(folder, rank):
+    """All ranks call `save_pretrained`, as Accelerate's guide says, and only rank 0 has a state_dict."""
+    from transformers import Trainer
+
+    args = arguments(folder, "by-all", config("3"))
+    trainer = Trainer(model=base(folder), args=args, train_dataset=samples())
+    trainer.train()
+    state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    trainer.model.save_pretrained(f"{folder}/by-all/first", is_main_process=rank == 0, state_dict=state)
+    trainer.model.save_pretrained(f"{folder}/by-all/second", is_main_process=rank == 0)  # whole values on all ranks
+    finish(trainer, f"{folder}/by-all/final")
+    return [os.path.getsize(f"{folder}/by-all/{name}/model.safetensors") for name in ("first", "second", "final")]
 
 
 def generated(folder, rank):

@@ -6,7 +6,7 @@ import contextlib
 import gc
 import sys
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -59,6 +59,17 @@ def saved_though_frozen(model: nn.Module) -> list[nn.Parameter]:
         with contextlib.suppress(AttributeError, NotImplementedError):  # a model may have none
             found += getattr(model, name)().parameters()
     return found
+
+
+def save_what_is_written(save: Callable[..., Any], was_elsewhere: Callable[[], bool], *args: Any, **named: Any) -> Any:
+    """A model's `save_pretrained`, with None as the state_dict on ranks whose values another rank has gathered.
+
+    Accelerate has all ranks call it so. What is not the main process would write nothing, but call `state_dict()`, in
+    which all ranks take part.
+    """
+    if named.get("state_dict") is None and not named.get("is_main_process", True) and was_elsewhere():
+        return None
+    return save(*args, **named)
 
 
 class DeepSpeedZeRoOffload:

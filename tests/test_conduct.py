@@ -1000,3 +1000,54 @@ def test_a_weight_given_to_a_scripted_function(rank, world_size):
     expected = last_output(lambda weight: weight, "zero1")
     assert torch.equal(last_output(torch.clone, "zero3"), expected)
     assert last_output(lambda weight: weight, "zero3").isnan().all()
+
+
+class Pair(nn.Module):
+    """An encoder whose last norm is in the unit of the rest of the model, and a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = Encoder()
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.head(self.encoder(x))
+
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8)) for _ in range(3))
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x)
+
+
+@ranks(2)
+def test_a_module_around_units_may_be_called_by_itself(rank, world_size):
+    """As `generate` calls the encoder of T5, and a loop a part of its model, with gradients and without."""
+    seen = []
+    for preset in ("zero0", "zero3"):
+        torch.manual_seed(0)
+        engine = shardwise.initialize(Pair(), lambda params: torch.optim.SGD(params, lr=0.1), preset)
+        losses = []
+        for step in range(3):
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+            with torch.no_grad():
+                known = engine.module.encoder(x)
+            loss = (engine(x) - known).square().mean()
+            if step == 1:  # a backward of the part alone
+                loss = engine.module.encoder(x).square().mean()
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        if preset == "zero3":
+            with pytest.raises(NotGatheredError):  # released again
+                engine.module.encoder.norm.weight.sum()
+        seen.append((losses, engine.state_dict()))
+        engine.destroy()
+    assert seen[0][0] == seen[1][0]
+    assert_same(seen[0][1], seen[1][1])

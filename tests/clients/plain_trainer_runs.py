@@ -21,6 +21,7 @@ def through_deepspeed(rank, world_size, folder):
         options = {"gradient_accumulation_steps": 2}
         found[f"K2 {stage}"] = trainer_runs.train(folder, f"ds-k2-{stage}", trainer_runs.config(stage), **options)
     found["bf16 3"] = trainer_runs.train(folder, "ds-bf16", trainer_runs.config("3"), bf16=True)
+    found["smooth 3"] = trainer_runs.train(folder, "ds-smooth", trainer_runs.config("3"), label_smoothing_factor=0.1)
     return found if rank == 0 else None
 
 
@@ -30,6 +31,7 @@ def without(rank, world_size, folder):
     for stage in ("2", "3"):
         found[f"K2 {stage}"] = train(folder, f"k2-{stage}", stage, gradient_accumulation_steps=2)
     found["bf16 3"] = train(folder, "bf16", "3", bf16=True)
+    found["smooth 3"] = train(folder, "smooth", "3", label_smoothing_factor=0.1)  # shifts labels by the model's class
     found["fp16 3"] = train(folder, "fp16", "3", fp16=True)
     found["whole"] = train(folder, "resumed", "3", **AGAIN)
     found["resumed"] = train(folder, "resumed", "2", resume=f"{folder}/resumed/checkpoint-6", **AGAIN)

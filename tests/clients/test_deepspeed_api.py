@@ -359,6 +359,20 @@ def test_tensors_of_a_state_dict_stand_for_the_parameters_that_no_file_had(rank,
 
 
 @ranks(2)
+def test_a_consolidated_state_dict_has_all_names_of_shared_tensors(rank, world_size):
+    """PEFT looks for the projections of VeRA, which all layers share, under the name that is last of all."""
+    net = model()
+    net[2].register_buffer("scale", torch.ones(4))
+    net.register_buffer("scale", net[2].scale)
+    net.add_module("again", net[2])
+    engine, *_ = deepspeed().initialize(model=net, config=settings(3))
+    expected, found = engine.module_state_dict(), engine._zero3_consolidated_16bit_state_dict()
+    assert (found is None) == (rank != 0)
+    assert found is None or found.keys() == expected.keys() >= {"scale", "2.scale", "again.scale", "again.weight"}
+    assert found is None or all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@ranks(2)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_values_of_another_size_are_refused(rank, world_size, stage):
     ds, net = deepspeed(), nn.Linear(8, 8)

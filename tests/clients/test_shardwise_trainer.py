@@ -22,7 +22,7 @@ def runs(tmp_path_factory):
     return found | {"deepspeed": other, "alone": alone}
 
 
-@pytest.mark.parametrize("name", ["1", "3", "K2 2", "K2 3", "bf16 3"])
+@pytest.mark.parametrize("name", ["1", "3", "K2 2", "K2 3", "bf16 3", "smooth 3"])
 def test_it_trains_as_trainer_does_through_deepspeeds_api(runs, name):
     """Losses, learning rates, norms and the saved weights."""
     assert runs[name] == runs["deepspeed"][name]

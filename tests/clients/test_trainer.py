@@ -54,9 +54,9 @@ def test_the_best_model_is_reloaded(runs):
     assert runs["best"]["after"] == pytest.approx(runs["best"]["lowest"])
 
 
-@pytest.mark.parametrize("what", ["missing", "resized", "LoRA", "DoRA"])
+@pytest.mark.parametrize("what", ["missing", "resized", "LoRA", "LoRA resized", "DoRA", "prompt"])
 def test_stage_3_starts_from_the_same_weights_as_stage_2(runs, what, device):
-    if device == "cuda" and what != "LoRA":
+    if device == "cuda" and what not in ("LoRA", "prompt"):
         pytest.skip("the clients make these weights on the host for stage 2, and on the GPU for gathered parameters")
     assert runs[f"{what} 3"]["losses"] == runs[f"{what} 2"]["losses"]
     assert runs[f"{what} 3"]["digest"] == runs[f"{what} 2"]["digest"]
@@ -82,6 +82,12 @@ def test_other_offloads_give_the_same_losses_and_the_same_file(runs, more, stage
 
 
 @pytest.mark.clients
+def test_an_encoder_and_a_decoder_generate_in_evaluations(more):
+    assert more["T5 3"] == more["T5 2"]
+    assert len(more["T5 3"]["made"]) == 2
+
+
+@pytest.mark.clients
 def test_train_may_be_called_again(more):
     losses = more["second train"]
     assert losses["3", 0] == losses["2", 0]
@@ -97,6 +103,10 @@ def test_steps_that_overflow_in_fp16_are_skipped(more):
     assert 0 < one["skipped"] < one["steps"] == 16
     assert one["scale"] < 2**26
     assert one["losses"][-1] < one["losses"][0]
+
+
+def test_all_ranks_may_save_what_rank_0_has_gathered(runs):
+    assert len(set(runs["saved by all"])) == 1
 
 
 def test_ranks_may_generate_different_numbers_of_tokens(runs):

@@ -41,6 +41,9 @@ def run_all(rank, world_size, folder, device):
     found["left out"] = left_out(f"{folder}/lora3/checkpoint-2/global_step2")
     for stage in ("2", "3"):
         found[f"DoRA {stage}"] = lora(folder, stage, use_dora=True, modules_to_save=["lm_head"])
+        found[f"prompt {stage}"] = prompt_encoder(folder, stage)
+        found[f"LoRA resized {stage}"] = lora(folder, stage, size=VOCABULARY + 6)
+    found["saved by all"] = saved_by_all(folder, rank)
     found["generated"] = generated(folder, rank)
     found["batch size"] = found_batch_size(folder)
     found["own optimizer"] = train(folder, "own", {**config("3"), **optimizer_and_schedule()}, warmup_steps=2)
@@ -53,6 +56,8 @@ def run_more(rank, world_size, folder, device):
 
     start(folder, rank, device)
     found = {f"K2 {stage}": accumulated(folder, stage) for stage in MORE_STAGES}
+    for stage in ("2", "3"):
+        found[f"T5 {stage}"] = generating(folder, stage)
     found["second train"] = trained_twice(folder)
     found["fp16"] = overflowing(folder)
     return found if rank == 0 else None
@@ -131,13 +136,13 @@ def samples(count=16):
     return [{"input_ids": ids, "labels": ids} for ids in torch.randint(1, VOCABULARY, (count, 12), generator=generator)]
 
 
-def arguments(folder, name, settings, **options):
+def arguments(folder, name, settings, kind=None, **options):
     from accelerate.state import AcceleratorState, PartialState
     from transformers import TrainingArguments
 
     AcceleratorState._reset_state(reset_partial_state=False)
     chosen = {"num_train_epochs": 1, "per_device_train_batch_size": 2, "save_strategy": "no", "learning_rate": 1e-2}
-    return TrainingArguments(
+    return (kind or TrainingArguments)(
         output_dir=f"{folder}/{name}",
         deepspeed=settings,
         accelerator_config={"use_configured_state": True},
@@ -226,6 +231,27 @@ def resized(folder, stage):
     return finish(trainer, f"{folder}/resized{stage}/final")
 
 
+def generating(folder, stage):
+    """A model with an encoder, which `generate` calls by itself, and tied embeddings; evaluation generates."""
+    from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration, set_seed
+
+    sizes = {"d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.0}
+    shape = T5Config(vocab_size=VOCABULARY, pad_token_id=0, eos_token_id=2, decoder_start_token_id=0, **sizes)
+    options = {"predict_with_generate": True, "generation_max_length": 6, "eval_strategy": "steps", "eval_steps": 2}
+    args = arguments(folder, f"t5-{stage}", config(stage), Seq2SeqTrainingArguments, **options)
+    set_seed(3)
+    made = []
+    trainer = Seq2SeqTrainer(
+        model=T5ForConditionalGeneration(shape),
+        args=args,
+        train_dataset=samples(),
+        eval_dataset=samples(5),
+        compute_metrics=lambda found: made.append(found.predictions.tolist()) or {},
+    )
+    trainer.train()
+    return {**finish(trainer, f"{folder}/t5-{stage}/final"), "made": made}
+
+
 def trained_twice(folder):
     """`evaluate()` and `train()` twice: each time Trainer destroys the engine of the call before."""
     from transformers import Trainer
@@ -270,8 +296,8 @@ def left_out(folder):
     return len(manifest.params), len(manifest.left_out)
 
 
-def lora(folder, stage, resume=None, **options):
-    """Adapters on a frozen base, which stays as it was, to the bit."""
+def lora(folder, stage, resume=None, size=None, **options):
+    """Adapters on a frozen base, which stays as it was, to the bit; embeddings of another `size` are saved, too."""
     from peft import LoraConfig, get_peft_model
     from transformers import Trainer, set_seed
 
@@ -279,14 +305,32 @@ def lora(folder, stage, resume=None, **options):
     args = arguments(folder, f"lora{stage}", config(stage), **saved)
     set_seed(3)
     adapters = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", **options)
-    model = get_peft_model(base(folder), adapters)
+    plain_model = base(folder)
+    if size is not None:
+        plain_model.resize_token_embeddings(size)
+    model = get_peft_model(plain_model, adapters)
     trainer = Trainer(model=model, args=args, train_dataset=samples())
     trainer.train(resume_from_checkpoint=resume)
+    if size is not None:
+        return finish(trainer, f"{folder}/lora{stage}/final")
     engine = trainer.model_wrapped.shardwise_engine
     frozen = [name for name, param in model.named_parameters() if not param.requires_grad]
     plain = base_state(folder)
     same = [torch.equal(engine.full_param(name).cpu(), plain[plain_name(name)]) for name in frozen]
     return {**finish(trainer, f"{folder}/lora{stage}/final"), "frozen": len(frozen), "unchanged": sum(same)}
+
+
+def prompt_encoder(folder, stage):
+    """PEFT saves what its prompt encoder computes on rank 0, not what is in the state_dict of all ranks."""
+    from peft import PromptEncoderConfig, get_peft_model
+    from transformers import Trainer, set_seed
+
+    args = arguments(folder, f"prompt{stage}", config(stage), save_strategy="steps", save_steps=2)
+    set_seed(3)
+    encoder = PromptEncoderConfig(num_virtual_tokens=4, encoder_hidden_size=16, task_type="CAUSAL_LM")
+    trainer = Trainer(model=get_peft_model(base(folder), encoder), args=args, train_dataset=samples())
+    trainer.train()
+    return finish(trainer, f"{folder}/prompt{stage}/final")
 
 
 def base_state(folder):
@@ -298,6 +342,20 @@ def base_state(folder):
 def plain_name(name):
     parts = name.removeprefix("base_model.model.").split(".")
     return ".".join(part for part in parts if part not in ("base_layer", "original_module"))
+
+
+def saved_by_all(folder, rank):
+    """All ranks call `save_pretrained`, as Accelerate's guide says, and only rank 0 has a state_dict."""
+    from transformers import Trainer
+
+    args = arguments(folder, "by-all", config("3"))
+    trainer = Trainer(model=base(folder), args=args, train_dataset=samples())
+    trainer.train()
+    state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    trainer.model.save_pretrained(f"{folder}/by-all/first", is_main_process=rank == 0, state_dict=state)
+    trainer.model.save_pretrained(f"{folder}/by-all/second", is_main_process=rank == 0)  # whole values on all ranks
+    finish(trainer, f"{folder}/by-all/final")
+    return [os.path.getsize(f"{folder}/by-all/{name}/model.safetensors") for name in ("first", "second", "final")]
 
 
 def generated(folder, rank):

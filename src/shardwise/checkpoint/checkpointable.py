@@ -153,11 +153,12 @@ def slots_of(engine: Checkpointable) -> dict[int, tuple[Unit, Slot]]:
     return {id(param): known[id(param)] for param in params.values()}
 
 
-def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers that belong to the model's state_dict, each under its first name."""
+def persistent_buffers(model: nn.Module, all_names: bool = False) -> dict[str, torch.Tensor]:
+    """The buffers that belong to the model's state_dict, each under its first name, or under all that it has there."""
     hidden = {
         f"{path}.{name}" if path else name
-        for path, module in model.named_modules()
+        for path, module in model.named_modules(remove_duplicate=not all_names)
         for name in module._non_persistent_buffers_set
     }
-    return {name: buffer for name, buffer in model.named_buffers() if name not in hidden}
+    named = model.named_buffers(remove_duplicate=not all_names)
+    return {name: buffer for name, buffer in named if name not in hidden}

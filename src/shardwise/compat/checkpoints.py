@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Iterable
 from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -155,14 +156,20 @@ def _read(folder: str, tag: str | None) -> Content:
         return Content(weights, frozen, training, from_plain(manifest.state, reader.whole) or {})
 
 
-def consolidated(model: nn.Module, keep: bool, exclude_frozen: bool) -> dict[str, torch.Tensor] | None:
-    """The model's state_dict with whole values, on the CPU, where `keep`; None elsewhere. A collective."""
+def consolidated(
+    model: nn.Module, keep: bool, exclude_frozen: bool, though_frozen: Iterable[nn.Parameter] = ()
+) -> dict[str, torch.Tensor] | None:
+    """The model's state_dict with whole values, on the CPU, where `keep`; None elsewhere. A collective.
+
+    With `exclude_frozen`, frozen parameters are left out, but for those in `though_frozen`.
+    """
     from shardwise.engine.access import gathered
 
     kept: dict[str, torch.Tensor] = {}
     copies: dict[int, torch.Tensor] = {}
+    kept_frozen = {id(param) for param in though_frozen}
     for name, param in model.named_parameters(remove_duplicate=False):
-        if exclude_frozen and not param.requires_grad:
+        if exclude_frozen and not param.requires_grad and id(param) not in kept_frozen:
             continue
         with gathered(param):
             if keep and id(param) not in copies:
@@ -173,18 +180,31 @@ def consolidated(model: nn.Module, keep: bool, exclude_frozen: bool) -> dict[str
         return None
     from shardwise.checkpoint.checkpointable import persistent_buffers
 
-    kept.update({name: buffer.detach().to("cpu", copy=True) for name, buffer in persistent_buffers(model).items()})
+    for name, buffer in persistent_buffers(model, all_names=True).items():
+        if id(buffer) not in copies:
+            copies[id(buffer)] = buffer.detach().to("cpu", copy=True)
+        kept[name] = copies[id(buffer)]
     return kept
 
 
-def clone_tensors_for_torch_save(item: Any, device: Any = "cpu") -> Any:
-    """The same containers with every tensor copied to `device`, none sharing storage with the original."""
+def clone_tensors_for_torch_save(item: Any, device: Any = "cpu", copies: dict[Any, torch.Tensor] | None = None) -> Any:
+    """The same containers with every tensor copied to `device`, none sharing storage with the original.
+
+    Tensors that show the same values, as tied weights do, are one copy: clients save them once.
+    """
+    from shardwise.unit.saved_tensors import storage_of
+
+    copies = {} if copies is None else copies
     if isinstance(item, torch.Tensor):
-        return item.detach().to(device, copy=True)
+        storage = storage_of(item)
+        place = (storage, item.storage_offset(), item.shape, item.stride(), item.dtype) if storage else id(item)
+        if place not in copies:
+            copies[place] = item.detach().to(device, copy=True)
+        return copies[place]
     if isinstance(item, dict):
-        return type(item)((key, clone_tensors_for_torch_save(value, device)) for key, value in item.items())
+        return type(item)((key, clone_tensors_for_torch_save(value, device, copies)) for key, value in item.items())
     if isinstance(item, (list, tuple)):
-        return type(item)(clone_tensors_for_torch_save(value, device) for value in item)
+        return type(item)(clone_tensors_for_torch_save(value, device, copies) for value in item)
     return item
 
 
@@ -222,7 +242,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         return
     from safetensors.torch import save_file
 
-    save_file(clone_tensors_for_torch_save(weights), target, metadata={"format": "pt"})  # tied weights share storage
+    apart = {name: value.clone() for name, value in weights.items()}  # tied weights share storage
+    save_file(apart, target, metadata={"format": "pt"})
 
 
 def zero_to_fp32() -> None:

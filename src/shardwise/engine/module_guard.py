@@ -44,7 +44,15 @@ from shardwise.unit.params import PLAINLY
 
 _WRITES_WEIGHTS = ("merge_adapter", "unmerge_adapter")
 _TAKES_APART = ("merge_and_unload", "unload")
-_OWN_METHODS = ("__reduce_ex__", "__deepcopy__", "_apply", "zero_grad", "flatten_parameters", "generate")
+_OWN_METHODS = (
+    "__reduce_ex__",
+    "__deepcopy__",
+    "_apply",
+    "zero_grad",
+    "flatten_parameters",
+    "generate",
+    "save_pretrained",
+)
 _REPLACED = (*_OWN_METHODS, *_WRITES_WEIGHTS, *_TAKES_APART, *CALLS)
 _FIRST, _EVERY = 4, 16  # how many steps are checked at first, and the interval after that
 

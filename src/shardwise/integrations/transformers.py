@@ -16,9 +16,11 @@ from torch import nn
 from transformers import Trainer
 
 from shardwise.compat.checkpoints import consolidated
+from shardwise.compat.engine.clients import saved_from_model, saved_though_frozen
 from shardwise.config import Config
 from shardwise.config.sections import Precision
 from shardwise.deferred.deferred import session_behind
+from shardwise.engine.access import gathered
 from shardwise.engine.engine import Engine
 from shardwise.engine.initialize import initialize
 from shardwise.errors import ConfigError
@@ -69,6 +71,11 @@ class ShardwiseTrainer(Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         self.accelerator.backward = self._backward
+        unwrap = self.accelerator.unwrap_model
+        # Trainer shifts labels by the class of the model that is inside.
+        self.accelerator.unwrap_model = lambda model, *options, **named: unwrap(
+            model.module if isinstance(model, Engine) else model, *options, **named
+        )
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         if session_behind(model) is None:  # otherwise it has no values to move
@@ -122,10 +129,12 @@ class ShardwiseTrainer(Trainer):
         if self._engine is None:
             super().save_model(output_dir, _internal_call)
             return
-        state = consolidated(self.model, self.args.should_save, hasattr(self.model, "peft_config"))
-        if state is not None:
-            self._save(output_dir or self.args.output_dir, state_dict=state)
-        self.accelerator.wait_for_everyone()
+        model, is_peft = self.model, hasattr(self.model, "peft_config")
+        state = consolidated(model, self.args.should_save, is_peft, saved_though_frozen(model))
+        with gathered(saved_from_model(model)):
+            if state is not None:
+                self._save(output_dir or self.args.output_dir, state_dict=state)
+            self.accelerator.wait_for_everyone()
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 

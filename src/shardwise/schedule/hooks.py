@@ -40,6 +40,10 @@ class RunningModules:
     def innermost(self) -> HookedModule | None:
         return self._calls[-1] if self._calls else None
 
+    def passes_by(self, module: HookedModule) -> bool:
+        """Whether a call of a module says nothing: it has no units, and another one is running."""
+        return not module.units and not module.is_root and not module.depth and bool(self._calls)
+
     def enter(self, module: HookedModule) -> None:
         """A call of a module begins."""
         module.depth += 1
@@ -66,7 +70,8 @@ class RunningModules:
 
 
 def hooked_modules(model: nn.Module, units: Sequence[Unit]) -> dict[str, HookedModule]:
-    """The modules that get hooks, by path; the root always does."""
+    """The modules that get hooks, by path; the root always does, and those around others, which users may call by
+    themselves: `generate` calls an encoder."""
     modules = {"": HookedModule(is_root=True)}
     for unit in units:
         for run in unit.spec.runs:
@@ -78,6 +83,9 @@ def hooked_modules(model: nn.Module, units: Sequence[Unit]) -> dict[str, HookedM
         # tiny layers.
         if not type(module).__module__.startswith("torch.nn."):
             modules[_enclosing(path, modules)].inside.append(module)
+    around = {path[:end] for path in modules for end, letter in enumerate(path) if letter == "."}
+    for path in sorted(around - modules.keys() - containers(model)):
+        modules[path] = HookedModule(is_root=False)
     return modules
 
 

@@ -1,4 +1,4 @@
-"""What single clients need beyond DeepSpeed's API: Accelerate, Trainer, TRL."""
+"""What single clients need beyond DeepSpeed's API: Accelerate, Trainer, TRL, PEFT."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import gc
 import sys
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -41,6 +41,35 @@ def unwrap_in_trainers(engine: Any) -> None:
     for candidate in gc.get_objects():
         if issubclass(type(candidate), trainer_class) and getattr(candidate, "model_wrapped", None) is engine:
             candidate.model_wrapped = candidate.model
+
+
+def saved_from_model(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that a client reads on one rank alone when it saves a state_dict that all ranks have gathered.
+
+    PEFT writes what its prompt encoders compute, not their entries in the state_dict.
+    """
+    return list(encoders.parameters()) if (encoders := getattr(model, "prompt_encoder", None)) is not None else []
+
+
+def saved_though_frozen(model: nn.Module) -> list[nn.Parameter]:
+    """The frozen parameters that a client saves with adapters: PEFT writes the embeddings of a base whose vocabulary
+    was resized, and those that have adapters."""
+    found: list[nn.Parameter] = []
+    for name in ("get_input_embeddings", "get_output_embeddings") if hasattr(model, "peft_config") else ():
+        with contextlib.suppress(AttributeError, NotImplementedError):  # a model may have none
+            found += getattr(model, name)().parameters()
+    return found
+
+
+def save_what_is_written(save: Callable[..., Any], was_elsewhere: Callable[[], bool], *args: Any, **named: Any) -> Any:
+    """A model's `save_pretrained`, with None as the state_dict on ranks whose values another rank has gathered.
+
+    Accelerate has all ranks call it so. What is not the main process would write nothing, but call `state_dict()`, in
+    which all ranks take part.
+    """
+    if named.get("state_dict") is None and not named.get("is_main_process", True) and was_elsewhere():
+        return None
+    return save(*args, **named)
 
 
 class DeepSpeedZeRoOffload:

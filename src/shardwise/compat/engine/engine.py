@@ -5,12 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from shardwise.compat.engine.clients import unwrap_in_trainers
+from shardwise.compat.engine.clients import (
+    save_what_is_written,
+    saved_from_model,
+    saved_though_frozen,
+    unwrap_in_trainers,
+)
 from shardwise.compat.engine.facts import EngineFacts
 from shardwise.compat.engine.gradients import UnusedParameters, with_gradients_changed
 from shardwise.compat.standalone.monitors import MonitorMaster
@@ -61,6 +67,8 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
         self._has_updated = False
         self._is_destroyed = False
         self._reload = contextlib.ExitStack()
+        self._while_saving = contextlib.ExitStack()  # from a consolidated state_dict to the next forward
+        self._is_gathered_elsewhere = False
 
     # The loop
 
@@ -70,6 +78,7 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
                 "this engine was destroyed, as accelerator.free_memory() does: call accelerator.prepare(...) or "
                 "deepspeed.initialize(model=engine.module, ...) again"
             )
+        self._end_saving()
         outputs = self.shardwise_engine(*args, **kwargs)
         if self.gradient_accumulation_steps() == 1 or not torch.is_grad_enabled():
             return outputs
@@ -202,6 +211,7 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
         from shardwise.partition.stored import stored_tensors
 
         self._is_destroyed = True
+        self._end_saving()
         for param in self.module.parameters():
             close_opened(param)
         engine = self.shardwise_engine
@@ -249,8 +259,23 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> Any:
         """The model's whole weights in the precision that computes, on rank 0; None elsewhere. A collective."""
         from shardwise.compat.checkpoints import consolidated
+        from shardwise.engine.access import gathered
 
-        return consolidated(self.module, self.global_rank == 0, exclude_frozen_parameters)
+        self._end_saving()
+        self._while_saving.enter_context(gathered(saved_from_model(self.module)))
+        frozen = saved_though_frozen(self.module)
+        state = consolidated(self.module, self.global_rank == 0, exclude_frozen_parameters, frozen)
+        self._is_gathered_elsewhere = state is None
+        return state
+
+    def _end_saving(self) -> None:
+        self._while_saving.close()
+        self._is_gathered_elsewhere = False
+
+    def _was_gathered_elsewhere(self) -> bool:
+        """Whether another rank has the state_dict of what this one is about to save: True once for each."""
+        was, self._is_gathered_elsewhere = self._is_gathered_elsewhere, False
+        return was
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
 
@@ -281,7 +306,9 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
         self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
         """Write the whole weights, in the precision that computes, with torch.save. A collective."""
-        state = self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
+        from shardwise.compat.checkpoints import consolidated
+
+        state = consolidated(self.module, self.global_rank == 0, exclude_frozen_parameters)
         if state is not None:
             os.makedirs(save_dir, exist_ok=True)
             torch.save(state, os.path.join(save_dir, save_filename))
@@ -432,4 +459,7 @@ def adapt(engine: Engine, settings: dict[str, Any], stage: int, dtypes: dict[str
     if adapted.zero_optimization_stage() == 3:
         mark_module(engine.module)
         note_units(engine.units)
+        if (save := getattr(engine.module, "save_pretrained", None)) is not None:
+            wrapped = partial(save_what_is_written, save, adapted._was_gathered_elsewhere)
+            vars(engine.module)["save_pretrained"] = wrapped
     return adapted

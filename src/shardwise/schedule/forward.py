@@ -125,7 +125,7 @@ class ForwardHooks:
             outputs = (output,) if isinstance(output, torch.Tensor) else outputs_in(output)
             for tensor in (*outputs, *kept_by(module.inside)):
                 if tensor.grad_fn is not None:
-                    tensor.register_hook(reach)
+                    reach.watch(tensor)
 
     def _begin(self) -> None:
         """A forward of the whole model begins."""

@@ -85,8 +85,7 @@ class ForwardHooks:
         refuse_transforms(self._is_sharded)
         order = self._gathers.unit_order
         if inside_backward():
-            for unit in module.units:
-                self._gathers.gather(unit, order.before(unit))
+            self._backward.recompute(module.units)
             graph, leave = self._graphs.in_backward, self._backward.leave_recompute
             closing = module.units if torch.is_grad_enabled() else ()
         else:

@@ -5,6 +5,7 @@ import os
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import shardwise
 from shardwise.agreement import agreement
@@ -141,6 +142,112 @@ def test_units_that_hand_on_their_outputs(rank, world_size, prefetch):
         assert len(found) == 1
 
 
+class Member(nn.Module):
+    """Units one after the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x):
+        for part in self.parts:
+            x = torch.tanh(part(x))
+        return x
+
+
+class Members(Branching):
+    """Members of several units: one after the other, or all with the same input; in a checkpoint or without."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Member() for _ in range(4))
+
+    def inside(self, x, way, is_parallel):
+        if is_parallel:
+            return x + sum(self.layers[index](x) for index in way)
+        for index in way:
+            x = x + self.layers[index](x)
+        return x
+
+    def forward(self, x, way, reentrant=None, is_parallel=False):
+        x = torch.tanh(self.first(x))
+        if reentrant is None:
+            x = self.inside(x, way, is_parallel)
+        else:
+            x = checkpoint(self.inside, x, way, is_parallel, use_reentrant=reentrant)
+        return self.last(x).square().mean()
+
+
+# The members that rank r enters in step s.
+MEMBERS = {
+    "each its own": lambda r, s: [r],
+    "another in each step": lambda r, s: [(r + s) % 4],
+    "a member that wakes late": lambda r, s: [3] if r == 1 and s > 1 else [0],
+    "two that met in none": lambda r, s: [[0, 2], [1, 2], [1, 3]][(r + s) % 3],
+    "alone at first, together later": lambda r, s: [0, 1, 3] if s else [[0], [1, 2], [3]][r],
+}
+
+
+def assert_same_bits(rank, way, **arguments):
+    found = set()
+    for preset in ("zero2", "zero3"):
+        engine = begin(preset, Members, runtime={"units": ["Linear"]})
+        for step in range(4):
+            engine.backward(engine(batch(rank, step), way(rank, step), **arguments))
+            engine.step()
+        found.add(digest(engine))
+        engine.destroy()
+    assert len(found) == 1
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("reentrant", [None, True, False])
+def test_members_of_several_units(rank, world_size, reentrant):
+    """A rank reduces what it skips before it waits for its next gather, and keeps what others gather early."""
+    for name in ("each its own", "another in each step", "a member that wakes late"):
+        assert_same_bits(rank, MEMBERS[name], reentrant=reentrant)
+
+
+@ranks(2, 3)
+def test_the_order_is_that_of_the_modules(rank, world_size):
+    """Not that in which ranks happened to need them in the first pass, where other ways met."""
+    for name in ("two that met in none", "alone at first, together later"):
+        assert_same_bits(rank, MEMBERS[name])
+
+
+@ranks(2, 3)
+def test_members_with_one_input(rank, world_size):
+    """The backward leaves each member before it reaches the one before, though both were given the same tensor."""
+    for name in ("two that met in none", "alone at first, together later"):
+        assert_same_bits(rank, MEMBERS[name], is_parallel=True)
+
+
+class Passes(Branching):
+    """Blocks that return their input where they are skipped."""
+
+    class Block(nn.Linear):
+        def forward(self, x, is_skipped):
+            return x if is_skipped else torch.tanh(super().forward(x))
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(self.Block(WIDTH, WIDTH) for _ in range(LAYERS))
+
+    def forward(self, x, way, hands_on=False):
+        x = torch.tanh(self.first(x))
+        for index, layer in enumerate(self.layers):
+            x = layer(x, index not in way)
+        return self.last(x).square().mean()
+
+
+@ranks(2)
+def test_blocks_that_return_their_input(rank, world_size):
+    """One tensor is the output of several modules and the input of others: the backward goes through them in turn."""
+    for name in ("one skips the first", "each its own", "layers dropped at random"):
+        found = {run(preset, WAYS[name], rank, model=Passes)[0] for preset in ("zero1", "zero2", "zero3")}
+        assert len(found) == 1
+
+
 @ranks(2)
 def test_ranks_may_evaluate_in_different_ways(rank, world_size):
     engine = begin("zero3")
@@ -189,4 +296,6 @@ def test_merged_keeps_what_follows_what():
     assert merged([[0, 2], [0, 1, 2]]) == [0, 1, 2]
     assert merged([[], [1, 0]]) == [1, 0]
     assert merged([[0, 1, 0, 2], [3]]) == [3, 0, 1, 0, 2]
+    assert merged([[4, 5, 9], [0, 1, 2, 9]]) == [0, 1, 2, 4, 5, 9]
+    assert merged([[0, 2, 1, 3], [0, 1, 2, 3]]) == [0, 1, 2, 3]
     assert merged([[], []]) == []

@@ -457,7 +457,8 @@ class Adapted(Chain):
 
 @case(
     "mixtures of experts, some of which get no token",
-    "a block is never divided, so all ranks gather the same units; experts without tokens are reduced as zeros",
+    "a block is never divided, so all ranks gather the same units; experts without tokens are reduced as zeros; "
+    "for smaller units see [what ranks may do differently](agreement.md#what-ranks-may-do-differently)",
 )
 class Experts(Chain):
     class Block(nn.Module):

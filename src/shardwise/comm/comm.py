@@ -235,17 +235,17 @@ class ProcessGroupComm(Comm):
             torch.cuda.synchronize(self.device)
             self._agreement.check()
 
-    def share_object(self, value: Any, name: str = "object") -> list[Any]:
+    def share_object(self, value: Any, name: str = "object", channel: str = REDUCE) -> list[Any]:
         if self.world_size == 1:
             return [value]
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self.device)
         try:
             own_size = torch.tensor([mine.numel()], device=self.device)
-            sizes = self.read(self.share(own_size, f"{name} (size)")).flatten().tolist()
+            sizes = self.read(self.share(own_size, f"{name} (size)", channel)).flatten().tolist()
             padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self.device)
             padded[: mine.numel()] = mine
             with self.announced():
-                rows = self.read(self.share(padded, name))
+                rows = self.read(self.share(padded, name, channel))
             return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
         except Exception as error:  # pickle raises whatever bytes make it raise
             if self._agreement is None or isinstance(error, DisagreementError):

@@ -142,7 +142,7 @@ class Comm(ABC):
         broken off, whose values may be anything."""
 
     @abstractmethod
-    def share_object(self, value: Any, name: str = "object") -> list[Any]:
+    def share_object(self, value: Any, name: str = "object", channel: str = "reduce") -> list[Any]:
         """A small picklable value of every rank, on every rank. It synchronizes, so a step does not use it."""
 
     @abstractmethod

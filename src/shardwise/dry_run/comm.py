@@ -97,7 +97,7 @@ class DryComm(Comm):
         (sent or DONE).wait()
         return everyone
 
-    def share_object(self, value: Any, name: str = "") -> list[Any]:
+    def share_object(self, value: Any, name: str = "", channel: str = "") -> list[Any]:
         return [value] * self.world_size
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0, unit: str = "") -> None:

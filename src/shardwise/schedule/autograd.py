@@ -129,33 +129,42 @@ class OncePerBackward:
     graph of its own, `again` is called once in each backward through that graph, before it reaches what came after this
     place.
 
-    Autograd calls the hooks of a tensor in the order of registration: that of the module which made it first. The hooks
-    of the modules that use it, `users`, are called before that: a rank leaves a unit, and reduces it, before it gathers
-    the next. Otherwise ranks that skip units wait for each other
-    (test_gather_order.test_units_that_hand_on_their_outputs).
+    Autograd calls the hooks of a tensor in the order of registration: that of the module which made it first. Those
+    that came `later`, of modules that use it or hand it on, are called before that, the last one first, as the backward
+    goes through their modules: a rank leaves a unit, and reduces it, before it gathers the next. Otherwise ranks that
+    skip units wait for each other (test_gather_order.test_units_that_hand_on_their_outputs,
+    test_blocks_that_return_their_input).
     """
 
-    __slots__ = ("_again", "_reached", "_task", "users")
+    __slots__ = ("_again", "_later", "_reached", "_task")
 
     def __init__(self, reached: Callable[[], None], again: Callable[[], None] | None = None) -> None:
         self._reached = reached
         self._again = again
         self._task = -1
-        self.users: list[OncePerBackward] = []
+        self._later: list[OncePerBackward] = []
+
+    @staticmethod
+    def is_input(tensor: torch.Tensor) -> bool:
+        """Whether a module before was given this tensor."""
+        hooks = (tensor._backward_hooks or {}).values()
+        return any(isinstance(hook, OncePerBackward) and hook._again is not None for hook in hooks)
+
+    def watch(self, tensor: torch.Tensor) -> None:
+        """Be called when a backward reaches a tensor."""
+        for hook in (tensor._backward_hooks or {}).values():
+            if isinstance(hook, OncePerBackward) and hook is not self:
+                hook._later.append(self)
+        tensor.register_hook(self)
 
     def __call__(self, grad: torch.Tensor | None) -> None:
         if self._again is not None and grad is not None and grad.requires_grad:
             grad.register_hook(OncePerBackward(self._again))
         task = current_task()
         if task != self._task and not _CHOICE.ends_here(task):
-            for user in self.users:
-                user.enter(task)
+            for hook in reversed(self._later):
+                hook.enter(task)
             self.enter(task)
-
-    @property
-    def is_of_maker(self) -> bool:
-        """Whether it is on what a module returned, not on what one was given."""
-        return self._again is None
 
     def enter(self, task: int) -> None:
         """The backward number `task` goes on from here."""
@@ -181,22 +190,25 @@ class _Boundary(torch.autograd.Function):
 
 
 def mark_inputs(args: Any, kwargs: Any, leave: OncePerBackward) -> Any:
-    """Have `leave` called when the backward reaches what made the inputs; leaves get an identity in front.
+    """Have `leave` called when the backward has left a module with these inputs.
+
+    Leaves get an identity in front. So do tensors that another module got before this one: the backward leaves this
+    module first, though what made the tensor still waits for the other one's gradient.
 
     Returns new arguments if some were replaced, else None.
     """
     marked = {id(t): t for t in tensors_in(*args, *kwargs.values()) if t.requires_grad}
     made = [tensor for tensor in marked.values() if tensor.grad_fn is not None]
-    for tensor in made:
-        for hook in (tensor._backward_hooks or {}).values():
-            if isinstance(hook, OncePerBackward) and hook.is_of_maker:
-                hook.users.append(leave)
-        tensor.register_hook(leave)
-    if made or not marked:
+    if made:
+        replaced = {id(tensor): tensor.view_as(tensor) for tensor in made if OncePerBackward.is_input(tensor)}
+        for tensor in made:
+            leave.watch(replaced.get(id(tensor), tensor))
+    else:
+        outputs = _Boundary.apply(leave, *marked.values()) if marked else ()  # type: ignore[no-untyped-call]  # torch
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        replaced = dict(zip(marked, outputs, strict=True))
+    if not replaced:
         return None
-    outputs = _Boundary.apply(leave, *marked.values())  # type: ignore[no-untyped-call]  # torch
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    replaced: dict[int, torch.Tensor] = dict(zip(marked, outputs, strict=True))
 
     def change(tensor: torch.Tensor) -> torch.Tensor:
         return replaced.get(id(tensor), tensor)

@@ -16,7 +16,7 @@ import torch
 
 from shardwise.profiling import Clock
 from shardwise.schedule.autograd import BackwardEndCallback, SavedTensorGuard, inside_backward, leaves_gradients_on
-from shardwise.schedule.gathers import Gathers
+from shardwise.schedule.gathers import Demand, Gathers
 from shardwise.schedule.graphs import ForwardGraph, ForwardGraphs
 from shardwise.schedule.hooks import RunningModules
 from shardwise.schedule.reduce_queue import CompleteUnits, ReduceQueue
@@ -132,15 +132,16 @@ class BackwardPass:
         reduces = self._events.reduces()
         if reduces or self._is_cut_by_node:
             self._gathers.unit_order.agree()
-        self._gathers.gather_orders.begin("backward")
+        self._gathers.gather_orders.begin("backward", Demand(self._complete.is_to_come, self._reduces.advance))
         self._reduces.begin(self._in_order(), reduces)
 
     def end(self) -> None:
         """Finish what the backward left open: units that no use reached are reduced as zeros; all weights rest."""
         if self._phase.current is not Phase.BACKWARD:
             return
+        self._complete.end()
         self._reduces.advance()
-        self._gathers.gather_orders.finish(between=self._reduces.advance)
+        self._gathers.gather_orders.finish()
         self._reduces.reduce_rest()
         self.rest()
         self._saved_tensors.end()
@@ -235,18 +236,26 @@ class BackwardPass:
                     f"the weights of {unit.name} were changed between this forward and its backward, so its "
                     "gradients would be wrong: call engine.step() only after the backward of every forward"
                 )
-            self._gathers.gather(unit, self._gathers.unit_order.before(unit))
+            self._gather(unit)
             if torch.is_grad_enabled():
                 self._gathers.lock(unit)  # for the backward through the graph that this one makes, wherever it begins
             if unit.is_trainable and self._phase.current is Phase.BACKWARD:
                 unit.grads.open()
-        self._reduces.advance()
+
+    def recompute(self, units: Sequence[Unit]) -> None:
+        """A module runs again, in a checkpoint."""
+        for unit in units:
+            self._gather(unit, recomputes=True)
 
     def gather(self, unit: Unit) -> None:
         """The backward needs a unit where it has reached no module, or recomputes."""
-        self._gathers.gather(unit)
+        self._gather(unit, recomputes=True)
         if self._phase.current is Phase.IDLE:  # it may reach none at all, and nothing else would release the unit
             BackwardEndCallback(partial(self._release_unused, [unit]))
+
+    def _gather(self, unit: Unit, recomputes: bool = False) -> None:
+        self._reduces.advance()  # before they take part in this gather, other ranks may wait for what is skipped here
+        self._gathers.gather(unit, self._gathers.unit_order.before(unit), recomputes)
 
     def leave(self, graph: ForwardGraph, closing: Sequence[Unit]) -> None:
         """The backward has left the units' first use with gradients."""

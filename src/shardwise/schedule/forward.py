@@ -87,8 +87,7 @@ class ForwardHooks:
             return None
         order = self._gathers.unit_order
         if inside_backward():
-            for unit in module.units:
-                self._gathers.gather(unit, order.before(unit))
+            self._backward.recompute(module.units)
             graph, leave = self._graphs.in_backward, self._backward.leave_recompute
             closing = module.units if torch.is_grad_enabled() else ()
         else:
@@ -129,7 +128,7 @@ class ForwardHooks:
             outputs = (output,) if isinstance(output, torch.Tensor) else outputs_in(output)
             for tensor in (*outputs, *kept_by(module.inside)):
                 if tensor.grad_fn is not None:
-                    tensor.register_hook(reach)
+                    reach.watch(tensor)
 
     def _begin(self) -> None:
         """A forward of the whole model begins."""

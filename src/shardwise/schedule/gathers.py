@@ -2,9 +2,15 @@
 
 A rank cannot know which units the other ranks' data will use. So the order of the gathers of a pass (forward,
 evaluation or backward) is agreed on once and kept. In the first pass of its kind the ranks meet before every gather:
-each says which unit it needs next, and all of these are gathered in the order of the units. From then on nothing is
-exchanged. A rank that needs a unit first takes part in the gathers that come before it, and at the end of the pass in
-those that are left. Prefetches are the gathers that come next.
+each says which unit it needs next, and all of these are gathered. At its end they merge what each of them needed into
+one order, in which the model's own order decides between ways that did not meet: that of a backward is reversed, except
+among modules that a checkpoint recomputes together. From then on nothing is exchanged. A rank that needs a unit first
+takes part in the gathers that come before it, and at the end of the pass in those that are left. In a backward it knows
+which of these it will need itself, and keeps them. Prefetches are the gathers that come next.
+
+No rank waits for ever: it reduces what it has left, or skips, before it waits for a gather, and a unit that it skips
+only after all gathers up to that unit's. So the ranks that are behind wait for gathers that all others have issued,
+provided that what a backward needs before it leaves a unit has its turn before that unit, or is reduced before it.
 
 Members of one container (experts, layers) stand for each other: one that no rank entered in the first pass has its
 place in the order too. Any other unit that is entered later is gathered out of turn, which works if all ranks do so.
@@ -14,6 +20,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, groupby, takewhile
 
 import torch
 from torch import nn
@@ -21,11 +29,26 @@ from torch import nn
 from shardwise.comm import Comm
 from shardwise.profiling import Clock
 from shardwise.schedule.hooks import containers
-from shardwise.schedule.order import Prefetch, UnitOrder
+from shardwise.schedule.order import Prefetch, UnitOrder, merged
 from shardwise.unit import Unit
 from shardwise.unit.weights import WeightsState
 
 _NOTHING = -1
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What this rank's part in a pass asks of the order. In a forward nothing is known ahead.
+
+    is_to_come  whether this rank will still use a unit
+    advance     reduces what this rank has finished: other ranks may wait for that before they gather the next unit
+    """
+
+    is_to_come: Callable[[Unit], bool] = lambda unit: False
+    advance: Callable[[], None] = lambda: None
+
+
+UNKNOWN = Demand()
 
 
 class GatherOrder:
@@ -40,21 +63,31 @@ class GatherOrder:
         self._is_agreed = False
         self._agreed: list[Unit] = []
         self._recorded: list[Unit] = []
+        self._needed: list[str] = []
+        self._recomputed: list[Unit] = []
+        self._together: set[str] = set()
         self._position = 0
         self._kept: set[str] = set()
         self._prefetched: list[Unit] = []
         self._passed: list[Unit] = []
+        self._demand = UNKNOWN
 
-    def begin(self, kept: Collection[str]) -> None:
+    def begin(self, kept: Collection[str], demand: Demand) -> None:
         """A pass begins, for which the `kept` units are gathered already, on all ranks."""
+        self._demand = demand
         self._position = 0
         self._recorded = []
+        self._needed = []
+        self._recomputed = []
+        self._together = set()
         self._prefetched = []
         self._passed = []
         self._kept = set(kept)
 
-    def gather(self, unit: Unit, ahead: Sequence[Unit]) -> None:
+    def gather(self, unit: Unit, ahead: Sequence[Unit], recomputes: bool = False) -> None:
         """Start to gather a unit that is about to be used, in its turn, and those `ahead` whose turn comes next."""
+        if not self._is_agreed:
+            self._record(unit, recomputes)
         if unit in self._passed:
             self._passed.remove(unit)
         self._skip_prefetched(unit)
@@ -69,7 +102,7 @@ class GatherOrder:
                 self._prefetched.append(other)
                 other.weights.gather()
 
-    def passes(self, unit: Unit, is_to_come: Callable[[Unit], bool]) -> bool:
+    def passes(self, unit: Unit) -> bool:
         """Take part in the gather of a unit that this rank does not enter, once its turn is reached; returns whether
         that gather is over.
 
@@ -77,25 +110,22 @@ class GatherOrder:
         """
         if not self._is_agreed:
             return unit in self._recorded
-        turn = self._turn_of(unit)
-        if turn is not None:
-            if any(is_to_come(other) for other in self._agreed[self._position : turn]):
+        if unit in self._agreed[self._position :]:  # also if it is kept: others may need what comes before it
+            turn = self._agreed.index(unit, self._position)
+            if any(map(self._is_needed, self._agreed[self._position : turn])):
                 return False
             self._pass_to(turn + 1)
         return True
 
-    def finish(self, keep: Collection[Unit], between: Callable[[], None]) -> bool:
-        """Take part in what is left, and release all units but those to `keep`; returns whether the order was agreed.
-
-        `between` is called whenever another rank may have made progress.
-        """
+    def finish(self, keep: Collection[Unit]) -> bool:
+        """Take part in what is left, and release all but the units to `keep`; returns whether the order was agreed."""
         was_agreed = self._is_agreed
         if was_agreed:
-            self._pass_to(len(self._agreed), keep)
+            self._pass_to(len(self._agreed), keep, self._demand.advance)
         else:
             while self._meet(None):
-                between()
-            self._is_agreed, self._agreed = True, self._with_siblings(self._recorded)
+                pass
+            self._is_agreed, self._agreed = True, self._with_siblings(self._merged())
         # A backward releases everything when it has reduced what is left: the plan counts on it.
         for unit in self._units if not self._is_backward else ():
             if not (was_agreed and unit in keep):
@@ -111,7 +141,7 @@ class GatherOrder:
                 self._agreed.insert(self._position, unit)
                 self._position += 1
         else:
-            self._pass_to(turn)
+            self._pass_to(turn, between=self._demand.advance)
             self._position = turn + 1
         unit.weights.gather()
 
@@ -131,20 +161,24 @@ class GatherOrder:
             self._kept.remove(self._agreed[self._position].name)
             self._position += 1
 
-    def _pass_to(self, turn: int, keep: Collection[Unit] = ()) -> None:
+    def _is_needed(self, unit: Unit) -> bool:
+        return unit.weights.state is WeightsState.RELEASED and self._demand.is_to_come(unit)
+
+    def _pass_to(self, turn: int, keep: Collection[Unit] = (), between: Callable[[], None] = lambda: None) -> None:
         """Take part in the gathers before `turn`, which other ranks may need."""
         while True:
             self._skip_kept()
             if self._position >= turn:
                 return
-            self._take_part(self._agreed[self._position], keep)
             self._position += 1
+            self._take_part(self._agreed[self._position - 1], keep)
+            between()
 
     def _take_part(self, unit: Unit, keep: Collection[Unit] = ()) -> None:
         """Gather for other ranks. A unit that is gathered here already may be in use: it is not released."""
         was_released = unit.weights.state is WeightsState.RELEASED
         unit.weights.gather_for_others()
-        if was_released and unit not in keep:
+        if was_released and unit not in keep and not self._demand.is_to_come(unit):
             self._keep_briefly(unit)
 
     def _keep_briefly(self, unit: Unit) -> None:
@@ -167,48 +201,90 @@ class GatherOrder:
         mine = self._units.index(wanted) if wanted is not None else _NOTHING
         number = torch.tensor([mine], device=self._comm.device)
         shared = self._comm.share(number, f"what the {self._name} gathers next", channel="gather")
-        numbers = sorted(
-            {number for number in self._comm.read(shared).flatten().tolist() if number != _NOTHING},
-            reverse=self._is_backward,
-        )
-        for index in numbers:
-            self._recorded.append(self._units[index])
+        numbers = sorted({number for number in self._comm.read(shared).flatten().tolist() if number != _NOTHING})
+        for number in numbers:
+            unit = self._units[number]
+            self._recorded.append(unit)
             with self._comm.announced():
-                if index == mine:
-                    self._units[index].weights.gather()
+                if number == mine:
+                    unit.weights.gather()
                 else:
-                    self._take_part(self._units[index])
+                    self._take_part(unit)
+        self._demand.advance()
         return bool(numbers)
 
+    def _record(self, unit: Unit, recomputes: bool) -> None:
+        """Record what this rank needs in the first pass, and the modules that a checkpoint recomputes together."""
+        if unit in self._passed or unit.weights.state is WeightsState.RELEASED:
+            self._needed.append(unit.name)
+        self._recomputed = [*self._recomputed, unit] if recomputes else []
+        for other in self._recomputed:
+            if _path(other) != _path(unit):
+                self._together.add(_common(_path(other), _path(unit)))
+
+    def _merged(self) -> list[Unit]:
+        """What the ranks needed in this pass, in one order in which each of them finds its own."""
+        mine = self._needed, self._together
+        everyone = self._comm.share_object(mine, f"what the {self._name} gathered", "gather")
+        together = set().union(*(recomputed for _, recomputed in everyone))
+        if self._is_backward:
+            self._units = _backwards(self._units, together)
+        numbers = {unit.name: number for number, unit in enumerate(self._units)}
+        return [self._units[n] for n in merged([numbers[name] for name in needed] for needed, _ in everyone)]
+
     def _with_siblings(self, recorded: list[Unit]) -> list[Unit]:
-        """`recorded`, and next to them the units in members of their containers that no rank entered."""
+        """`recorded`, and next to them the units in members of their containers that no rank entered.
+
+        The units of such a member have their turns in forward order in a backward too: a rank may recompute it, and
+        otherwise keeps the first ones until it needs them.
+        """
         agreed = list(recorded)
-        for unit in [unit for unit in self._units if unit not in agreed]:
-            known = [other for other in self._family(unit, recorded) if other in agreed]
-            if known:
-                before = [other for other in known if other.number < unit.number]
-                turn = agreed.index(before[-1] if before else known[0])
-                agreed.insert(turn + (bool(before) != self._is_backward), unit)
+        missing = [unit for unit in self._units if unit not in recorded]
+        for (container, member), group in groupby(missing, lambda unit: self._member(unit, recorded)):
+            members = sorted(group, key=lambda unit: unit.number)
+            family = [turn for turn, other in enumerate(agreed) if member and _lies_in(other, container)]
+            first = self._units.index(members[0])
+            before = [turn for turn in family if self._units.index(agreed[turn]) < first]
+            if family:
+                turn = before[-1] + 1 if before else family[0]
+                agreed[turn:turn] = members
         return agreed
 
-    def _family(self, unit: Unit, recorded: list[Unit]) -> list[Unit]:
-        """The units of the innermost list or dictionary of modules that was entered, but not in the member that this
-        unit lies in; none if there is no such container."""
+    def _member(self, unit: Unit, recorded: list[Unit]) -> tuple[str, str]:
+        """The innermost list or dictionary of modules that was entered, but not in the member that this unit lies in,
+        and that member, by path; empty if there is no such container."""
         member = _path(unit)
         while member:
             container = member.rpartition(".")[0]
-            if container in self._containers and not any(_lies_in(other, member) for other in recorded):
-                family = [other for other in self._units if _lies_in(other, container)]
-                if not set(recorded).isdisjoint(family):
-                    return family
+            is_entered = any(_lies_in(other, member) for other in recorded)
+            is_known = any(_lies_in(other, container) for other in recorded)
+            if container in self._containers and is_known and not is_entered:
+                return container, member
             member = container
-        return []
+        return "", ""
 
 
 def _path(unit: Unit) -> str:
     """The path of a unit's first module."""
     runs = unit.spec.runs
     return runs[0][0] if runs and runs[0] else ""
+
+
+def _common(one: str, other: str) -> str:
+    """The path of the innermost module around two others."""
+    pairs = takewhile(lambda pair: pair[0] == pair[1], zip(one.split("."), other.split("."), strict=False))
+    return ".".join(name for name, _ in pairs)
+
+
+def _backwards(units: Sequence[Unit], together: Collection[str], around: str = "") -> list[Unit]:
+    """The order in which a backward comes to units: the last modules first, but those `together`, which lie in modules
+    that are recomputed as a whole, in the order of a forward."""
+    depth = len(around.split(".")) if around else 0
+    groups = [list(group) for _, group in groupby(units, lambda unit: _path(unit).split(".")[depth:][:1])]
+    if len({_path(unit) for unit in units}) == 1:
+        return list(units)
+    arranged = [_backwards(group, together, ".".join(_path(group[0]).split(".")[: depth + 1])) for group in groups]
+    return list(chain.from_iterable(arranged if around in together else arranged[::-1]))
 
 
 def _lies_in(unit: Unit, module: str) -> bool:
@@ -229,29 +305,29 @@ class GatherOrders:
         self.all_locked = False
         """Whether everything stays gathered on all ranks, so that passes have nothing to gather."""
 
-    def begin(self, name: str) -> None:
+    def begin(self, name: str, demand: Demand = UNKNOWN) -> None:
         """A pass begins."""
         self._current = self._orders.get(name) if not self.all_locked else None
         if self._current is not None:
-            self._current.begin(self._kept)
+            self._current.begin(self._kept, demand)
         self._kept = set()
 
-    def gather(self, unit: Unit, ahead: Sequence[Unit]) -> None:
+    def gather(self, unit: Unit, ahead: Sequence[Unit], recomputes: bool = False) -> None:
         """Start to gather a unit that is about to be used, and those `ahead` of it."""
         if self._current is not None:
-            self._current.gather(unit, ahead)
+            self._current.gather(unit, ahead, recomputes)
             return
         unit.weights.gather()
         for other in ahead:
             other.weights.gather()
 
-    def passes(self, unit: Unit, is_to_come: Callable[[Unit], bool]) -> bool:
+    def passes(self, unit: Unit) -> bool:
         """Whether the gather of a unit that this rank does not enter is over."""
-        return self._current is None or self._current.passes(unit, is_to_come)
+        return self._current is None or self._current.passes(unit)
 
-    def finish(self, keep: Collection[Unit] = (), between: Callable[[], None] = lambda: None) -> None:
+    def finish(self, keep: Collection[Unit] = ()) -> None:
         """The pass ends; the units to `keep` stay gathered."""
-        if self._current is not None and self._current.finish(keep, between):
+        if self._current is not None and self._current.finish(keep):
             self._kept = {unit.name for unit in keep}
         self._current = None
 
@@ -278,9 +354,9 @@ class Gathers:
         self.gather_orders = GatherOrders(units, containers(model))
         self._locked: list[Unit] = []
 
-    def gather(self, unit: Unit, ahead: Sequence[Unit] = ()) -> None:
+    def gather(self, unit: Unit, ahead: Sequence[Unit] = (), recomputes: bool = False) -> None:
         """Gather a unit's weights; the gathers of those `ahead` are issued before it waits."""
-        self.gather_orders.gather(unit, ahead)
+        self.gather_orders.gather(unit, ahead, recomputes)
         if unit.weights.is_read:
             unit.weights.be_plain()
         if unit.weights.state is not WeightsState.GATHERED:

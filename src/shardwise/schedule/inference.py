@@ -23,7 +23,7 @@ from shardwise.comm import Comm
 from shardwise.errors import ConfigError
 from shardwise.machine.memory import host_share_bytes
 from shardwise.memory.placement import UnitSize, place
-from shardwise.schedule.gathers import GatherOrder, GatherOrders, Gathers
+from shardwise.schedule.gathers import UNKNOWN, Demand, GatherOrder, GatherOrders, Gathers
 from shardwise.schedule.hooks import containers
 from shardwise.schedule.order import Prefetch, UnitOrder
 from shardwise.unit import Unit
@@ -73,9 +73,9 @@ class CyclicGatherOrder(GatherOrder):
         turn = self._position - len(self._agreed)
         return self.first[turn : turn + 1] == [unit]
 
-    def finish(self, keep: Collection[Unit], between: Callable[[], None]) -> bool:
+    def finish(self, keep: Collection[Unit]) -> bool:
         done = max(0, self._position - len(self._agreed))
-        super().finish(self.first[:done], between)
+        super().finish(self.first[:done])
         for unit in self.first[done:]:
             unit.weights.gather()
         return True
@@ -90,15 +90,15 @@ class CyclicGatherOrders(GatherOrders):
             self._orders = {"evaluation": CyclicGatherOrder(units, containers, ahead)}
         self._window: Sequence[Unit] = ()
 
-    def begin(self, name: str) -> None:
+    def begin(self, name: str, demand: Demand = UNKNOWN) -> None:
         if name != "evaluation":
             raise RuntimeError(
                 f"a {name} with gradients inside engine.inference(), where weights are only read: call it after the "
                 "`with` block, or evaluate under torch.no_grad()"
             )
-        super().begin(name)
+        super().begin(name, demand)
 
-    def gather(self, unit: Unit, ahead: Sequence[Unit]) -> None:
+    def gather(self, unit: Unit, ahead: Sequence[Unit], recomputes: bool = False) -> None:
         if self._current is None and ahead is not self._window:
             # What was prefetched and is not entered after all would otherwise take memory until its next use.
             for other in self._window:
@@ -107,9 +107,9 @@ class CyclicGatherOrders(GatherOrders):
             self._window = ahead
         super().gather(unit, ahead)
 
-    def finish(self, keep: Collection[Unit] = (), between: Callable[[], None] = lambda: None) -> None:
+    def finish(self, keep: Collection[Unit] = ()) -> None:
         order = self._current
-        super().finish(keep, between)
+        super().finish(keep)
         self._kept = {unit.name for unit in order.first} if isinstance(order, CyclicGatherOrder) else set()
 
     def drop(self) -> None:

@@ -6,8 +6,10 @@ hundredth backward, and keep one merged order. The order of the gathers is agree
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from shardwise.config.sections import Runtime
 from shardwise.unit import Unit
@@ -47,21 +49,26 @@ class Prefetch:
         )
 
 
-def merged(sequences: Sequence[Sequence[int]]) -> list[int]:
-    """One sequence of everything that is in any of them: the first, with the others' items inserted, each behind what
-    it follows in its own.
+def merged(sequences: Iterable[Sequence[int]]) -> list[int]:
+    """One sequence in which each of them is contained, and smaller items come first where they leave that open. Where
+    two of them swap neighbours, it has these in one order only.
 
-    >>> merged([[0, 1, 3], [0, 2, 3, 4]])
-    [0, 2, 1, 3, 4]
+    >>> merged([[0, 2, 3], [0, 1, 3, 4]])
+    [0, 1, 2, 3, 4]
     """
     whole: list[int] = []
-    for sequence in sequences:
-        place = 0
-        for item in sequence if whole else ():
-            if item not in whole:
-                whole.insert(place, item)
-            place = whole.index(item) + 1
-        whole = whole or list(sequence)
+    left = [deque(sequence) for sequence in dict.fromkeys(map(tuple, sequences)) if sequence]
+    counts = Counter(item for sequence in left for item in sequence)
+    while left:
+        heads = Counter(sequence[0] for sequence in left)
+        free = [item for item in heads if counts[item] == heads[item]]  # in no sequence behind another item
+        item = min(free or heads)
+        whole.append(item)
+        for sequence in left:
+            if item in islice(sequence, 2):
+                sequence.remove(item)
+                counts[item] -= 1
+        left = [sequence for sequence in left if sequence]
     return whole
 
 
@@ -109,10 +116,12 @@ class UnitOrder:
             return
         self._entered = list(entered)
         seen = list(dict.fromkeys(entered))
-        unseen = [unit for unit in self._all if unit not in seen]
         self.last = seen[-1] if seen else None
-        self.forward = seen + unseen
-        self.backward = unseen + seen[::-1]
+        self.forward = list(seen)
+        for before, unit in zip([None, *self._all], self._all, strict=False):
+            if unit not in seen:  # other data may enter it, next to its neighbour
+                self.forward.insert(self.forward.index(before) + 1 if before is not None else 0, unit)
+        self.backward = self.forward[::-1]
         self._after = [
             self._prefetch.choose(unit, self._following(entered, index)) for index, unit in enumerate(entered)
         ]

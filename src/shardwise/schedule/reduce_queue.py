@@ -16,7 +16,6 @@ from shardwise.schedule.autograd import adds_to, adds_to_all, awaits_gradient, c
 from shardwise.schedule.gathers import Gathers
 from shardwise.schedule.graphs import ForwardGraph, ForwardGraphs
 from shardwise.unit import Unit
-from shardwise.unit.weights import WeightsState
 
 
 class CompleteUnits:
@@ -30,7 +29,8 @@ class CompleteUnits:
     def __init__(self, graphs: ForwardGraphs, gathers: Gathers) -> None:
         self._graphs = graphs
         self._gathers = gathers
-        self._left: set[Unit] = set()
+        self._left: dict[Unit, ForwardGraph] = {}
+        self._are_all = False
         self._used_before: list[Unit] = []
         self._outer_task: int | None = None
         self._outer_units: set[Unit] = set()
@@ -44,18 +44,30 @@ class CompleteUnits:
 
     def forget(self) -> None:
         """The backward is over."""
-        self._left = set()
+        self._left = {}
+        self._are_all = False
         self._outer_task, self._outer_units = None, set()
 
     def leave(self, graph: ForwardGraph, unit: Unit) -> bool:
         """The backward has left all uses of a unit in a graph; returns whether that makes the unit complete."""
         if unit in self._left or self._is_awaited(graph, unit):
             return False
-        self._left.add(unit)
+        self._left[unit] = graph
         return True
 
+    def end(self) -> None:
+        """No more gradients arrive."""
+        self._are_all = True
+
     def has(self, unit: Unit) -> bool:
-        return unit in self._left or self._is_skipped(unit)
+        """Whether this rank has nothing more to add to a unit's gradients, and its gather, which others may need, is
+        over."""
+        is_complete = self._are_all or self._is_skipped(unit)
+        return unit in self._left or (is_complete and self._gathers.gather_orders.passes(unit))
+
+    def is_to_come(self, unit: Unit) -> bool:
+        """Whether the backward has yet to reach a forward that used a unit, or to leave it."""
+        return not self._are_all and bool(self._graphs.using(unit, before=self._left.get(unit)))
 
     def _is_awaited(self, graph: ForwardGraph, unit: Unit) -> bool:
         """Whether a backward that has left a unit in a graph may bring further gradients: from uses before it."""
@@ -81,16 +93,10 @@ class CompleteUnits:
         return unit in self._outer_units and current_task() != self._outer_task
 
     def _is_skipped(self, unit: Unit) -> bool:
-        """Whether this rank's backward has no part in a unit, and its gather, which others may need, is over."""
+        """Whether this rank's backward has no part in a unit."""
         if not unit.comm.is_checked or self._graphs.using(unit):
             return False
-        is_awaited = inside_backward() and (adds_to(unit.params) or self._is_brought_outside(unit))
-        return not is_awaited and self._gathers.gather_orders.passes(unit, self._is_to_come)
-
-    def _is_to_come(self, unit: Unit) -> bool:
-        """Whether the backward has yet to reach a unit."""
-        is_released = unit.weights.state is WeightsState.RELEASED
-        return is_released and unit not in self._left and bool(self._graphs.using(unit))
+        return not (inside_backward() and (adds_to(unit.params) or self._is_brought_outside(unit)))
 
 
 class ReduceQueue:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import shardwise
 from support import matrix, ranks
 from support.training import (
     PRECISIONS,
@@ -200,6 +201,58 @@ class OneProcess:
 def pad(tensor):
     flat = tensor.detach().reshape(-1)
     return torch.nn.Parameter(torch.nn.functional.pad(flat, (0, -flat.numel() % 32)))
+
+
+class Cross(torch.nn.Module):
+    """Attends to a tensor that other modules attend to as well."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key, self.value = (torch.nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x, memory):
+        attended = torch.nn.functional.scaled_dot_product_attention(self.query(x), self.key(memory), self.value(memory))
+        return x + attended
+
+
+class Decoder(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder = torch.nn.Linear(16, 16)
+        self.layers = torch.nn.ModuleList(Cross() for _ in range(4))
+
+    def forward(self, x):
+        memory = torch.tanh(self.encoder(x))
+        for layer in self.layers:
+            x = layer(x, memory)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("preset", STAGES)
+def test_gradients_of_one_tensor_are_added_in_plain_torchs_order(preset):
+    """Whatever the units are: four modules are given the same tensor."""
+
+    def trained(units):
+        torch.manual_seed(0)
+        model = Decoder()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        config = {"preset": preset, "gradients": {"deterministic": True}, "runtime": {"units": units}}
+        engine = shardwise.initialize(model, optimizer, config) if units else None
+        for _ in range(3):
+            loss = (engine or model)(torch.randn(2, 8, 16))
+            engine.backward(loss) if engine else loss.backward()
+            (engine or optimizer).step()
+            (engine or optimizer).zero_grad()
+        names = [name for name, _ in model.named_parameters()]
+        values = [engine.full_param(name) if engine else model.get_parameter(name).detach() for name in names]
+        found = torch.cat([value.flatten() for value in values])
+        if engine:
+            engine.destroy()
+        return found
+
+    plain = trained(None)
+    for units in (["Cross"], ["Linear"]):
+        assert torch.equal(trained(units), plain), units
 
 
 @ranks(2, 3)

@@ -387,7 +387,7 @@ class Mixer(nn.Module):
         return loss + sum(seen) if self.way in ("sums up", "adds up", "keeps", "asks for the type") else loss
 
 
-_ALONE = ("keywords", "between", "norm first", "stem norm", "keeps", "sums up", "gains", "skips")
+_ALONE = ("keywords", "between", "norm first", "stem norm", "keeps", "keeps its own", "sums up", "gains", "skips")
 
 
 class Layer(nn.Module):
@@ -402,6 +402,9 @@ class Layer(nn.Module):
             hidden = hidden.index_put((hidden[..., 0].gt(9).nonzero(as_tuple=True)), torch.zeros(()))
         if self.way == "keeps":
             self.up.extra = extra
+        if self.way == "keeps its own":
+            self.extra = self.up.bias.mean()
+            hidden = hidden * torch.sigmoid(self.extra)
         if self.way == "dictionaries":
             return {"hidden": hidden, "extra": extra}
         return hidden if self.way in _ALONE else (hidden, extra)
@@ -415,12 +418,12 @@ def make_mixer(way):
 @ranks(2)
 @pytest.mark.parametrize(
     "way",
-    ["keywords", "tuples", "routes", "unpacks", "dictionaries", "between", "norm first", "stem norm"],
+    ["keywords", "tuples", "routes", "unpacks", "dictionaries", "between", "norm first", "stem norm", "keeps its own"],
 )
 def test_models_written_by_hand_train_as_in_one_process(rank, world_size, way):
-    """Blocks called by keyword, blocks that return tuples or other containers, what is computed between blocks, and a
-    norm that is registered before the blocks, used there or after them. A parameter of the model itself is no buffer on
-    other stages: the broadcast of one without memory crashed them."""
+    """Blocks called by keyword, blocks that return tuples or other containers, what is computed between blocks, what a
+    block keeps for its own use, and a norm that is registered before the blocks, used there or after them. A parameter
+    of the model itself is no buffer on other stages: the broadcast of one without memory crashed them."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
     plain, tokens = make_mixer(way), tokens_of(0, 0)
     optimizer = sgd(plain.parameters())

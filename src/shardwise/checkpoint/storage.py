@@ -10,6 +10,7 @@ import contextlib
 import os
 import posixpath
 import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol, TypeAlias
@@ -68,27 +69,33 @@ class NewFile(Protocol):
     def abandon(self) -> None: ...
 
 
-class Storage(Protocol):
+class Storage(ABC):
     """A medium. A file that is not there is a FileNotFoundError; any other failure is an OSError."""
 
     poll_s: float
     """Seconds between two looks at what other ranks have written."""
 
+    @abstractmethod
     def create(self, path: Any) -> NewFile:
         """A new file, to be written from front to back."""
 
+    @abstractmethod
     def open(self, path: Any) -> tuple[IO[bytes], int]:
         """A file to read anywhere, and its size."""
 
+    @abstractmethod
     def read(self, paths: Sequence[Any]) -> list[bytes]:
         """The contents of small files."""
 
+    @abstractmethod
     def put(self, path: Any, data: bytes) -> None:
         """Write a small file, which appears complete."""
 
+    @abstractmethod
     def delete(self, paths: Sequence[Any]) -> None:
         """Remove files."""
 
+    @abstractmethod
     def sizes(self, folder: Any) -> dict[str, int]:
         """The files in a folder, by name; none if there is no such folder."""
 
@@ -96,25 +103,32 @@ class Storage(Protocol):
         """The names of the files in a folder, maybe with those of folders."""
         return set(self.sizes(folder))
 
+    @abstractmethod
     def folders(self, root: Any) -> list[Any]:
         """The folders in a folder, sorted by name."""
 
+    @abstractmethod
     def begin(self, root: Any, draft: str, target: Any) -> Any:
         """Begin the checkpoint `target`, which is not visible as one until `publish`; returns where to write it.
         `draft` names who writes it, for `drafts`."""
 
+    @abstractmethod
     def publish(self, root: Any, draft: str, target: Any, manifest: bytes) -> None:
         """Make a draft, whose other files are there, a checkpoint."""
 
+    @abstractmethod
     def drafts(self, root: Any) -> dict[str, float]:
         """The drafts in a folder, and when each was last written to."""
 
+    @abstractmethod
     def drop(self, root: Any, draft: str) -> None:
         """Remove a draft, if there is one. If it has become a checkpoint, that stays."""
 
+    @abstractmethod
     def unfinished(self, root: Any) -> set[str]:
         """The folders in `root` that are drafts, although they look like checkpoints without a manifest."""
 
+    @abstractmethod
     def remove(self, path: Any, draft: str) -> None:
         """Delete a checkpoint; `draft` is a name for what is left of it if the process is killed meanwhile."""
 

@@ -32,7 +32,7 @@ from shardwise.engine import Engine
 from shardwise.errors import ConfigError
 from shardwise.pipelining.absent import check_present
 from shardwise.pipelining.cut import PartBefore, StageEnd
-from shardwise.tensors import kept_by
+from shardwise.tensors import kept_by, tensors_in
 
 LossFn = Callable[[Any, Any], torch.Tensor]
 
@@ -122,9 +122,11 @@ class StageCall:
         self.micro_batches: list[Any] = []
         self.number_of: Callable[[torch.Tensor], int] = int
         self._loss_fn = loss_fn
-        self._is_checked = False
         before = (module for module in part.modules() if isinstance(module, PartBefore))
         self._reception = next((module.reception for module in before), None)
+        own = self._reception.blocks.values() if self._reception is not None else ()
+        self._handles = [block.register_forward_hook(self._note_returned) for block in own]
+        self._returned = set[Any]()
         self._options = {"use_cache": False} if "use_cache" in inspect.signature(part.forward).parameters else {}
         vars(part)["forward"] = partial(self._run, part.forward)
 
@@ -139,6 +141,8 @@ class StageCall:
         finally:
             if self._reception is not None:
                 self._reception.clear()
+            if torch.is_grad_enabled():
+                self._forget_returned()
 
     def _loss(self, forward: Callable[..., Any], batch: Any) -> torch.Tensor:
         if isinstance(batch, Mapping):
@@ -163,16 +167,26 @@ class StageCall:
         self._check_kept(loss)
         return loss.reshape(1)
 
+    def _note_returned(self, block: nn.Module, args: Any, output: Any) -> None:
+        self._returned.update(each.grad_fn for each in tensors_in(output))
+
+    def _forget_returned(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+        self._returned = set()
+
     def _check_kept(self, loss: torch.Tensor) -> None:
-        """Refuse a loss with parts that blocks keep in attributes, as routers do: those of other stages are missing."""
-        if self._is_checked or self._reception is None or loss.grad_fn is None:
+        """In the first training forward, refuse a loss with parts that blocks keep in attributes, as routers do: those
+        of other stages are missing. What a block keeps and uses itself comes before what it returns, and is no such
+        part.
+        """
+        if self._reception is None or not self._handles or loss.grad_fn is None:
             return
-        self._is_checked = True
         kept: dict[Any, str] = {}
         for block, module in self._reception.blocks.items():
             scalars = (each for each in kept_by(module.modules()) if each.numel() == 1 and each.grad_fn is not None)
             kept |= {each.grad_fn: block for each in scalars}
-        seen, found = set[Any](), [loss.grad_fn]
+        seen, found = {*self._returned}, [loss.grad_fn]
         while kept and found:
             node = found.pop()
             if node in kept:

@@ -144,12 +144,6 @@ class OncePerBackward:
         self._task = -1
         self._later: list[OncePerBackward] = []
 
-    @staticmethod
-    def is_input(tensor: torch.Tensor) -> bool:
-        """Whether a module before was given this tensor."""
-        hooks = (tensor._backward_hooks or {}).values()
-        return any(isinstance(hook, OncePerBackward) and hook._again is not None for hook in hooks)
-
     def watch(self, tensor: torch.Tensor) -> None:
         """Be called when a backward reaches a tensor."""
         for hook in (tensor._backward_hooks or {}).values():
@@ -190,25 +184,19 @@ class _Boundary(torch.autograd.Function):
 
 
 def mark_inputs(args: Any, kwargs: Any, leave: OncePerBackward) -> Any:
-    """Have `leave` called when the backward has left a module with these inputs.
-
-    Leaves get an identity in front. So do tensors that another module got before this one: the backward leaves this
-    module first, though what made the tensor still waits for the other one's gradient.
+    """Have `leave` called when the backward reaches what made the inputs; leaves get an identity in front.
 
     Returns new arguments if some were replaced, else None.
     """
     marked = {id(t): t for t in tensors_in(*args, *kwargs.values()) if t.requires_grad}
     made = [tensor for tensor in marked.values() if tensor.grad_fn is not None]
-    if made:
-        replaced = {id(tensor): tensor.view_as(tensor) for tensor in made if OncePerBackward.is_input(tensor)}
-        for tensor in made:
-            leave.watch(replaced.get(id(tensor), tensor))
-    else:
-        outputs = _Boundary.apply(leave, *marked.values()) if marked else ()  # type: ignore[no-untyped-call]  # torch
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        replaced = dict(zip(marked, outputs, strict=True))
-    if not replaced:
+    for tensor in made:
+        leave.watch(tensor)
+    if made or not marked:
         return None
+    outputs = _Boundary.apply(leave, *marked.values())  # type: ignore[no-untyped-call]  # torch
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    replaced: dict[int, torch.Tensor] = dict(zip(marked, outputs, strict=True))
 
     def change(tensor: torch.Tensor) -> torch.Tensor:
         return replaced.get(id(tensor), tensor)

@@ -249,8 +249,10 @@ class BackwardPass:
 
     def gather(self, unit: Unit) -> None:
         """The backward needs a unit where it has reached no module, or recomputes."""
-        self._gather(unit, recomputes=True)
-        if self._phase.current is Phase.IDLE:  # it may reach none at all, and nothing else would release the unit
+        if self._phase.current is not Phase.IDLE:
+            self._gather(unit, recomputes=True)
+        else:  # it may reach none at all, and nothing else would release the unit
+            self._gathers.gather(unit)
             BackwardEndCallback(partial(self._release_unused, [unit]))
 
     def _gather(self, unit: Unit, recomputes: bool = False) -> None:

@@ -64,6 +64,7 @@ class GatherOrder:
         self._agreed: list[Unit] = []
         self._recorded: list[Unit] = []
         self._needed: list[str] = []
+        self._early: set[Unit] = set()  # gathered for other ranks before this one needs it
         self._recomputed: list[Unit] = []
         self._together: set[str] = set()
         self._position = 0
@@ -78,6 +79,7 @@ class GatherOrder:
         self._position = 0
         self._recorded = []
         self._needed = []
+        self._early = set()
         self._recomputed = []
         self._together = set()
         self._prefetched = []
@@ -142,7 +144,7 @@ class GatherOrder:
                 self._position += 1
         else:
             self._pass_to(turn, between=self._demand.advance)
-            self._position = turn + 1
+            self._position = max(self._position, turn + 1)  # `advance` may have passed this turn
         unit.weights.gather()
 
     def _turn_of(self, unit: Unit) -> int | None:
@@ -209,14 +211,17 @@ class GatherOrder:
                 if number == mine:
                     unit.weights.gather()
                 else:
+                    if unit.weights.state is WeightsState.RELEASED:
+                        self._early.add(unit)
                     self._take_part(unit)
         self._demand.advance()
         return bool(numbers)
 
     def _record(self, unit: Unit, recomputes: bool) -> None:
         """Record what this rank needs in the first pass, and the modules that a checkpoint recomputes together."""
-        if unit in self._passed or unit.weights.state is WeightsState.RELEASED:
+        if unit in self._early or unit.weights.state is WeightsState.RELEASED:
             self._needed.append(unit.name)
+            self._early.discard(unit)
         self._recomputed = [*self._recomputed, unit] if recomputes else []
         for other in self._recomputed:
             if _path(other) != _path(unit):
@@ -225,7 +230,8 @@ class GatherOrder:
     def _merged(self) -> list[Unit]:
         """What the ranks needed in this pass, in one order in which each of them finds its own."""
         mine = self._needed, self._together
-        everyone = self._comm.share_object(mine, f"what the {self._name} gathered", "gather")
+        with self._comm.announced():  # all ranks have just found that none needs a gather
+            everyone = self._comm.share_object(mine, f"what the {self._name} gathered", "gather")
         together = set().union(*(recomputed for _, recomputed in everyone))
         if self._is_backward:
             self._units = _backwards(self._units, together)

@@ -58,16 +58,15 @@ def merged(sequences: Iterable[Sequence[int]]) -> list[int]:
     """
     whole: list[int] = []
     left = [deque(sequence) for sequence in dict.fromkeys(map(tuple, sequences)) if sequence]
-    counts = Counter(item for sequence in left for item in sequence)
     while left:
         heads = Counter(sequence[0] for sequence in left)
-        free = [item for item in heads if counts[item] == heads[item]]  # in no sequence behind another item
+        holders = Counter(item for sequence in left for item in set(sequence))
+        free = [item for item in heads if holders[item] == heads[item]]  # in no sequence behind another item
         item = min(free or heads)
         whole.append(item)
         for sequence in left:
             if item in islice(sequence, 2):
                 sequence.remove(item)
-                counts[item] -= 1
         left = [sequence for sequence in left if sequence]
     return whole
 

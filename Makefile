@@ -37,9 +37,9 @@ format: $(STAMP)  ## let ruff rewrite what it can
 train: $(STAMP)  ## set up, then train a small GPT on two processes under zero3 (ARGS="--steps 1400" and the like)
 	@$(PY) -m shardwise train $(ARGS)
 
-# Two at a time: many tests are one process, or wait for others.
+# Three at a time on two cores: many tests are one process, or wait for others.
 test: lint types  ## set up, then lint, types and the test suite
-	$(PY) -m pytest -n 2 --dist worksteal
+	$(PY) -m pytest -n 3 --dist worksteal
 
 test-full: lint types  ## the same with every matrix in full (long)
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements/full.txt

@@ -83,7 +83,7 @@ class ForwardHooks:
 
     def _enter(self, module: HookedModule, _: nn.Module, args: Any, kwargs: Any) -> Any:
         refuse_transforms(self._is_sharded)
-        if self._running.passes_by(module):
+        if self._running.ignores(module):
             return None
         order = self._gathers.unit_order
         if inside_backward():
@@ -108,7 +108,7 @@ class ForwardHooks:
         return mark_inputs(args, kwargs, OncePerBackward(partial(leave, graph, closing), again))
 
     def _leave(self, module: HookedModule, _: nn.Module, args: Any, output: Any) -> None:
-        if self._running.passes_by(module):
+        if self._running.ignores(module):
             return
         units = [*module.units, *module.borrowed_units] if module.borrowed_units else module.units
         if inside_backward():

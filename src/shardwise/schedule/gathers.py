@@ -2,15 +2,15 @@
 
 A rank cannot know which units the other ranks' data will use. So the order of the gathers of a pass (forward,
 evaluation or backward) is agreed on once and kept. In the first pass of its kind the ranks meet before every gather:
-each says which unit it needs next, and all of these are gathered. At its end they merge what each of them needed into
-one order, in which the model's own order decides between ways that did not meet: that of a backward is reversed, except
-among modules that a checkpoint recomputes together. From then on nothing is exchanged. A rank that needs a unit first
-takes part in the gathers that come before it, and at the end of the pass in those that are left. In a backward it knows
-which of these it will need itself, and keeps them. Prefetches are the gathers that come next.
+each says which unit it needs next, and all of these are gathered. At its end they merge the lists of what each of them
+needed into one order. Where the lists leave that open, the order of the model's modules decides; for a backward it is
+reversed, except among modules that a checkpoint recomputes together. From then on nothing is exchanged. A rank that
+needs a unit first takes part in the gathers that come before it, and at the end of the pass in the rest. In a backward
+it knows which of these units it will need itself, and keeps them. Prefetches are the gathers that come next.
 
-No rank waits for ever: it reduces what it has left, or skips, before it waits for a gather, and a unit that it skips
-only after all gathers up to that unit's. So the ranks that are behind wait for gathers that all others have issued,
-provided that what a backward needs before it leaves a unit has its turn before that unit, or is reduced before it.
+Before a rank waits for a gather, it reduces the units that its backward has completed or skips; a skipped unit only
+after all gathers up to that unit's. So a rank that is behind waits for gathers that all others have issued, provided
+that what a backward needs before it completes a unit has its turn before that unit, or is reduced before it.
 
 Members of one container (experts, layers) stand for each other: one that no rank entered in the first pass has its
 place in the order too. Any other unit that is entered later is gathered out of turn, which works if all ranks do so.
@@ -38,7 +38,7 @@ _NOTHING = -1
 
 @dataclass(frozen=True)
 class Demand:
-    """What this rank's part in a pass asks of the order. In a forward nothing is known ahead.
+    """What a rank knows of its own part in a pass. In a forward it knows nothing ahead.
 
     is_to_come  whether this rank will still use a unit
     advance     reduces what this rank has finished: other ranks may wait for that before they gather the next unit
@@ -172,8 +172,9 @@ class GatherOrder:
             self._skip_kept()
             if self._position >= turn:
                 return
-            self._position += 1
-            self._take_part(self._agreed[self._position - 1], keep)
+            unit = self._agreed[self._position]
+            self._position += 1  # before `between`, which may take part in further gathers
+            self._take_part(unit, keep)
             between()
 
     def _take_part(self, unit: Unit, keep: Collection[Unit] = ()) -> None:
@@ -286,9 +287,9 @@ def _backwards(units: Sequence[Unit], together: Collection[str], around: str = "
     """The order in which a backward comes to units: the last modules first, but those `together`, which lie in modules
     that are recomputed as a whole, in the order of a forward."""
     depth = len(around.split(".")) if around else 0
-    groups = [list(group) for _, group in groupby(units, lambda unit: _path(unit).split(".")[depth:][:1])]
     if len({_path(unit) for unit in units}) == 1:
         return list(units)
+    groups = [list(group) for _, group in groupby(units, lambda unit: _path(unit).split(".")[depth:][:1])]
     arranged = [_backwards(group, together, ".".join(_path(group[0]).split(".")[: depth + 1])) for group in groups]
     return list(chain.from_iterable(arranged if around in together else arranged[::-1]))
 

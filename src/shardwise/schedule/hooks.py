@@ -40,8 +40,8 @@ class RunningModules:
     def innermost(self) -> HookedModule | None:
         return self._calls[-1] if self._calls else None
 
-    def passes_by(self, module: HookedModule) -> bool:
-        """Whether a call of a module says nothing: it has no units, and another one is running."""
+    def ignores(self, module: HookedModule) -> bool:
+        """Whether a call of a module needs no action: it has no units, and another module is running."""
         return not module.units and not module.is_root and not module.depth and bool(self._calls)
 
     def enter(self, module: HookedModule) -> None:

@@ -1,6 +1,7 @@
 """The dry run of one rank of a (dp, tp) mesh, against four real ranks."""
 
 import gc
+import json
 import statistics
 from dataclasses import replace
 
@@ -16,6 +17,10 @@ from shardwise.models.workload import Workload
 from shardwise.observe import StorageObserver
 from support import run_ranks
 
+LLAMA = {
+    "model_type": "llama", "hidden_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 16, "vocab_size": 32000,
+    "num_key_value_heads": 8, "intermediate_size": 4096, "tie_word_embeddings": True,
+}  # fmt: skip
 PRESETS = ("zero1", "zero2", "zero3")
 BATCH, LENGTH, HIDDEN, LAYERS, VOCABULARY = 2, 64, 128, 6, 128
 
@@ -25,22 +30,23 @@ def build():
     return model, tokens(BATCH, LENGTH, VOCABULARY)
 
 
-def foreseen(rank, world_size):
+def foreseen(rank, world_size, folder):
     found = [shardwise.foresee(build, preset, 4, "cpu", tp=2) for preset in PRESETS]
     found.append(shardwise.foresee(build, "zero3_hybrid", 8, "cpu", nodes=2, tp=2))
     with pytest.raises(ConfigError, match="4 ranks cannot be spread evenly over 1 nodes with tp 3"):
         shardwise.foresee(build, "zero3", 4, "cpu", tp=3)
-    check_plan()
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    check_plan(str(folder))
     return [(each.peak_bytes, each.sent_bytes) for each in found]
 
 
-def check_plan():
+def check_plan(llama):
     """`shardwise plan --tp`: a rank holds about a half, and sends about a half over dp as one of as many copies."""
     on, presets, both = Hardware(gpus=4), ("zero1", "zero3"), Workload(tp=2, sequence=128)
-    halves = shardwise.plan("llama3.2-1b", hardware=on, workload=both, presets=presets, detailed=True)
-    reckoned = shardwise.plan("llama3.2-1b", hardware=on, workload=both, presets=presets)
+    halves = shardwise.plan(llama, hardware=on, workload=both, presets=presets, detailed=True)
+    reckoned = shardwise.plan(llama, hardware=on, workload=both, presets=presets)
     copies = shardwise.plan(
-        "llama3.2-1b", hardware=replace(on, gpus=2), workload=Workload(sequence=128), presets=presets, detailed=True
+        llama, hardware=replace(on, gpus=2), workload=Workload(sequence=128), presets=presets, detailed=True
     )
     for half, estimate, copy in zip(halves.rows, reckoned.rows, copies.rows, strict=True):
         assert (half.is_dry_run, estimate.is_dry_run) == (True, False)
@@ -49,7 +55,7 @@ def check_plan():
         assert half.categories["moments"] == pytest.approx(copy.categories["moments"] / 2, rel=0.02)
     assert "each of 2 copies of the model is on 2 GPUs: a GPU sends" in halves.notes[0]
     with pytest.raises(ConfigError, match="--tp 3 does not divide 4 GPUs"):
-        shardwise.plan("llama3.2-1b", hardware=on, workload=Workload(tp=3))
+        shardwise.plan(llama, hardware=on, workload=Workload(tp=3))
     with pytest.raises(ConfigError, match="--tp 2 needs a model whose dimensions are known, without adapters"):
         shardwise.plan(params=10**9, hardware=on, workload=Workload(tp=2))
     with pytest.raises(ConfigError, match="12 attention heads cannot be cut into 8 parts: take a tp that divides them"):
@@ -97,8 +103,8 @@ def train(engine, batch):
 
 
 @pytest.mark.timeout(300)
-def test_peak_and_traffic_of_a_rank_of_the_mesh_are_the_measured_ones():
-    (predicted,) = run_ranks(foreseen, 1, fresh=True, init=False, timeout=200)
+def test_peak_and_traffic_of_a_rank_of_the_mesh_are_the_measured_ones(tmp_path):
+    (predicted,) = run_ranks(foreseen, 1, tmp_path, fresh=True, init=False, timeout=200)
     ranks = [found + more for found, more in zip(run_ranks(measured, 4) * 2, run_ranks(measured, 8), strict=True)]
     activations = BATCH * LENGTH * HIDDEN * 4
     logits = BATCH * LENGTH * VOCABULARY // 2 * 4

@@ -33,15 +33,6 @@ def deepspeed():
     return deepspeed
 
 
-@pytest.fixture
-def served(monkeypatch):
-    """`import_module` for modules of `deepspeed` in pytest's own process, which other tests find without it."""
-    monkeypatch.syspath_prepend(activation.FOLDER)
-    yield importlib.import_module
-    for name in [name for name in sys.modules if name.partition(".")[0] == "deepspeed"]:
-        del sys.modules[name]
-
-
 def model():
     torch.manual_seed(dist.get_rank())  # rank 0's values count
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
@@ -582,7 +573,7 @@ def test_init_builds_in_the_dtype_that_is_asked_for(rank, world_size):
 
 
 def test_schedules_take_the_state_of_deepspeeds(served):
-    lr_schedules = served("deepspeed.runtime.lr_schedules")
+    lr_schedules = importlib.import_module("deepspeed.runtime.lr_schedules")
     rates = []
     for is_loaded in (False, True):
         optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
@@ -746,8 +737,8 @@ def test_loaders_for_evaluation_give_each_rank_its_part_in_order(rank, world_siz
 
 
 def test_configurations_are_read_as_objects(served):
-    config = served("deepspeed.runtime.config")
-    zero = served("deepspeed.runtime.zero.config")
+    config = importlib.import_module("deepspeed.runtime.config")
+    zero = importlib.import_module("deepspeed.runtime.zero.config")
     given = config.DeepSpeedConfig(
         {
             "train_batch_size": 32,
@@ -764,7 +755,7 @@ def test_configurations_are_read_as_objects(served):
     with pytest.raises(ValueError, match="reduce_bucket_size"):
         zero.DeepSpeedZeroConfig(reduce_bucket_size=0)
     with pytest.raises(ValueError, match="finite"):
-        served("deepspeed.runtime.precision_config").DeepSpeedFP16Config(loss_scale=float("inf"))
+        importlib.import_module("deepspeed.runtime.precision_config").DeepSpeedFP16Config(loss_scale=float("inf"))
     given = base64.urlsafe_b64encode(b'{"train_batch_size": 6, "zero_optimization": {"stage": 2}}').decode()
     assert config.DeepSpeedConfig(given).zero_optimization_stage == 2
     with pytest.raises(ValueError, match="no such file"):
@@ -772,7 +763,7 @@ def test_configurations_are_read_as_objects(served):
 
 
 def test_the_accelerator_of_the_cpu_answers_what_scripts_ask(served, monkeypatch):
-    made = served("deepspeed.accelerator").DeepSpeedAccelerator("cpu")
+    made = importlib.import_module("deepspeed.accelerator").DeepSpeedAccelerator("cpu")
     assert made.on_accelerator(torch.ones(1))
     assert not made.on_accelerator(torch.ones(1, device="meta"))
     made.reset_peak_memory_stats()
@@ -787,14 +778,14 @@ def test_the_accelerator_of_the_cpu_answers_what_scripts_ask(served, monkeypatch
         made.nothing  # noqa: B018  # the attribute is looked up
     asked = []
     monkeypatch.setattr(torch.cuda, "get_rng_state", asked.append)
-    other = served("deepspeed.accelerator").DeepSpeedAccelerator("cuda")
+    other = importlib.import_module("deepspeed.accelerator").DeepSpeedAccelerator("cuda")
     for device in (None, 0, 1):
         other.get_rng_state(device)
     assert asked == ["cuda", 0, 1]
 
 
 def test_messages_of_scripts_are_shown(served, capsys):
-    utils = served("deepspeed.utils")
+    utils = importlib.import_module("deepspeed.utils")
     utils.logger.info("the loss is %s", 1.5)
     utils.log_dist("begins", ranks=[0])  # there is no process group
     utils.logger.debug("hidden")
@@ -805,7 +796,7 @@ def test_messages_of_scripts_are_shown(served, capsys):
 
 
 def test_sections_that_users_derive_are_strict_and_follow_new_names(served):
-    base = served("deepspeed.runtime.config_utils").DeepSpeedConfigModel
+    base = importlib.import_module("deepspeed.runtime.config_utils").DeepSpeedConfigModel
 
     class Section(base):
         size: int = Field(1, alias="own_size")
@@ -821,7 +812,7 @@ def test_sections_that_users_derive_are_strict_and_follow_new_names(served):
 
 
 def test_the_launcher_reads_hostfiles_and_filters(tmp_path, monkeypatch, served):
-    runner = served("deepspeed.launcher.runner")
+    runner = importlib.import_module("deepspeed.launcher.runner")
     pool = runner._parse_hostfile(["worker-0 slots=4", "", "# a comment", "worker-1 slots=2"])
     assert pool == {"worker-0": 4, "worker-1": 2}
     assert runner.parse_inclusion_exclusion(pool, "worker-0:0,2@worker-1", "") == {
@@ -835,7 +826,7 @@ def test_the_launcher_reads_hostfiles_and_filters(tmp_path, monkeypatch, served)
     for wrong in ("worker-2", "worker-1:2"):
         with pytest.raises(ValueError, match=r"not found|No slot"):
             runner.parse_inclusion_exclusion(pool, wrong, "")
-    numa = served("deepspeed.utils.numa")
+    numa = importlib.import_module("deepspeed.utils.numa")
     assert numa.parse_range_list("0,2-4,6") == [0, 2, 3, 4, 6]
     for wrong in ("0,2-6,5-9", "8,2-6", "1,6-2"):
         with pytest.raises(ValueError, match="have to rise"):

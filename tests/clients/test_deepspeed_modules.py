@@ -50,15 +50,6 @@ ROWS = [line.split(": ") for line in CLIENTS.strip().splitlines()]
 USED = [(module, name) for module, names in ROWS for name in names.split()]
 
 
-@pytest.fixture
-def served(monkeypatch):
-    """`deepspeed` in pytest's own process, which other tests find without it."""
-    monkeypatch.syspath_prepend(activation.FOLDER)
-    yield importlib.import_module("deepspeed")
-    for name in [name for name in sys.modules if name.partition(".")[0] == "deepspeed"]:
-        del sys.modules[name]
-
-
 @pytest.mark.parametrize("module", sorted({module for module, _ in USED}))
 def test_what_clients_read_is_there_however_it_is_imported(served, module):
     assert find_spec(module).name == module

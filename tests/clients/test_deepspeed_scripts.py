@@ -17,15 +17,6 @@ from shardwise.errors import CompatibilityError
 from support import ranks
 
 
-@pytest.fixture
-def served(monkeypatch):
-    """`deepspeed` in pytest's own process, which other tests find without it."""
-    monkeypatch.syspath_prepend(activation.FOLDER)
-    yield importlib.import_module("deepspeed")
-    for name in [name for name in sys.modules if name.partition(".")[0] == "deepspeed"]:
-        del sys.modules[name]
-
-
 def deepspeed():
     sys.path.insert(0, str(activation.FOLDER))
     return importlib.import_module("deepspeed")

@@ -50,8 +50,8 @@ class Prefetch:
 
 
 def merged(sequences: Iterable[Sequence[int]]) -> list[int]:
-    """One sequence in which each of them is contained, and smaller items come first where they leave that open. Where
-    two of them swap neighbours, it has these in one order only.
+    """One sequence in which each of them is contained as far as their orders agree. Smaller items come first where they
+    leave that open. Neighbours that two of them swap are there once, in one order.
 
     >>> merged([[0, 2, 3], [0, 1, 3, 4]])
     [0, 1, 2, 3, 4]
